@@ -1,0 +1,195 @@
+"""The exported directory: its manifest, and the check that nothing in it is missing, changed or newer than we know.
+
+Torch-free. Layout of a bundle:
+
+    manifest.json     this file's models, as JSON
+    tokenizer.json    `tokenizers` format, normalisation included
+    weights.*.bin     external data shared by the graphs of one precision
+    *.onnx            encoder and decoder graphs of each precision, and the eager baseline if exported
+    NOTICE            licence and attribution of the training data
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from antiphon.model.config import ModelConfig
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+Precision = Literal["float32", "int8"]
+Lowering = Literal["contrib", "eager"]
+
+
+class BundleError(Exception):
+    """A bundle cannot be used; the message names the file or field and what was expected."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(_Strict):
+    """Size in bytes and SHA-256 (hex) of one file of the bundle."""
+
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class GraphSet(_Strict):
+    """File names of the graphs that together run the model at one precision and lowering.
+
+    encoder: input_ids [B,S] int64 -> present.{i}.encoder.key/value [B,H,S,D] float32 for each decoder layer i.
+        Every row has length S: the contrib lowering takes no padding.
+    decoder: input_ids [B,1] int64, past_lens [B] int32, source_lens [B] int32,
+        past_key_values.{i}.decoder.key/value [B,H,C,D], past_key_values.{i}.encoder.key/value [B,H,E,D] float32
+        -> logits [B,V] float32, present.{i}.decoder.key/value (bind to the past buffers: written in place).
+        past_lens[b] tokens are cached in row b already; the new token takes position past_lens[b].
+    """
+
+    precision: Precision
+    lowering: Lowering
+    encoder: str
+    decoder: str
+
+
+class MemoryFit(_Strict):
+    """Peak workspace of one encoder run, fitted: bytes = a + B * (b * T + c * T^2).
+
+    T is the source length in tokens, B the number of rows. residual is the largest relative error of the
+    fit over the measured grid, exponent the slope of log(bytes - a) against log(T) at the longest lengths.
+    """
+
+    a: float
+    b: float
+    c: float
+    residual: float
+    exponent: float
+    max_len: int
+    max_rows: int
+
+    def predict(self, rows: int, length: int) -> float:
+        """Predicted peak workspace in bytes of one encoder run of `rows` sources of `length` tokens."""
+        return self.a + rows * (self.b * length + self.c * length * length)
+
+
+class MemoryProfile(_Strict):
+    """Measured by `antiphon profile`; fits by graph set, keyed `<lowering>-<precision>`."""
+
+    fits: dict[str, MemoryFit]
+    machine: str
+
+
+class Provenance(_Strict):
+    """Where the weights come from, under which licence, and what they score."""
+
+    source: str
+    licence: str
+    attribution: str
+    recipe: str | None = None
+    scores: dict[str, float] = Field(default_factory=dict)
+
+
+class Manifest(_Strict):
+    """Contents of manifest.json."""
+
+    format_version: int = FORMAT_VERSION
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: ModelConfig
+    tokenizer: str = "tokenizer.json"
+    graphs: tuple[GraphSet, ...] = Field(min_length=1)
+    files: dict[str, FileEntry]
+    memory: MemoryProfile | None = None
+    provenance: Provenance | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """A verified bundle on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """Absolute path of a file listed in the manifest."""
+        return self.path / name
+
+    def graph_set(self, precision: Precision | None = None, lowering: Lowering = "contrib") -> GraphSet:
+        """The graphs of a precision; None prefers int8. Raises BundleError naming what the bundle has."""
+        wanted = (precision,) if precision else ("int8", "float32")
+        for choice in wanted:
+            for graphs in self.manifest.graphs:
+                if graphs.precision == choice and graphs.lowering == lowering:
+                    return graphs
+        held = ", ".join(f"{g.lowering}-{g.precision}" for g in self.manifest.graphs)
+        raise BundleError(f"{self.path}: no {lowering} graphs at precision {precision or 'any'}; it holds {held}")
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Describe a file as the manifest lists it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return FileEntry(size=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write manifest.json atomically: a reader sees the old one or the new one."""
+    temporary = path / f".{MANIFEST_NAME}.tmp"
+    temporary.write_text(manifest.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+    temporary.replace(path / MANIFEST_NAME)
+
+
+def load_bundle(path: Path) -> Bundle:
+    """Read and verify a bundle: manifest valid and of a known version, every file present and unchanged.
+
+    Raises BundleError.
+    """
+    manifest = _read_manifest(path)
+    named = {manifest.tokenizer} | {name for g in manifest.graphs for name in (g.encoder, g.decoder)}
+    if unlisted := sorted(named - manifest.files.keys()):
+        raise BundleError(f"{path / MANIFEST_NAME}: files does not list {', '.join(unlisted)}")
+    for name, expected in manifest.files.items():
+        _check_file(path, name, expected)
+    return Bundle(path=path, manifest=manifest)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    source = path / MANIFEST_NAME
+    try:
+        raw = json.loads(source.read_bytes())
+    except FileNotFoundError:
+        raise BundleError(f"{path} is not a bundle: {MANIFEST_NAME} is missing") from None
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{source} cannot be read: {error}") from None
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        raise BundleError(f"{source}: format_version is {version!r}; this Antiphon reads 1 to {FORMAT_VERSION}")
+    try:
+        return Manifest.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "manifest"
+        raise BundleError(f"{source}: {field}: {first['msg']}") from None
+
+
+def _check_file(path: Path, name: str, expected: FileEntry) -> None:
+    target = path / name
+    if Path(name).name != name:
+        raise BundleError(f"{path / MANIFEST_NAME}: files names {name!r}; only plain file names are allowed")
+    if not target.is_file():
+        raise BundleError(f"{target} is missing")
+    found = file_entry(target)
+    if found != expected:
+        raise BundleError(
+            f"{target} is damaged: {found.size} bytes with sha256 {found.sha256[:12]}..., "
+            f"the manifest says {expected.size} bytes with {expected.sha256[:12]}..."
+        )

@@ -1,0 +1,110 @@
+"""The shape of a Transformer, validated: one description from which model, export and cache derive theirs.
+
+Vaswani et al. 2017 with the variants its successors added. Torch-free: the server reads it from the manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Architecture = Literal["encoder-decoder", "encoder", "decoder"]
+Norm = Literal["layernorm", "rmsnorm"]
+NormPlacement = Literal["post", "pre"]
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "none"]
+
+
+class ModelConfig(BaseModel):
+    """Every choice that defines the network; a wrong value is refused with the field's name.
+
+    Lengths count tokens and include begin and end tokens. head_dim None is d_model / num_heads.
+    attention_scale None is 1 / sqrt(head_dim) (section 3.2.1 of the paper); T5 uses 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    architecture: Architecture = "encoder-decoder"
+    vocab_size: int = Field(ge=4, le=1_000_000)
+    d_model: int = Field(ge=8, le=16384)
+    encoder_layers: int = Field(ge=0, le=128)
+    decoder_layers: int = Field(ge=0, le=128)
+    num_heads: int = Field(ge=1, le=256)
+    head_dim: int | None = Field(default=None, ge=1, le=1024)
+    d_ff: int = Field(ge=1, le=131072)
+    norm: Norm = "layernorm"
+    norm_placement: NormPlacement = "post"
+    norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    activation: Activation = "relu"
+    gated: bool = Field(default=False, description="Gated feed-forward: act(x W) * (x V), Shazeer 2020.")
+    positions: Positions = "sinusoidal"
+    max_source_len: int = Field(default=256, ge=1, le=65536)
+    max_target_len: int = Field(default=256, ge=1, le=65536)
+    relative_buckets: int = Field(default=32, ge=4, le=1024)
+    relative_max_distance: int = Field(default=128, ge=2, le=65536)
+    rope_theta: float = Field(default=10000.0, gt=1)
+    tie_source_target: bool = Field(default=True, description="Encoder and decoder share one embedding.")
+    tie_output: bool = Field(default=True, description="The output projection is the target embedding, transposed.")
+    scale_embeddings: bool = Field(default=True, description="Multiply embeddings by sqrt(d_model), section 3.4.")
+    attention_scale: float | None = Field(default=None, gt=0)
+    bias: bool = Field(default=True, description="Biases in the linear layers of attention and feed-forward.")
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    pad_id: int = Field(default=0, ge=0)
+    bos_id: int = Field(default=1, ge=0, description="First decoder input.")
+    eos_id: int = Field(default=2, ge=0)
+    unk_id: int = Field(default=3, ge=0)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.head_dim is None and self.d_model % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide d_model={self.d_model}; set head_dim or change one of them"
+            )
+        if self.positions == "rope" and self.resolved_head_dim % 2:
+            raise ValueError(f"head_dim={self.resolved_head_dim} must be even for rotary positions")
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model} must be even for sinusoidal positions")
+        for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
+            wanted = side in self.architecture
+            if wanted != (layers > 0):
+                raise ValueError(f"{side}_layers={layers} does not fit architecture={self.architecture!r}")
+        for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
+            if getattr(self, name) >= self.vocab_size:
+                raise ValueError(f"{name}={getattr(self, name)} must be below vocab_size={self.vocab_size}")
+        return self
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def resolved_attention_scale(self) -> float:
+        """Factor on query-key products."""
+        return self.attention_scale or self.resolved_head_dim**-0.5
+
+    @property
+    def attention_width(self) -> int:
+        """num_heads x head_dim; differs from d_model in some T5 checkpoints."""
+        return self.num_heads * self.resolved_head_dim
+
+
+def preset(name: str, **overrides: object) -> ModelConfig:
+    """Named configurations: `base` and `big` of the paper's table 3 (37k shared vocabulary), `tiny` for tests.
+
+    Raises ValueError naming the known presets.
+    """
+    presets: dict[str, dict[str, object]] = {
+        "base": dict(vocab_size=37000, d_model=512, encoder_layers=6, decoder_layers=6, num_heads=8, d_ff=2048),
+        "big": dict(
+            vocab_size=37000, d_model=1024, encoder_layers=6, decoder_layers=6, num_heads=16, d_ff=4096, dropout=0.3
+        ),
+        "tiny": dict(
+            vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=64, dropout=0.0,
+            max_source_len=64, max_target_len=64,
+        ),
+    }  # fmt: skip
+    if name not in presets:
+        raise ValueError(f"preset={name!r} is unknown; choose from {', '.join(presets)}")
+    return ModelConfig.model_validate({**presets[name], **overrides})

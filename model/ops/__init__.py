@@ -1,0 +1,1 @@
+"""Attention operators: schemas, eager references, ONNX translations, native code."""

@@ -1,0 +1,1 @@
+"""Generated stubs of the antiphon.v1 contract."""

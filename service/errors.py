@@ -1,0 +1,76 @@
+"""Domain exceptions and the one table that turns them into gRPC status codes."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Status(enum.Enum):
+    """Names of the gRPC status codes this service uses; the servicer maps them by name."""
+
+    INVALID_ARGUMENT = enum.auto()
+    NOT_FOUND = enum.auto()
+    RESOURCE_EXHAUSTED = enum.auto()
+    DEADLINE_EXCEEDED = enum.auto()
+    UNAVAILABLE = enum.auto()
+    CANCELLED = enum.auto()
+    INTERNAL = enum.auto()
+
+
+class AntiphonError(Exception):
+    """Base of every refusal a client may see. `reason` is the stable ErrorInfo reason (AIP-193)."""
+
+    status = Status.INTERNAL
+    reason = "INTERNAL"
+
+
+class InvalidArgument(AntiphonError):
+    """A field of a request is out of range; names the field, the value and what is allowed."""
+
+    status = Status.INVALID_ARGUMENT
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        super().__init__(f"{field} is {shown[:80]}; it must be {allowed}")
+        self.field = field
+        self.allowed = allowed
+
+
+class ModelNotFound(AntiphonError):
+    """The request names a model that is not served."""
+
+    status = Status.NOT_FOUND
+    reason = "MODEL_NOT_FOUND"
+
+
+class QueueFull(AntiphonError):
+    """The waiting queue is at its bound; try again after `retry_after_s` seconds."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(AntiphonError):
+    """The request's deadline passed before its answer was complete."""
+
+    status = Status.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Unavailable(AntiphonError):
+    """The server is starting or draining; another replica may answer."""
+
+    status = Status.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class EngineFault(AntiphonError):
+    """A step of the engine failed; the cause is in the server's log, not in the message."""
+
+    status = Status.INTERNAL
+    reason = "ENGINE_FAULT"
