@@ -1,0 +1,127 @@
+"""Scaled dot-product attention, eager: the reference that every fused kernel is compared with.
+
+Causal, padded and cross attention are one function of which keys a query may see. Cached attention is the same
+function again, over keys that live in a cache. Owns no parameters and knows nothing of layers.
+
+Axes: B batch, T queries, S keys, H heads, D head width, C cache capacity.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Backend = Literal["eager", "sdpa", "fused"]
+
+
+def visible_keys(queries: int, keys: int, key_lens: Tensor | None, *, causal: bool, device: torch.device) -> Tensor:
+    """Which keys each query may see, as a boolean mask broadcastable to [B, H, T, S].
+
+    key_lens: [B] int32, valid keys of each row, or None for all.
+    causal: query t sees keys up to t + (S - T), so that the last query sees every key.
+    """
+    positions = torch.arange(keys, device=device)
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+    if causal:
+        mask = mask.tril(keys - queries)
+    if key_lens is not None:
+        mask = mask & (positions < key_lens[:, None])[:, None, None, :]
+    return mask
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_lens: Tensor | None,
+    bias: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """softmax(scale * Q K^T + bias) V over the visible keys (Vaswani et al. 2017, section 3.2.1).
+
+    query:    [B, T, H, D] float
+    key:      [B, S, H, D], value likewise
+    key_lens: [B] int32 or None; keys beyond a row's length are padding
+    bias:     [1 or B, 1 or H, T, S] or None, added before the softmax (T5, ALiBi)
+    Returns [B, T, H, D]. A row with no visible key is undefined.
+    """
+    scores = torch.einsum("bthd,bshd->bhts", query, key) * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal or key_lens is not None:
+        mask = visible_keys(query.shape[1], key.shape[1], key_lens, causal=causal, device=query.device)
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(dim=-1), value)
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_lens: Tensor | None,
+    bias: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """`attention` through PyTorch's own fused kernel, for training; same arguments and result."""
+    mask: Tensor | None = bias
+    plain_causal = causal and key_lens is None and bias is None
+    if not plain_causal and (causal or key_lens is not None):
+        seen = visible_keys(query.shape[1], key.shape[1], key_lens, causal=causal, device=query.device)
+        mask = seen if bias is None else bias.masked_fill(~seen, float("-inf"))
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(query.dtype)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=plain_causal,
+        scale=scale,
+    )
+    return out.transpose(1, 2)
+
+
+def cached_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_key: Tensor,
+    cache_value: Tensor,
+    cache_lens: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append new keys and values to each row's cache, then attend over what the row holds.
+
+    query:       [B, T, H, D] float
+    key, value:  [B, N, H, D], N = T new tokens to append, or N = 0: nothing to append (cross attention)
+    cache_key:   [B, H, C, D], cache_value likewise; cache_lens: [B] int32, tokens held before the append
+    bias:        [1 or B, 1 or H, T, C] or None
+    Appended tokens see themselves and what came before; with N = 0 every query sees all of the cache.
+    Returns ([B, T, H, D], present_key, present_value), functional: the cache passed in is unchanged.
+    cache_lens + N must not exceed C.
+    """
+    appended = key.shape[1]
+    capacity = cache_key.shape[2]
+    positions = torch.arange(capacity, device=query.device)
+    if appended:
+        slots = cache_lens[:, None].long() + torch.arange(appended, device=query.device)  # [B, N]
+        index = slots[:, None, :, None].expand(-1, key.shape[2], -1, key.shape[3])
+        cache_key = cache_key.scatter(2, index, key.transpose(1, 2))
+        cache_value = cache_value.scatter(2, index, value.transpose(1, 2))
+        seen = positions <= slots[:, :, None]  # [B, N, C]
+    else:
+        seen = (positions < cache_lens[:, None])[:, None, :]  # [B, 1, C]
+    scores = torch.einsum("bthd,bhcd->bhtc", query, cache_key) * scale
+    if bias is not None:
+        scores = scores + bias
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(dim=-1)
+    return torch.einsum("bhtc,bhcd->bthd", weights, cache_value), cache_key, cache_value

@@ -1,0 +1,112 @@
+"""Where a token stands: the five ways a Transformer is told, each a small module or function.
+
+Absolute positions are added to embeddings, rotary ones turn queries and keys, relative ones bias the scores.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from antiphon.model.config import ModelConfig
+
+
+def sinusoidal_table(length: int, width: int) -> Tensor:
+    """[length, width] float32: sin on even columns, cos on odd ones (Vaswani et al. 2017, section 3.5)."""
+    position = torch.arange(length, dtype=torch.float64)[:, None]
+    rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
+    table = torch.empty(length, width, dtype=torch.float64)
+    table[:, 0::2] = torch.sin(position * rate)
+    table[:, 1::2] = torch.cos(position * rate)
+    return table.float()
+
+
+class AbsolutePositions(nn.Module):
+    """Adds a sinusoidal or learned vector for each position; adds nothing for the other kinds."""
+
+    def __init__(self, config: ModelConfig, max_len: int) -> None:
+        super().__init__()
+        self.table: Tensor | None
+        if config.positions == "learned":
+            self.table = nn.Parameter(torch.empty(max_len, config.d_model))
+            nn.init.normal_(self.table, std=config.d_model**-0.5)
+        elif config.positions == "sinusoidal":
+            self.register_buffer("table", sinusoidal_table(max_len, config.d_model), persistent=False)
+        else:
+            self.table = None
+
+    def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """embedded [B, T, M]; positions [B or 1, T] int. Returns [B, T, M]."""
+        return embedded if self.table is None else embedded + self.table[positions].to(embedded.dtype)
+
+
+def rotary_tables(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [..., 1, width / 2] float32, for rotary embeddings (Su et al. 2021, section 3.4)."""
+    rate = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angle = positions[..., None].float() * rate
+    return angle.cos()[..., None, :], angle.sin()[..., None, :]
+
+
+def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the halves of each head vector [B, T, H, D] against each other by its position's angles."""
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(vectors.dtype)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """[H] float32 slopes (Press et al. 2022, section 3); between powers of two as in the authors' code."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def relative_bucket(distance: Tensor, *, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
+    """Bucket of key position minus query position (Raffel et al. 2020, section 2.1; int64, same shape).
+
+    Half of the buckets hold exact distances, the rest grow logarithmically up to max_distance.
+    """
+    offset = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        offset = (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    far = exact + (
+        torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    ).long().clamp(max=buckets - exact - 1)
+    return offset + torch.where(distance < exact, distance, far)
+
+
+class RelativeBias(nn.Module):
+    """Score bias of one stack, shared by its layers: T5's learned buckets or ALiBi's fixed slopes; else None."""
+
+    def __init__(self, config: ModelConfig, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.kind = config.positions
+        self.bidirectional = bidirectional
+        self.buckets = config.relative_buckets
+        self.max_distance = config.relative_max_distance
+        if self.kind == "t5_relative":
+            self.weight = nn.Parameter(torch.empty(self.buckets, config.num_heads))
+            nn.init.normal_(self.weight, std=config.d_model**-0.5)
+        elif self.kind == "alibi":
+            self.register_buffer("slopes", alibi_slopes(config.num_heads), persistent=False)
+
+    def forward(self, query_positions: Tensor, keys: int) -> Tensor | None:
+        """query_positions [B or 1, T] int. Returns [B or 1, H, T, keys] or None."""
+        if self.kind not in ("t5_relative", "alibi"):
+            return None
+        key_positions = torch.arange(keys, device=query_positions.device)
+        distance = key_positions - query_positions[..., None].long()  # [B or 1, T, keys]
+        if self.kind == "alibi":
+            slopes: Tensor = self.get_buffer("slopes")
+            return -distance.abs()[:, None].float() * slopes[:, None, None]
+        bucket = relative_bucket(
+            distance, bidirectional=self.bidirectional, buckets=self.buckets, max_distance=self.max_distance
+        )
+        return self.weight[bucket].permute(0, 3, 1, 2)

@@ -1,0 +1,381 @@
+"""The Transformer of Vaswani et al. 2017 and its common variants, chosen by ModelConfig, in reading order.
+
+Normalisation, feed-forward, the two kinds of attention layer, encoder, decoder, model. Attention itself is one
+function behind a backend name: the eager reference, PyTorch's fused kernel for training, or this project's operators.
+
+Axes: B batch, S source, T target, M model width, H heads, D head width, C cache capacity, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from antiphon.model.attention import Backend, attention, cached_attention, sdpa_attention
+from antiphon.model.config import ModelConfig
+from antiphon.model.positions import AbsolutePositions, RelativeBias, rotary_tables, rotate
+
+KV = tuple[Tensor, Tensor]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def _attend(backend: Backend) -> Callable[..., Tensor]:
+    if backend == "fused":
+        from antiphon.model.ops import attention_ops
+
+        return attention_ops.attention
+    return sdpa_attention if backend == "sdpa" else attention
+
+
+def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    if backend == "fused":
+        from antiphon.model.ops import attention_ops
+
+        return attention_ops.cached_attention
+    return cached_attention
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over M."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.d_model, eps=config.norm_eps)
+
+
+class FeedForward(nn.Module):
+    """act(x W1) W2, or gated act(x W1) * (x V) W2 with W1 and V as one product; [..., M] -> [..., M]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.gated
+        self.inner = nn.Linear(config.d_model, config.d_ff * (2 if config.gated else 1), bias=config.bias)
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.activation = _ACTIVATIONS[config.activation]
+        self.dropout = nn.Dropout(config.dropout if config.activation_dropout else 0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.inner(hidden)
+        if self.gated:
+            gate, linear = inner.chunk(2, dim=-1)
+            return self.outer(self.dropout(self.activation(gate) * linear))  # type: ignore[no-any-return]
+        return self.outer(self.dropout(self.activation(inner)))  # type: ignore[no-any-return]
+
+
+class SelfAttention(nn.Module):
+    """Attention of a sequence over itself; queries, keys and values are one product of width 3 H D."""
+
+    def __init__(self, config: ModelConfig, *, causal: bool, backend: Backend) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.resolved_head_dim)
+        self.scale = config.resolved_attention_scale
+        self.causal = causal
+        self.rope_theta = config.rope_theta if config.positions == "rope" else None
+        self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
+        self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self._attend = _attend(backend)
+        self._attend_cached = _attend_cached(backend)
+
+    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (part.unflatten(-1, self.heads) for part in self.qkv(hidden).chunk(3, dim=-1))
+        if self.rope_theta is not None:
+            cos, sin = rotary_tables(positions, self.heads[1], self.rope_theta)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return query, key, value
+
+    def forward(self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None) -> Tensor:
+        """hidden [B, T, M]; positions [1, T]; lens [B] int32 or None; bias as in `attention`. Returns [B, T, M]."""
+        query, key, value = self._project(hidden, positions)
+        mixed = self._attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
+        """hidden [B, 1, M]; cache two of [B, H, C, D]. Returns [B, 1, M] and the cache with the token appended."""
+        query, key, value = self._project(hidden, past_lens[:, None])
+        mixed, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
+        return self.out(mixed.flatten(-2)), (present[0], present[1])
+
+
+class CrossAttention(nn.Module):
+    """Attention of the target over the encoded source, whose keys and values are projected once."""
+
+    def __init__(self, config: ModelConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.resolved_head_dim)
+        self.scale = config.resolved_attention_scale
+        self.query = nn.Linear(config.d_model, config.attention_width, bias=config.bias)
+        self.kv = nn.Linear(config.d_model, 2 * config.attention_width, bias=config.bias)
+        self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self._attend = _attend(backend)
+        self._attend_cached = _attend_cached(backend)
+
+    def project_memory(self, memory: Tensor) -> KV:
+        """memory [B, S, M] -> keys and values, each [B, H, S, D]: the layout of the cache."""
+        key, value = (part.unflatten(-1, self.heads).transpose(1, 2) for part in self.kv(memory).chunk(2, dim=-1))
+        return key, value
+
+    def forward(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor | None) -> Tensor:
+        """hidden [B, T, M]; cross_kv two of [B, H, S, D]; source_lens [B] int32 or None. Returns [B, T, M]."""
+        query = self.query(hidden).unflatten(-1, self.heads)
+        key, value = (part.transpose(1, 2) for part in cross_kv)
+        mixed = self._attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
+        """hidden [B, 1, M]; cross_kv two of [B, H, C, D], of which source_lens are valid. Returns [B, 1, M]."""
+        query = self.query(hidden).unflatten(-1, self.heads)
+        nothing = query[:, :0]  # no new keys: the cache is read only
+        mixed, _, _ = self._attend_cached(query, nothing, nothing, *cross_kv, source_lens, None, scale=self.scale)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm, section 3.1), with dropout on f's output."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.pre = config.norm_placement == "pre"
+        self.dropout = nn.Dropout(config.dropout)
+
+    def before(self, hidden: Tensor) -> Tensor:
+        """What the sublayer reads."""
+        return self.norm(hidden) if self.pre else hidden
+
+    def after(self, hidden: Tensor, update: Tensor) -> Tensor:
+        """What the next sublayer receives."""
+        added = hidden + self.dropout(update)
+        return added if self.pre else self.norm(added)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward; [B, S, M] -> [B, S, M]."""
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config, causal=False, backend=backend)
+        self.feed_forward = FeedForward(config)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
+
+    def forward(self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None) -> Tensor:
+        first, second = self.residuals
+        hidden = first.after(hidden, self.self_attention(first.before(hidden), positions, lens, bias))
+        return second.after(hidden, self.feed_forward(second.before(hidden)))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention where there is a source, feed-forward."""
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config, causal=True, backend=backend)
+        has_source = config.architecture == "encoder-decoder"
+        self.cross_attention = CrossAttention(config, backend=backend) if has_source else None
+        self.feed_forward = FeedForward(config)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(3 if has_source else 2))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        bias: Tensor | None,
+        cross_kv: KV | None,
+        source_lens: Tensor | None,
+    ) -> Tensor:
+        """Teacher forcing over [B, T, M]."""
+        first, *middle, last = self.residuals
+        hidden = first.after(hidden, self.self_attention(first.before(hidden), positions, None, bias))
+        if self.cross_attention is not None:
+            update = self.cross_attention(middle[0].before(hidden), cross_kv, source_lens)
+            hidden = middle[0].after(hidden, update)
+        return last.after(hidden, self.feed_forward(last.before(hidden)))  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        hidden: Tensor,
+        past_lens: Tensor,
+        bias: Tensor | None,
+        self_kv: KV,
+        cross_kv: KV | None,
+        source_lens: Tensor | None,
+    ) -> tuple[Tensor, KV]:
+        """One token a row, [B, 1, M]; returns the new hidden state and the layer's grown self cache."""
+        first, *middle, last = self.residuals
+        update, present = self.self_attention.step(first.before(hidden), past_lens, self_kv, bias)
+        hidden = first.after(hidden, update)
+        if self.cross_attention is not None:
+            update = self.cross_attention.step(middle[0].before(hidden), cross_kv, source_lens)
+            hidden = middle[0].after(hidden, update)
+        return last.after(hidden, self.feed_forward(last.before(hidden))), present
+
+
+class Stack(nn.Module):
+    """What encoder and decoder share: embedding, positions, score bias, layers, the last norm of pre-norm stacks."""
+
+    def __init__(self, config: ModelConfig, embedding: nn.Embedding, layers: Sequence[nn.Module], max_len: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.embedding_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
+        self.positions = AbsolutePositions(config, max_len)
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.checkpoint_layers = False
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [B, T], positions [B or 1, T] -> [B, T, M]."""
+        embedded = self.embedding(ids) * self.embedding_scale
+        return self.dropout(self.positions(embedded, positions))  # type: ignore[no-any-return]
+
+    def run(self, layer: nn.Module, *args: object) -> Tensor:
+        """One layer, recomputed in the backward pass when gradient checkpointing is on (Chen et al. 2016)."""
+        if self.checkpoint_layers and torch.is_grad_enabled():
+            return checkpoint(layer, *args, use_reentrant=False)  # type: ignore[no-any-return]
+        return layer(*args)  # type: ignore[no-any-return]
+
+
+class Encoder(Stack):
+    """[B, S] token ids -> [B, S, M] memory."""
+
+    def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
+        layers = [EncoderLayer(config, backend) for _ in range(config.encoder_layers)]
+        super().__init__(config, embedding, layers, config.max_source_len)
+        self.relative_bias = RelativeBias(config, bidirectional=True)
+
+    def forward(self, ids: Tensor, lens: Tensor | None) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        hidden = self.embed(ids, positions)
+        bias = self.relative_bias(positions, ids.shape[1])
+        for layer in self.layers:
+            hidden = self.run(layer, hidden, positions, lens, bias)
+        return self.final_norm(hidden)  # type: ignore[no-any-return]
+
+
+class Decoder(Stack):
+    """[B, T] token ids and the source's keys and values -> [B, T, M]."""
+
+    def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
+        layers = [DecoderLayer(config, backend) for _ in range(config.decoder_layers)]
+        super().__init__(config, embedding, layers, config.max_target_len)
+        self.relative_bias = RelativeBias(config, bidirectional=False)
+
+    def forward(self, ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        hidden = self.embed(ids, positions)
+        bias = self.relative_bias(positions, ids.shape[1])
+        for index, layer in enumerate(self.layers):
+            hidden = self.run(layer, hidden, positions, bias, cross_kv and cross_kv[index], source_lens)
+        return self.final_norm(hidden)  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        ids: Tensor,
+        past_lens: Tensor,
+        self_kv: Sequence[KV],
+        cross_kv: Sequence[KV] | None,
+        source_lens: Tensor | None,
+    ) -> tuple[Tensor, tuple[KV, ...]]:
+        """One token a row at position past_lens[b]; see Transformer.step."""
+        positions = past_lens[:, None]
+        hidden = self.embed(ids, positions)
+        bias = self.relative_bias(positions, self_kv[0][0].shape[2])
+        presents = []
+        for index, layer in enumerate(self.layers):
+            source_kv = cross_kv and cross_kv[index]
+            hidden, present = layer.step(hidden, past_lens, bias, self_kv[index], source_kv, source_lens)
+            presents.append(present)
+        return self.final_norm(hidden), tuple(presents)
+
+
+class Transformer(nn.Module):
+    """Encoder, decoder or both, with one output projection."""
+
+    def __init__(self, config: ModelConfig, *, attention_backend: Backend = "eager") -> None:
+        super().__init__()
+        self.config = config
+        target = nn.Embedding(config.vocab_size, config.d_model)
+        source = target if config.tie_source_target else nn.Embedding(config.vocab_size, config.d_model)
+        has_encoder, has_decoder = config.encoder_layers > 0, config.decoder_layers > 0
+        self.encoder = Encoder(config, source, attention_backend) if has_encoder else None
+        self.decoder = Decoder(config, target, attention_backend) if has_decoder else None
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_output:
+            self.output.weight = target.weight if has_decoder else source.weight
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Xavier uniform for products, N(0, 1/M) for embeddings, zero biases."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module is not self.output:
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+        if not self.config.tie_output:
+            nn.init.xavier_uniform_(self.output.weight)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def checkpoint_layers(self, enabled: bool) -> None:  # noqa: FBT001
+        """Trade a second forward pass for activation memory in training."""
+        for stack in (self.encoder, self.decoder):
+            if stack is not None:
+                stack.checkpoint_layers = enabled
+
+    def encode(self, source_ids: Tensor, source_lens: Tensor | None = None) -> Tensor:
+        """source_ids [B, S] int64; source_lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
+        if self.encoder is None:
+            raise ValueError(f"architecture={self.config.architecture!r} has no encoder")
+        return self.encoder(source_ids, source_lens)  # type: ignore[no-any-return]
+
+    def project_memory(self, memory: Tensor) -> tuple[KV, ...]:
+        """memory [B, S, M] -> for each decoder layer keys and values [B, H, S, D]."""
+        if self.decoder is None:
+            raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
+        return tuple(layer.cross_attention.project_memory(memory) for layer in self.decoder.layers)
+
+    def decode(self, target_ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None = None) -> Tensor:
+        """Teacher forcing: target_ids [B, T] int64, begin token first. Returns [B, T, M]."""
+        if self.decoder is None:
+            raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
+        return self.decoder(target_ids, cross_kv, source_lens)  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        token_ids: Tensor,
+        past_lens: Tensor,
+        self_kv: Sequence[KV],
+        cross_kv: Sequence[KV] | None,
+        source_lens: Tensor | None,
+    ) -> tuple[Tensor, tuple[KV, ...]]:
+        """One new token a row, rows of different lengths.
+
+        token_ids [B, 1] int64; past_lens [B] int32, tokens in the row's self cache and so the token's position;
+        self_kv, cross_kv: per layer keys and values [B, H, C, D]; source_lens [B] int32, valid cross keys.
+        Returns hidden [B, 1, M] and the grown self caches (functional: inputs are unchanged).
+        """
+        if self.decoder is None:
+            raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
+        return self.decoder.step(token_ids, past_lens, self_kv, cross_kv, source_lens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., M] -> [..., V]; tied weights are the embedding's (section 3.4)."""
+        return self.output(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, source_ids: Tensor, target_ids: Tensor, source_lens: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of each next target token, given source [B, S] and target prefixes [B, T]."""
+        cross_kv = self.project_memory(self.encode(source_ids, source_lens))
+        return self.logits(self.decode(target_ids, cross_kv, source_lens))
