@@ -1,0 +1,118 @@
+"""What the wheel, the editable install and `make stubs` build: protobuf stubs and the native library.
+
+Both are written beside their sources, where the checkout imports them from, and are never committed. Run as a
+script it builds them in place. Knows nothing of the Makefile, and imports nothing of antiphon.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PROTO_ROOT = Path("protos")
+NATIVE_SOURCES = Path("model/ops/native")
+NATIVE_LIBRARY = Path("model/ops/_native.so")
+# No -march=native: a wheel runs on machines other than its builder's.
+NATIVE_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+
+
+class BuildError(Exception):
+    """A generator or compiler is missing or failed; the message says which and what to do."""
+
+
+class NativeBuildHook(BuildHookInterface[Any]):
+    """Builds stubs and native library before hatchling collects the files of a wheel or an editable install."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build in place; the native library makes the wheel one of this platform, for any Python 3."""
+        if self.target_name != "wheel":
+            return
+        try:
+            generate_stubs(Path(self.root))
+            library = compile_native(Path(self.root))
+        except BuildError as error:
+            self.app.abort(f"antiphon: {error}")
+        if library is not None:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{_platform_tag()}"
+
+
+def generate_stubs(root: Path) -> None:
+    """Write *_pb2.py, *_pb2_grpc.py and their .pyi beside every .proto below protos/. Raises BuildError."""
+    protos = sorted(path.relative_to(root / PROTO_ROOT) for path in (root / PROTO_ROOT).rglob("*.proto"))
+    if not protos:
+        return
+    import grpc_tools
+
+    command = [sys.executable, "-m", "grpc_tools.protoc"]
+    command += [f"--proto_path={PROTO_ROOT}", f"--proto_path={Path(grpc_tools.__file__).parent / '_proto'}"]
+    for plugin in ("protoc-gen-mypy", "protoc-gen-mypy_grpc"):
+        command.append(f"--plugin={plugin}={_environment_program(plugin)}")
+    command += [f"--{name}_out={PROTO_ROOT}" for name in ("python", "grpc_python")]
+    command += [f"--{name}_out=quiet:{PROTO_ROOT}" for name in ("mypy", "mypy_grpc")]
+    _call([*command, *map(str, protos)], root, "protoc")
+
+
+def compile_native(root: Path) -> Path | None:
+    """Compile model/ops/native/*.cc into one library and return its path; None where there are no sources.
+
+    CXX chooses the compiler, CXXFLAGS adds to its flags. Raises BuildError.
+    """
+    sources = sorted((root / NATIVE_SOURCES).glob("*.cc"))
+    if not sources:
+        return None
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if not compiler or shutil.which(compiler[0]) is None:
+        name = compiler[0] if compiler else "CXX"
+        raise BuildError(f"no C++ compiler: {name} is not there; install g++ or clang++, or set CXX")
+    flags = [*NATIVE_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    # A running server may have the old library mapped: write a new file and swap it in.
+    unfinished = NATIVE_LIBRARY.with_suffix(".so.new")
+    command = [*compiler, *flags, "-o", str(unfinished), *(str(path.relative_to(root)) for path in sources)]
+    _call(command, root, compiler[0])
+    return (root / unfinished).replace(root / NATIVE_LIBRARY)
+
+
+def _environment_program(name: str) -> str:
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=search)
+    if found is None:
+        raise BuildError(f"{name} is not there; install mypy-protobuf")
+    return found
+
+
+def _call(command: Sequence[str], root: Path, name: str) -> None:
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.stderr:
+        print(done.stderr, end="", file=sys.stderr)
+    if done.returncode:
+        raise BuildError(f"{name} failed with exit status {done.returncode}")
+
+
+def _platform_tag() -> str:
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def main() -> int:
+    """Build in place; returns the exit status."""
+    root = Path(__file__).resolve().parent
+    try:
+        generate_stubs(root)
+        compile_native(root)
+    except BuildError as error:
+        print(f"antiphon: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
