@@ -1,0 +1,89 @@
+# Everything from a fresh clone: `make serve` and `make test` set up what they need in .venv, once.
+# Needs Python 3.11+ (choose with PYTHON=...), a C++ compiler (CXX=...) and a package registry.
+
+PYTHON ?= python3
+CXX ?= c++
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+UV_VERSION := 0.13.8
+
+PROTOS := $(shell find protos -name '*.proto')
+NATIVE := $(wildcard model/ops/native/*)
+
+# Tests of training data run where the data lies beside the checkout, and skip elsewhere.
+ifeq ($(origin ANTIPHON_DATA),undefined)
+ifneq ($(wildcard ../shared/data),)
+export ANTIPHON_DATA := $(abspath ../shared/data)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup serve test lint stubs wheel lock clean
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(VENV)/.installed ## Make .venv with all that serving needs; leaves .venv/bin/antiphon.
+
+serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" and the like reach the server.
+	@exec $(BIN)/antiphon serve $(ARGS)
+
+test: lint ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test-tools ## Run ruff and mypy only.
+	@echo "==> ruff, mypy"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+stubs: $(VENV)/.installed ## Generate the protobuf stubs and compile the native library again.
+	@$(BIN)/python hatch_build.py
+
+wheel: $(VENV)/.test-tools ## Build the sdist, and from it the wheel, into dist/.
+	@$(BIN)/python -m build --no-isolation --outdir dist
+
+lock: $(VENV)/.created ## Resolve versions and hashes again, keeping what is locked. ARGS=--upgrade takes the newest.
+	@$(PIP) install --target build/uv --upgrade uv==$(UV_VERSION)
+	@$(UV_COMPILE) --extra server --extra train --extra dev --output-file requirements/test.lock $(ARGS)
+	@$(UV_COMPILE) --extra server --constraint requirements/test.lock --output-file requirements/serve.lock $(ARGS)
+
+clean: ## Remove .venv and everything built.
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
+	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
+
+# torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.
+UV_COMPILE = build/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --group build \
+	--generate-hashes --no-annotate --no-emit-package torch --no-emit-index-url --no-emit-find-links \
+	--custom-compile-command "make lock"
+
+# Stamps lie inside .venv, so that they go when it goes. A stamp is newer than all it was made from.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
+		"antiphon needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
+		"$(PYTHON) cannot make virtual environments: install python3-venv" >&2; exit 1; }
+	@echo "==> virtual environment in $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.serve-tools: requirements/serve.lock $(VENV)/.created
+	@echo "==> locked packages for serving"
+	@$(PIP) install --no-deps --require-hashes -r requirements/serve.lock
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml hatch_build.py $(PROTOS) $(NATIVE) $(VENV)/.serve-tools
+	@command -v $(firstword $(CXX)) >/dev/null || { echo \
+		"antiphon needs a C++ compiler; $(firstword $(CXX)) is not there. Install g++ or try make CXX=clang++" >&2; exit 1; }
+	@echo "==> stubs, native library and console script"
+	@CXX="$(CXX)" $(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test-tools: requirements/test.lock requirements/torch.txt $(VENV)/.installed
+	@echo "==> locked packages for tests, and torch"
+	@$(PIP) install --no-deps --require-hashes -r requirements/test.lock
+	@$(PIP) install -r requirements/torch.txt
+	@touch $@
