@@ -2,10 +2,12 @@
 # Needs Python 3.11+ (choose with PYTHON=...), a C++ compiler (CXX=...) and a package registry.
 
 PYTHON ?= python3
-CXX ?= c++
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 UV_VERSION := 0.13.8
 
 PROTOS := $(shell find protos -name '*.proto')
@@ -63,7 +65,7 @@ UV_COMPILE = build/uv/bin/uv pip compile pyproject.toml --quiet --universal --py
 # Stamps lie inside .venv, so that they go when it goes. A stamp is newer than all it was made from.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
-		"antiphon needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.11" >&2; exit 1; }
+		"antiphon needs Python 3.11 or newer, and $(PYTHON) is not: try make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
 		"$(PYTHON) cannot make virtual environments: install python3-venv" >&2; exit 1; }
 	@echo "==> virtual environment in $(VENV)"
