@@ -1,0 +1,68 @@
+"""The wheel, built from the sdist as a registry's user would get it, holds everything once and runs elsewhere."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"protos/antiphon": "antiphon", "model": "antiphon/model", "service": "antiphon/service"}
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, by way of its sdist, with the build tools of this environment: nothing is fetched."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, cwd=ROOT)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def is_built(name: str) -> bool:
+    """True for what the build writes beside the sources."""
+    return "_pb2" in name or name.endswith((".so", ".pyc"))
+
+
+def packaged_sources() -> Iterator[str]:
+    """Names in the wheel of all source files of the checkout; C++ stays behind, its library goes in."""
+    for folder, package in PACKAGES.items():
+        # rglob does not follow the symlinks that stand for the other two packages.
+        for path in (ROOT / folder).rglob("*"):
+            name = path.relative_to(ROOT / folder).as_posix()
+            if path.is_file() and not is_built(name) and not name.startswith("ops/native/"):
+                yield f"{package}/{name}"
+
+
+def test_wheel_holds_each_source_once(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    assert len(names) == len(set(names))
+    assert {name for name in names if not is_built(name)} == set(packaged_sources())
+
+
+def test_wheel_holds_stubs_types_licence_and_native_library(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    stubs = ("inference_pb2.py", "inference_pb2.pyi", "inference_pb2_grpc.py", "inference_pb2_grpc.pyi")
+    assert {f"antiphon/v1/{name}" for name in ("inference.proto", *stubs)} <= names
+    assert {"antiphon/py.typed", "antiphon/model/ops/_native.so"} <= names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", site, wheel, cwd=tmp_path)
+    where = "import antiphon.client, antiphon.model.bundle as b; print(antiphon.__file__, b.__file__)"
+    for path in run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).split():
+        assert Path(path).is_relative_to(site)
+    assert "generate" in run(site / "bin" / "antiphon", "--help", cwd=tmp_path, PYTHONPATH=str(site))

@@ -1,0 +1,68 @@
+"""The promises of the distribution: light imports, one source of build requirements, locks that hold."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("serve.lock", "test.lock")
+SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client", "uvloop", "torch", "transformers")
+
+
+def loaded_by(module: str) -> set[str]:
+    """Top-level packages that a fresh interpreter holds after importing `module`."""
+    code = f"import {module}, sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def locked(name: str) -> list[str]:
+    """Requirements of a lock, one string each: name, version, marker, hashes."""
+    text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
+    return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
+
+
+@pytest.mark.parametrize("module", ["antiphon.client", "antiphon.cli", "antiphon.v1.inference_pb2_grpc"])
+def test_client_side_imports_nothing_of_the_server(module: str) -> None:
+    assert loaded_by(module).isdisjoint(SERVING)
+
+
+def test_server_import_leaves_torch_unloaded() -> None:
+    assert loaded_by("antiphon.service.server").isdisjoint({"torch", "onnx", "onnxscript", "transformers"})
+
+
+@pytest.mark.parametrize("package", ["model", "service"])
+def test_package_init_imports_nothing(package: str) -> None:
+    assert not re.search(r"^\s*(from|import)\s", (ROOT / package / "__init__.py").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_pins_and_hashes_every_requirement(name: str) -> None:
+    requirements = locked(name)
+    assert requirements
+    assert [line for line in requirements if not re.match(r"[\w.-]+==\S+ .*--hash=sha256:[0-9a-f]{64}", line)] == []
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_names_no_address_and_no_torch(name: str) -> None:
+    text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
+    assert "://" not in text
+    assert not re.search(r"^(--|torch==|nvidia-|triton==)", text, flags=re.MULTILINE)
+
+
+def test_serve_lock_agrees_with_test_lock() -> None:
+    serve, test = ({line.split()[0] for line in locked(name)} for name in LOCKS)
+    assert serve <= test
+
+
+def test_project_states_build_requirements_and_torch_once_each() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["dependency-groups"]["build"] == project["build-system"]["requires"]
+    (torch,) = [line for line in project["project"]["optional-dependencies"]["train"] if line.startswith("torch")]
+    assert torch in (ROOT / "requirements" / "torch.txt").read_text(encoding="utf-8").splitlines()
+    assert torch == f"torch=={project['tool']['uv']['dependency-metadata'][0]['version']}"
