@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from antiphon.model.config import ModelConfig
 
@@ -39,7 +40,7 @@ class AbsolutePositions(nn.Module):
 
     def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
         """embedded [B, T, M]; positions [B or 1, T] int. Returns [B, T, M]."""
-        return embedded if self.table is None else embedded + self.table[positions].to(embedded.dtype)
+        return embedded if self.table is None else embedded + functional.embedding(positions, self.table).to(embedded.dtype)
 
 
 def rotary_tables(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
