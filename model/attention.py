@@ -50,13 +50,14 @@ def attention(
     bias:     [1 or B, 1 or H, T, S] or None, added before the softmax (T5, ALiBi)
     Returns [B, T, H, D]. A row with no visible key is undefined.
     """
-    scores = torch.einsum("bthd,bshd->bhts", query, key) * scale
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, T or S, D]
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
     if bias is not None:
         scores = scores + bias
     if causal or key_lens is not None:
-        mask = visible_keys(query.shape[1], key.shape[1], key_lens, causal=causal, device=query.device)
+        mask = visible_keys(query.shape[2], key.shape[2], key_lens, causal=causal, device=query.device)
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(dim=-1), value)
+    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value).transpose(1, 2)
 
 
 def sdpa_attention(
@@ -120,8 +121,8 @@ def cached_attention(
         seen = positions <= slots[:, :, None]  # [B, N, C]
     else:
         seen = (positions < cache_lens[:, None])[:, None, :]  # [B, 1, C]
-    scores = torch.einsum("bthd,bhcd->bhtc", query, cache_key) * scale
+    scores = torch.matmul(query.transpose(1, 2), cache_key.transpose(2, 3)) * scale
     if bias is not None:
         scores = scores + bias
     weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(dim=-1)
-    return torch.einsum("bhtc,bhcd->bthd", weights, cache_value), cache_key, cache_value
+    return torch.matmul(weights, cache_value).transpose(1, 2), cache_key, cache_value

@@ -1,0 +1,156 @@
+"""Checkpoints on disk: safetensors and JSON, never pickle.
+
+A directory of config.json, model.safetensors, tokenizer.json and, where known, provenance.json; written whole or not
+at all. A training run adds state.json and optimizer.safetensors to resume from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from antiphon.model.bundle import Provenance
+from antiphon.model.config import ModelConfig
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.transformer import Transformer
+
+CHECKPOINT_VERSION = 1
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message names the file or tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A model with everything needed to run it, in evaluation mode."""
+
+    config: ModelConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    tokenizer_path: Path
+    provenance: Provenance | None
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, each tied one once (safetensors refuses shared storage)."""
+    seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.detach().contiguous()
+    return weights
+
+
+def save_checkpoint(
+    path: Path,
+    *,
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    provenance: Provenance | None = None,
+    extra: dict[str, dict[str, Tensor]] | None = None,
+    state: dict[str, object] | None = None,
+) -> None:
+    """Write a checkpoint directory; a reader sees the old one, the new one, or none.
+
+    extra: further safetensors files by stem (optimiser state); state: progress of a run, as JSON.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    described = {"version": CHECKPOINT_VERSION, "model": config.model_dump()}
+    (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, temporary / "model.safetensors")
+    tokenizer.save(temporary / "tokenizer.json")
+    if provenance is not None:
+        (temporary / "provenance.json").write_text(provenance.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for stem, tensors in (extra or {}).items():
+        save_file(tensors, temporary / f"{stem}.safetensors")
+    if state is not None:
+        (temporary / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.replace(path)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint directory. Raises CheckpointError or TokenizerError naming the file."""
+    config = _read_config(path / "config.json")
+    model = Transformer(config)
+    load_weights(model, path / "model.safetensors")
+    tokenizer = Tokenizer.load(path / "tokenizer.json")
+    if tokenizer.vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, config.json says vocab_size={config.vocab_size}"
+        )
+    provenance_path = path / "provenance.json"
+    provenance = (
+        Provenance.model_validate_json(provenance_path.read_bytes()) if provenance_path.is_file() else None
+    )
+    return Checkpoint(
+        config=config,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        tokenizer_path=path / "tokenizer.json",
+        provenance=provenance,
+    )
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        described = json.loads(path.read_bytes())
+        if described.get("version") != CHECKPOINT_VERSION:
+            raise CheckpointError(f"{path}: version is {described.get('version')!r}, expected {CHECKPOINT_VERSION}")
+        return ModelConfig.model_validate(described["model"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} is not a checkpoint: {path.name} is missing") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file. Raises CheckpointError naming it."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Fill a model from a safetensors file; every tensor must be there, or tied to one that is."""
+    weights = read_tensors(path)
+    expected = weights_of(model)
+    if expected.keys() != weights.keys():
+        missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+        raise CheckpointError(f"{path}: missing tensors {missing[:3]}, unknown tensors {unknown[:3]}")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            if tensor.shape != weights[name].shape:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
+                )
+            tensor.copy_(weights[name])
+
+
+def average_weights(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """Mean of the weights of several checkpoints of one run (Vaswani et al. 2017, section 6.1), summed in float64."""
+    if not paths:
+        raise CheckpointError("no checkpoint to average")
+    total: dict[str, Tensor] = {}
+    for path in paths:
+        for name, tensor in read_tensors(path / "model.safetensors").items():
+            total[name] = total.get(name, torch.zeros_like(tensor, dtype=torch.float64)) + tensor.double()
+    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
