@@ -1,0 +1,98 @@
+"""Exact accounting of the memory ONNX Runtime works in, by an allocator of our own that its sessions share.
+
+Owns the Python side of `native/`: attaching sessions, reading the counters, the limit. Refuses to know what the
+sessions compute; torch-free. The allocator is one per process, as ONNX Runtime's environment is: what is read between
+`reset_peak` and `stats` covers every attached session that ran meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIBRARY = Path(__file__).with_name("_native.so")
+
+
+class WorkspaceError(Exception):
+    """The native library is missing or does not fit this ONNX Runtime; the message names the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkspaceStats:
+    """Counters of the allocator, all in bytes but the last two.
+
+    in_use_bytes and peak_bytes count what was asked for, without rounding; peak_bytes since the last `reset_peak`.
+    reserved_bytes is held from the operating system, cached_bytes the part of it nobody uses. limit_bytes 0 is none.
+    """
+
+    in_use_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    cached_bytes: int
+    limit_bytes: int
+    allocations: int
+    refusals: int
+
+
+class _NativeStats(ctypes.Structure):
+    """Mirrors antiphon::WorkspaceStats in counting_allocator.h, field by field."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in WorkspaceStats.__slots__]
+
+
+class Workspace:
+    """The process's counting allocator. Thread-safe.
+
+    Raises WorkspaceError when the library cannot be loaded.
+    """
+
+    def __init__(self, library: Path = LIBRARY) -> None:
+        self.library = library
+        try:
+            self._native = ctypes.CDLL(str(library))
+            self._stats = _function(self._native, "antiphon_workspace_stats", ctypes.POINTER(_NativeStats))
+            self._set_limit = _function(self._native, "antiphon_workspace_set_limit", ctypes.c_uint64)
+            self.reset_peak: Callable[[], None] = _function(self._native, "antiphon_workspace_reset_peak")
+            self.trim: Callable[[], None] = _function(self._native, "antiphon_workspace_trim")
+        except (OSError, AttributeError) as error:
+            raise WorkspaceError(
+                f"{library} cannot be used: {error}; install antiphon again (or `make setup` in a checkout) to build it"
+            ) from None
+
+    def attach(self, options: Any) -> None:
+        """Make the sessions built from these onnxruntime.SessionOptions allocate here, weights included.
+
+        Raises WorkspaceError when this ONNX Runtime is not one the library was built for.
+        """
+        try:
+            options.register_custom_ops_library(str(self.library))
+        except Exception as error:  # onnxruntime's exceptions share no narrower base
+            raise WorkspaceError(f"{self.library} does not fit the installed onnxruntime: {error}") from None
+        options.add_session_config_entry("session.use_env_allocators", "1")
+
+    def stats(self) -> WorkspaceStats:
+        """Read the counters, all of one moment."""
+        native = _NativeStats()
+        self._stats(ctypes.byref(native))
+        return WorkspaceStats(**{name: getattr(native, name) for name in WorkspaceStats.__slots__})
+
+    def limit_growth(self, budget_bytes: int | None) -> None:
+        """Let reserved_bytes grow by at most this much over what is in use now; None lifts the limit.
+
+        A run that needs more raises from ONNX Runtime and gives back what it held; its session stays usable.
+        """
+        if budget_bytes is None:
+            self._set_limit(0)
+            return
+        self.trim()
+        self._set_limit(self.stats().reserved_bytes + budget_bytes)
+
+
+def _function(native: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
+    function = getattr(native, name)
+    function.argtypes = arguments
+    function.restype = None
+    return function  # type: ignore[no-any-return]
