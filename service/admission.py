@@ -1,0 +1,66 @@
+"""May this request ever run here, and what must be kept for it if it does.
+
+Turns a request into a waiting sequence or refuses it, naming the field. Knows limits; not what is running or free now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from antiphon.service.errors import InvalidArgument
+from antiphon.service.kv_cache import blocks_for
+from antiphon.service.request import Request
+from antiphon.service.sequence import Sequence
+from antiphon.service.stream import OutputStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionLimits:
+    """What the model and the pool can hold: token ids below vocab_size, lengths in tokens, blocks in all."""
+
+    vocab_size: int
+    max_source_len: int
+    max_target_len: int
+    num_blocks: int
+    block_size: int
+
+
+def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Sequence:
+    """Build the waiting sequence of a request, with the blocks of its source and of its longest target counted.
+
+    Raises InvalidArgument for a request that could not run even if nothing else did.
+    """
+    _check_source(request, limits)
+    max_new_tokens = min(request.params.max_new_tokens or limits.max_target_len, limits.max_target_len)
+    # The begin token takes a slot too; the last token is never fed, so a full-length target has room for it.
+    num_slots = min(1 + max_new_tokens, limits.max_target_len)
+    sequence = Sequence(
+        request=request,
+        stream=stream,
+        max_new_tokens=max_new_tokens,
+        num_self_blocks=blocks_for(num_slots, limits.block_size),
+        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size),
+    )
+    if sequence.num_blocks > limits.num_blocks:
+        raise _too_large(sequence, limits)
+    return sequence
+
+
+def _check_source(request: Request, limits: AdmissionLimits) -> None:
+    source_len = len(request.source_ids)
+    if not 1 <= source_len <= limits.max_source_len:
+        raise InvalidArgument("source", f"{source_len} tokens long", f"1 to {limits.max_source_len} tokens long")
+    lowest, highest = min(request.source_ids), max(request.source_ids)
+    if lowest < 0 or highest >= limits.vocab_size:
+        unknown = lowest if lowest < 0 else highest
+        raise InvalidArgument("source", f"token id {unknown}", f"of token ids from 0 to {limits.vocab_size - 1}")
+
+
+def _too_large(sequence: Sequence, limits: AdmissionLimits) -> InvalidArgument:
+    room_blocks = limits.num_blocks - sequence.num_cross_blocks
+    if room_blocks < 1:
+        longest = (limits.num_blocks - 1) * limits.block_size
+        return InvalidArgument("source", f"{sequence.source_len} tokens long", f"at most {longest} tokens long")
+    room = room_blocks * limits.block_size - 1
+    asked = sequence.request.params.max_new_tokens
+    return InvalidArgument("max_new_tokens", asked, f"at most {room} for a source of this length")
