@@ -1,0 +1,94 @@
+"""The running sequences as arrays: what every row needs at every step, kept so that a step has no loop over rows.
+
+Rows 0 .. num_rows-1 are taken, in the order of the runner's caches. Knows no blocks, no events and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.service.request import SamplingParams
+from antiphon.service.sequence import Sequence
+from antiphon.service.stream import OutputStream
+
+
+class RunningRows:
+    """Arrays of max_rows entries: the next input token, cached target tokens, source length, limit and deadline."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.token_ids: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.past_lens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.source_lens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.max_new_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.deadlines_s: NDArray[np.float64] = np.full(max_rows, math.inf)
+        self.sequences: list[Sequence] = []
+        self._is_indexed = True
+        self._params: list[SamplingParams] = []
+        self._sampled_rows: list[int] = []
+        self._streams: tuple[OutputStream, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """Sampling parameters of each row."""
+        self._index()
+        return self._params
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Rows that are not greedy."""
+        self._index()
+        return self._sampled_rows
+
+    @property
+    def streams(self) -> tuple[OutputStream, ...]:
+        """Stream of each row; the same object until a row is added or removed."""
+        self._index()
+        return self._streams
+
+    def append(self, sequences: Iterable[Sequence], bos_id: int) -> None:
+        """Give sequences the rows after the last one, ready to decode from the begin token."""
+        for sequence in sequences:
+            row = len(self.sequences)
+            self.token_ids[row] = bos_id
+            self.past_lens[row] = 0
+            self.source_lens[row] = sequence.source_len
+            self.max_new_tokens[row] = sequence.max_new_tokens
+            deadline_s = sequence.request.deadline_s
+            self.deadlines_s[row] = math.inf if deadline_s is None else deadline_s
+            sequence.row = row
+            self.sequences.append(sequence)
+        self._is_indexed = False
+
+    def remove(self, row: int) -> Sequence | None:
+        """Vacate a row. The last row's sequence moves into the hole and is returned; None when `row` was the last."""
+        self.sequences[row].row = None
+        last = self.sequences.pop()
+        moved = None
+        source = len(self.sequences)
+        if source != row:
+            for array in (self.token_ids, self.past_lens, self.source_lens, self.max_new_tokens, self.deadlines_s):
+                array[row] = array[source]
+            self.sequences[row] = moved = last
+            last.row = row
+        self._is_indexed = False
+        return moved
+
+    def expired(self, now_s: float) -> list[Sequence]:
+        """Sequences whose deadline has come, last row first."""
+        late = np.flatnonzero(self.deadlines_s[: len(self.sequences)] <= now_s)
+        return [self.sequences[row] for row in reversed(late.tolist())]
+
+    def _index(self) -> None:
+        if self._is_indexed:
+            return
+        self._params = [sequence.request.params for sequence in self.sequences]
+        self._sampled_rows = [row for row, params in enumerate(self._params) if not params.is_greedy]
+        self._streams = tuple(sequence.stream for sequence in self.sequences)
+        self._is_indexed = True
