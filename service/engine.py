@@ -1,0 +1,233 @@
+"""The engine's thread and its doors: submit, cancel, drain, stop.
+
+One thread owns sequences and blocks and runs steps (`step.py`) while there is anything to do; otherwise it sleeps on
+a condition and uses no CPU. Every request that submit accepts gets exactly one terminal event, whatever happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
+from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.metrics import Metrics
+from antiphon.service.request import Request
+from antiphon.service.request_queue import QueueLimits, RequestQueue
+from antiphon.service.runner import EncodeReport, Runner
+from antiphon.service.scheduler import SchedulerLimits
+from antiphon.service.sequence import Sequence
+from antiphon.service.step import StepParts, Stepper
+from antiphon.service.stream import OutputStream
+
+__all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Budgets of one engine.
+
+    max_num_seqs: sequences that run together; None is as many as the runner has rows.
+    max_num_batched_tokens: source tokens encoded in one step.
+    max_queued_requests, max_queued_tokens: bounds of the waiting queue.
+    block_size: tokens of a cache block.
+    kv_cache_blocks: blocks in the pool; None is enough for max_num_seqs of the longest sequences.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 131_072
+    block_size: int = 16
+    kv_cache_blocks: int | None = None
+
+
+class Engine:
+    """Serves requests with one runner. Methods are safe from any thread; only drain and stop block.
+
+    Construction raises ValueError naming the field of the configuration that the runner cannot serve.
+    """
+
+    def __init__(
+        self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        max_num_seqs = _max_num_seqs(runner, config)
+        self._pool = _pool(runner, config, max_num_seqs)
+        self._admission = AdmissionLimits(
+            vocab_size=runner.vocab_size,
+            max_source_len=runner.max_source_len,
+            max_target_len=runner.max_target_len,
+            num_blocks=self._pool.num_blocks,
+            block_size=self._pool.block_size,
+        )
+        limits = QueueLimits(max_requests=config.max_queued_requests, max_source_tokens=config.max_queued_tokens)
+        self._queue = RequestQueue(limits)
+        self._live: dict[str, Sequence] = {}
+        self._cancelled: deque[str] = deque()
+        self._metrics = metrics
+        self._clock = clock
+        self._stepper = Stepper(
+            StepParts(
+                runner=runner,
+                queue=self._queue,
+                pool=self._pool,
+                limits=SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens),
+                metrics=metrics,
+                live=self._live,
+                clock=clock,
+            )
+        )
+        self._wake = threading.Condition()
+        self._is_accepting = False
+        self._is_draining = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
+        metrics.watch_waiting(lambda: float(len(self._queue)))
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of arrival_s and deadline_s, in seconds."""
+        return self._clock
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs; False before start, after stop and after a fault it could not survive."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests being generated."""
+        return self._stepper.num_running
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Cache blocks not kept for any request."""
+        return self._pool.num_free
+
+    def start(self) -> None:
+        """Start the thread and accept requests; once."""
+        with self._wake:
+            self._is_accepting = not (self._is_draining or self._is_stopping)
+        self._thread.start()
+
+    def submit(self, request: Request, stream: OutputStream) -> None:
+        """Accept a request, whose events will come out of `stream`, or refuse it by raising.
+
+        Raises InvalidArgument where it could never run, DeadlineExceeded where its deadline has come already,
+        QueueFull where too many wait, Unavailable before start and once draining.
+        """
+        try:
+            self._submit(request, stream)
+        except AntiphonError as error:
+            self._metrics.refused(error.reason)
+            if isinstance(error, DeadlineExceeded):
+                self._metrics.deadline_missed("submit")
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within one step; unknown and finished ids are ignored."""
+        if request_id in self._live:
+            with self._wake:
+                self._cancelled.append(request_id)
+                self._wake.notify()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, finish those accepted, then stop; what is left after the timeout ends at once.
+
+        Returns whether all finished in time. Blocks: call it outside the event loop.
+        """
+        with self._wake:
+            self._is_accepting = False
+            self._is_draining = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        has_finished = not self._thread.is_alive()
+        self.stop()
+        return has_finished
+
+    def stop(self) -> None:
+        """End every request now, with Unavailable, and the thread. Blocks for the step under way, if any."""
+        with self._wake:
+            self._is_accepting = False
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _submit(self, request: Request, stream: OutputStream) -> None:
+        sequence = admit(request, stream, self._admission)
+        now_s = self._clock()
+        if request.deadline_s is not None and request.deadline_s <= now_s:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        with self._wake:
+            if not self._is_accepting:
+                raise Unavailable("the server is starting or shutting down")
+            if request.request_id in self._live:
+                raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
+            # Live before it is queued: a step under way may take it from the queue, and end it, at any moment.
+            self._live[request.request_id] = sequence
+            try:
+                self._queue.put(sequence, now_s)
+            except AntiphonError:
+                del self._live[request.request_id]
+                raise
+            self._wake.notify()
+
+    def _run(self) -> None:
+        error: AntiphonError = Unavailable("the server is shutting down")
+        try:
+            while self._await_work():
+                self._stepper.step(self._take_cancelled())
+        except Exception:
+            log.exception("the engine stopped on a fault of its own")
+            error = EngineFault("the engine failed")
+        with self._wake:
+            self._is_accepting = False
+        self._queue.close()
+        self._stepper.end_all(error)
+
+    def _await_work(self) -> bool:
+        """Sleep until there is something to do; False when it is time to end."""
+        with self._wake:
+            while not (self._is_stopping or self._cancelled or self._stepper.has_work):
+                if self._is_draining:
+                    return False
+                self._wake.wait()
+            return not self._is_stopping
+
+    def _take_cancelled(self) -> list[str]:
+        # popleft, not a swap: cancel may append meanwhile.
+        return [self._cancelled.popleft() for _ in range(len(self._cancelled))]
+
+
+def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
+    wanted = runner.max_rows if config.max_num_seqs is None else config.max_num_seqs
+    if not 1 <= wanted <= runner.max_rows:
+        raise ValueError(f"max_num_seqs is {wanted}; it must be 1 to {runner.max_rows}, the rows of the model's caches")
+    return wanted
+
+
+def _pool(runner: Runner, config: EngineConfig, max_num_seqs: int) -> BlockPool:
+    size = config.block_size
+    if config.kv_cache_blocks is not None:
+        return BlockPool(config.kv_cache_blocks, size)
+    longest = blocks_for(runner.max_source_len, size) + blocks_for(runner.max_target_len, size)
+    return BlockPool(max_num_seqs * longest, size)
