@@ -36,14 +36,15 @@ test: lint ## Run lint, types and all tests. ARGS="-k scheduler" and the like re
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.test-tools ## Run ruff and mypy only.
-	@echo "==> ruff, mypy"
+lint: $(VENV)/.test-tools ## Run ruff, mypy and the C++ compiler's warnings only.
+	@echo "==> ruff, mypy, $(firstword $(CXX)) -Werror"
+	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" $(BIN)/python hatch_build.py
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 stubs: $(VENV)/.installed ## Generate the protobuf stubs and compile the native library again.
-	@$(BIN)/python hatch_build.py
+	@CXX="$(CXX)" $(BIN)/python hatch_build.py
 
 wheel: $(VENV)/.test-tools ## Build the sdist, and from it the wheel, into dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
