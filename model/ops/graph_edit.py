@@ -1,0 +1,115 @@
+"""Small edits of an ONNX graph that the passes share: constants, new nodes, one value in place of another.
+
+Knows no operator's meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+Dim = int | ir.SymbolicDim
+
+
+class Editor:
+    """Adds nodes and constants to one graph; equal constants are stored once."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def constant(self, array: NDArray[Any], name: str | None = None) -> ir.Value:
+        """An initialiser holding the array; the name is a wish, made unique."""
+        key = (str(array.dtype), array.shape, array.tobytes())
+        if key not in self._constants:
+            wish = name or f"constant_{len(self._constants)}"
+            while wish in self.graph.initializers:
+                wish += "_"
+            tensor = ir.tensor(array, name=wish)
+            value = ir.Value(name=wish, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype))
+            value.const_value = tensor
+            self.graph.register_initializer(value)
+            self._constants[key] = value
+        return self._constants[key]
+
+    def ints(self, *values: int) -> ir.Value:
+        """A one-dimensional int64 constant."""
+        return self.constant(np.array(values, np.int64))
+
+    def emit(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, int | float | list[int]] | None = None,
+        *,
+        domain: str = "",
+    ) -> ir.Value:
+        """A new single-output node in front of `before`; returns its output."""
+        return self.emit_many(before, op_type, inputs, attributes, 1, domain=domain)[0]
+
+    def emit_many(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, int | float | list[int]] | None,
+        num_outputs: int,
+        *,
+        domain: str = "",
+    ) -> Sequence[ir.Value]:
+        """A new node in front of `before`; trailing absent inputs are dropped."""
+        kept = list(inputs)
+        while kept and kept[-1] is None:
+            kept.pop()
+        node = ir.node(op_type, kept, dict(attributes or {}), domain=domain, num_outputs=num_outputs)
+        self.graph.insert_before(before, node)
+        return node.outputs
+
+
+def take_over(old: ir.Value, new: ir.Value) -> None:
+    """Let every reader of `old`, the graph's outputs included, read `new`; shape, type and output name carry over."""
+    if new.shape is None:
+        new.shape, new.type = old.shape, old.type
+    if old.is_graph_output():
+        new.name, old.name = old.name, f"{old.name}.before"
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def operand(node: ir.Node, index: int) -> ir.Value:
+    """An input that the node must have."""
+    value = optional_operand(node, index)
+    if value is None:
+        raise ValueError(f"{node.op_type} {node.name} has no input {index}")
+    return value
+
+
+def optional_operand(node: ir.Node, index: int) -> ir.Value | None:
+    """An input, or None when it is left out."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def shape_of(value: ir.Value) -> tuple[Dim, ...]:
+    """The value's dimensions, ints where static."""
+    if value.shape is None:
+        raise ValueError(f"{value.name} has no known shape")
+    return tuple(value.shape)
+
+
+def static_dim(value: ir.Value, axis: int) -> int:
+    """One dimension that must be static."""
+    dim = shape_of(value)[axis]
+    if not isinstance(dim, int):
+        raise ValueError(f"{value.name}: dimension {axis} is {dim}, not a number")
+    return dim
+
+
+def constant_array(value: ir.Value | None) -> NDArray[Any] | None:
+    """The numbers of an initialiser, or None when the value is computed or absent."""
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    return value.const_value.numpy()
