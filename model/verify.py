@@ -1,0 +1,146 @@
+"""Do exported graphs compute what the PyTorch model computes? Run both on random sources, step by step.
+
+Graphs run as the server runs them: sources of one length encoded together, caches written in place, rows of a step at
+different positions, whatever lies beyond a row's length left as rubbish. The reference decodes each target whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from antiphon.model.bundle import GraphSet, Precision
+from antiphon.model.config import ModelConfig
+from antiphon.model.stepper import Floats, GraphStepper, Ids
+from antiphon.model.transformer import Transformer
+
+
+class VerificationError(Exception):
+    """Exported graphs disagree with the model; the message names the graphs, the measure and the limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """How far graphs may be from the model.
+
+    max_error: largest difference of a logit, in units of the largest logit or of 1 if that is smaller.
+    rms_error: root mean square difference over that of the logits, each row less its mean.
+    min_agreement: fraction of steps whose likeliest token must be the same.
+    """
+
+    max_error: float
+    rms_error: float
+    min_agreement: float
+
+
+# float32: sums in another order. int8: 8-bit weights and activations through a dozen layers, see tests/parity.
+TOLERANCES: dict[Precision, Tolerance] = {
+    "float32": Tolerance(max_error=1e-4, rms_error=1e-4, min_agreement=1.0),
+    "int8": Tolerance(max_error=0.25, rms_error=0.1, min_agreement=0.85),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One batch: the source length of each row, and how many tokens to decode."""
+
+    source_lens: tuple[int, ...]
+    steps: int
+
+    def capped(self, config: ModelConfig) -> Case:
+        """The same batch within the model's limits."""
+        lens = tuple(min(length, config.max_source_len) for length in self.source_lens)
+        return Case(source_lens=lens, steps=min(self.steps, config.max_target_len))
+
+
+CASES = (
+    Case(source_lens=(1,), steps=4),
+    Case(source_lens=(23,), steps=8),
+    Case(source_lens=(5, 5, 2), steps=8),
+    Case(source_lens=(9, 33, 1, 9, 17, 33, 9), steps=12),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What was measured, in the units of Tolerance."""
+
+    max_error: float
+    rms_error: float
+    agreement: float
+
+    def excess(self, limit: Tolerance) -> str | None:
+        """What is beyond its limit, or None; a measure that is not a number is."""
+        if not self.max_error <= limit.max_error:
+            return f"a logit is off by {self.max_error:.1e}, at most {limit.max_error:.0e} is allowed"
+        if not self.rms_error <= limit.rms_error:
+            return (
+                f"logits are off by {self.rms_error:.1e} (root mean square), at most {limit.rms_error:.0e} is allowed"
+            )
+        if not self.agreement >= limit.min_agreement:
+            return (
+                f"likeliest tokens agree in {self.agreement:.1%} of steps, at least {limit.min_agreement:.0%} is asked"
+            )
+        return None
+
+
+def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int = 0) -> Comparison:
+    """Compare a graph set with the float32 model over CASES.
+
+    Raises VerificationError when a measure is beyond its tolerance.
+    """
+    stepper = GraphStepper(directory, graphs, model.config)
+    random = np.random.default_rng(seed)
+    pairs = [_logits(stepper, model, case.capped(model.config), random) for case in CASES]
+    comparison = compare(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    if excess := comparison.excess(TOLERANCES[graphs.precision]):
+        raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs disagree with the model: {excess}")
+    return comparison
+
+
+def compare(found: Floats, expected: Floats) -> Comparison:
+    """Measures over logits [N, V]."""
+    centred = expected - expected.mean(axis=1, keepdims=True)
+    error = found - expected
+    return Comparison(
+        max_error=float(np.abs(error).max() / max(1.0, np.abs(expected).max())),
+        rms_error=float(np.sqrt((error**2).mean() / (centred**2).mean())),
+        agreement=float((found.argmax(axis=1) == expected.argmax(axis=1)).mean()),
+    )
+
+
+def _logits(
+    stepper: GraphStepper, model: Transformer, case: Case, random: np.random.Generator
+) -> tuple[Floats, Floats]:
+    """Logits [N, V] of every step of a case, from the graphs and from the model."""
+    lens = np.array(case.source_lens, np.int32)
+    source = random.integers(0, model.config.vocab_size, (len(lens), int(lens.max())))
+    target = random.integers(0, model.config.vocab_size, (len(lens), case.steps))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(source), torch.from_numpy(target), torch.from_numpy(lens)).numpy()
+    found = step_through(stepper, [row[:length] for row, length in zip(source, lens, strict=True)], target)
+    width = model.config.vocab_size
+    return found.reshape(-1, width), expected.reshape(-1, width)
+
+
+def step_through(stepper: GraphStepper, sources: Sequence[Ids], target: Ids) -> Floats:
+    """Feed target [B, T] token by token, each row one step behind the row before it; returns logits [B, T, V].
+
+    A row that waits, or has ended, repeats its first or last token where it stands.
+    """
+    rows, steps = target.shape
+    source_lens = np.array([len(source) for source in sources], np.int32)
+    cross_kv = stepper.fill_cross(sources, int(source_lens.max()) + 2)
+    self_kv = stepper.caches("decoder", rows, steps + 1)
+    logits: list[list[Floats]] = [[] for _ in range(rows)]
+    for time in range(steps + rows - 1):
+        positions = np.clip(time - np.arange(rows), 0, steps - 1).astype(np.int32)
+        found = stepper.step(target[np.arange(rows), positions], positions, source_lens, self_kv, cross_kv)
+        for row in range(rows):
+            if 0 <= time - row < steps:
+                logits[row].append(found[row])
+    return np.array(logits)
