@@ -91,12 +91,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     tokenizer = Tokenizer.load(path / "tokenizer.json")
     if tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
-            f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, config.json says vocab_size={config.vocab_size}"
+            f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, "
+            f"config.json says vocab_size={config.vocab_size}"
         )
     provenance_path = path / "provenance.json"
-    provenance = (
-        Provenance.model_validate_json(provenance_path.read_bytes()) if provenance_path.is_file() else None
-    )
+    provenance = Provenance.model_validate_json(provenance_path.read_bytes()) if provenance_path.is_file() else None
     return Checkpoint(
         config=config,
         model=model.eval(),

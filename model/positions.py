@@ -40,7 +40,9 @@ class AbsolutePositions(nn.Module):
 
     def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
         """embedded [B, T, M]; positions [B or 1, T] int. Returns [B, T, M]."""
-        return embedded if self.table is None else embedded + functional.embedding(positions, self.table).to(embedded.dtype)
+        if self.table is None:
+            return embedded
+        return embedded + functional.embedding(positions, self.table).to(embedded.dtype)
 
 
 def rotary_tables(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ class TokenizerError(Exception):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level BPE (Radford et al. 2019): printable bytes stand for themselves."""
+    """Byte of each printable stand-in of byte-level BPE (Radford et al. 2019); printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -91,7 +91,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, no begin or end token; empty for a text of white space."""
-        return self._backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, in parallel."""

@@ -32,17 +32,17 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _attend(backend: Backend) -> Callable[..., Tensor]:
     if backend == "fused":
-        from antiphon.model.ops import attention_ops
+        from antiphon.model.ops.attention_ops import attention as fused
 
-        return attention_ops.attention
+        return fused
     return sdpa_attention if backend == "sdpa" else attention
 
 
 def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     if backend == "fused":
-        from antiphon.model.ops import attention_ops
+        from antiphon.model.ops.attention_ops import cached_attention as fused
 
-        return attention_ops.cached_attention
+        return fused
     return cached_attention
 
 
@@ -64,6 +64,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout if config.activation_dropout else 0.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., M]; returns the same shape."""
         inner = self.inner(hidden)
         if self.gated:
             gate, linear = inner.chunk(2, dim=-1)
@@ -153,7 +154,7 @@ class Residual(nn.Module):
 
     def after(self, hidden: Tensor, update: Tensor) -> Tensor:
         """What the next sublayer receives."""
-        added = hidden + self.dropout(update)
+        added: Tensor = hidden + self.dropout(update)
         return added if self.pre else self.norm(added)
 
 
@@ -164,12 +165,15 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.self_attention = SelfAttention(config, causal=False, backend=backend)
         self.feed_forward = FeedForward(config)
-        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
+        self.self_residual = Residual(config)
+        self.feed_forward_residual = Residual(config)
 
     def forward(self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None) -> Tensor:
-        first, second = self.residuals
-        hidden = first.after(hidden, self.self_attention(first.before(hidden), positions, lens, bias))
-        return second.after(hidden, self.feed_forward(second.before(hidden)))  # type: ignore[no-any-return]
+        """hidden [B, S, M]; the rest as in SelfAttention."""
+        residual = self.self_residual
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, lens, bias))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden)))
 
 
 class DecoderLayer(nn.Module):
@@ -178,10 +182,12 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
         self.self_attention = SelfAttention(config, causal=True, backend=backend)
+        self.feed_forward = FeedForward(config)
+        self.self_residual = Residual(config)
+        self.feed_forward_residual = Residual(config)
         has_source = config.architecture == "encoder-decoder"
         self.cross_attention = CrossAttention(config, backend=backend) if has_source else None
-        self.feed_forward = FeedForward(config)
-        self.residuals = nn.ModuleList(Residual(config) for _ in range(3 if has_source else 2))
+        self.cross_residual = Residual(config) if has_source else None
 
     def forward(
         self,
@@ -191,13 +197,14 @@ class DecoderLayer(nn.Module):
         cross_kv: KV | None,
         source_lens: Tensor | None,
     ) -> Tensor:
-        """Teacher forcing over [B, T, M]."""
-        first, *middle, last = self.residuals
-        hidden = first.after(hidden, self.self_attention(first.before(hidden), positions, None, bias))
-        if self.cross_attention is not None:
-            update = self.cross_attention(middle[0].before(hidden), cross_kv, source_lens)
-            hidden = middle[0].after(hidden, update)
-        return last.after(hidden, self.feed_forward(last.before(hidden)))  # type: ignore[no-any-return]
+        """Teacher forcing over [B, T, M]; source_lens None when no source row is padded."""
+        residual = self.self_residual
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, None, bias))
+        if self.cross_attention is not None and self.cross_residual is not None and cross_kv is not None:
+            residual = self.cross_residual
+            hidden = residual.after(hidden, self.cross_attention(residual.before(hidden), cross_kv, source_lens))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden)))
 
     def step(
         self,
@@ -209,13 +216,16 @@ class DecoderLayer(nn.Module):
         source_lens: Tensor | None,
     ) -> tuple[Tensor, KV]:
         """One token a row, [B, 1, M]; returns the new hidden state and the layer's grown self cache."""
-        first, *middle, last = self.residuals
-        update, present = self.self_attention.step(first.before(hidden), past_lens, self_kv, bias)
-        hidden = first.after(hidden, update)
-        if self.cross_attention is not None:
-            update = self.cross_attention.step(middle[0].before(hidden), cross_kv, source_lens)
-            hidden = middle[0].after(hidden, update)
-        return last.after(hidden, self.feed_forward(last.before(hidden))), present
+        residual = self.self_residual
+        update, present = self.self_attention.step(residual.before(hidden), past_lens, self_kv, bias)
+        hidden = residual.after(hidden, update)
+        if self.cross_attention is not None and self.cross_residual is not None:
+            assert cross_kv is not None
+            assert source_lens is not None
+            residual = self.cross_residual
+            hidden = residual.after(hidden, self.cross_attention.step(residual.before(hidden), cross_kv, source_lens))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden))), present
 
 
 class Stack(nn.Module):
@@ -252,6 +262,7 @@ class Encoder(Stack):
         self.relative_bias = RelativeBias(config, bidirectional=True)
 
     def forward(self, ids: Tensor, lens: Tensor | None) -> Tensor:
+        """ids [B, S] int64; lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = self.embed(ids, positions)
         bias = self.relative_bias(positions, ids.shape[1])
@@ -268,12 +279,19 @@ class Decoder(Stack):
         super().__init__(config, embedding, layers, config.max_target_len)
         self.relative_bias = RelativeBias(config, bidirectional=False)
 
+    @property
+    def blocks(self) -> tuple[DecoderLayer, ...]:
+        """The layers, with their type."""
+        return tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
+
     def forward(self, ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None) -> Tensor:
+        """Teacher forcing over ids [B, T] int64; see Transformer.decode. Returns [B, T, M]."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = self.embed(ids, positions)
         bias = self.relative_bias(positions, ids.shape[1])
         for index, layer in enumerate(self.layers):
-            hidden = self.run(layer, hidden, positions, bias, cross_kv and cross_kv[index], source_lens)
+            source_kv = cross_kv[index] if cross_kv is not None else None
+            hidden = self.run(layer, hidden, positions, bias, source_kv, source_lens)
         return self.final_norm(hidden)  # type: ignore[no-any-return]
 
     def step(
@@ -289,8 +307,8 @@ class Decoder(Stack):
         hidden = self.embed(ids, positions)
         bias = self.relative_bias(positions, self_kv[0][0].shape[2])
         presents = []
-        for index, layer in enumerate(self.layers):
-            source_kv = cross_kv and cross_kv[index]
+        for index, layer in enumerate(self.blocks):
+            source_kv = cross_kv[index] if cross_kv is not None else None
             hidden, present = layer.step(hidden, past_lens, bias, self_kv[index], source_kv, source_lens)
             presents.append(present)
         return self.final_norm(hidden), tuple(presents)
@@ -345,7 +363,8 @@ class Transformer(nn.Module):
         """memory [B, S, M] -> for each decoder layer keys and values [B, H, S, D]."""
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
-        return tuple(layer.cross_attention.project_memory(memory) for layer in self.decoder.layers)
+        cross_attentions = (block.cross_attention for block in self.decoder.blocks)
+        return tuple(cross.project_memory(memory) for cross in cross_attentions if cross is not None)
 
     def decode(self, target_ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None = None) -> Tensor:
         """Teacher forcing: target_ids [B, T] int64, begin token first. Returns [B, T, M]."""
