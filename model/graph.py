@@ -41,6 +41,11 @@ class Graph:
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the {kind} graph cannot be loaded: {error}") from error
 
+    @property
+    def output_names(self) -> list[str]:
+        """Names of what the graph gives, in its order."""
+        return [tensor.name for tensor in self._session.get_outputs()]
+
     def require(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         """Raise GraphError unless the graph has exactly these inputs and outputs."""
         for what, wanted, held in (

@@ -1,0 +1,218 @@
+"""`antiphon profile`: how much memory the encoder graphs of a bundle work in, measured over a grid and fitted.
+
+Owns the grid, the manifest's memory profile and the table. The counting allocator measures (ops/workspace.py), so
+every figure is exact and one run each is enough. Refuses to know the serving path that reads the fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from antiphon.model.bundle import (
+    Bundle,
+    BundleError,
+    GraphSet,
+    MemoryFit,
+    MemoryProfile,
+    load_bundle,
+    write_manifest,
+)
+from antiphon.model.graph import Graph, GraphError
+from antiphon.model.memory_fit import MIN_LENGTHS, Measurement, fit_memory
+from antiphon.model.ops.workspace import Workspace, WorkspaceError
+
+DEFAULT_ROWS = (1, 4, 16)
+_SHORTEST = 16
+_MIB = 1 << 20
+
+
+class ProfileError(Exception):
+    """The profile cannot be made as asked; the message names the option."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """What is measured: every pair of these, and how much memory one run may take."""
+
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...]
+    threads: int
+    budget_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `antiphon profile`."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory written by `antiphon export`")
+    parser.add_argument(
+        "--lengths", metavar="N,N,...", help="source lengths in tokens (default: powers of two up to the model's limit)"
+    )
+    parser.add_argument(
+        "--rows", metavar="N,N,...", help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))})"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: every core)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG to write (default: BUNDLE.memory.png beside it)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of `antiphon profile`; returns the exit code."""
+    from antiphon.model.memory_plot import plot_memory  # first, so that a missing matplotlib costs no measurement
+
+    try:
+        bundle = load_bundle(args.bundle)
+        plot = _plot_path(args, bundle)
+        grid = _grid(args, bundle)
+        measurements = measure_bundle(bundle, grid)
+        fits = {name: fit_memory(held) for name, held in measurements.items()}
+        memory = MemoryProfile(fits=fits, machine=_machine(grid.threads))
+        write_manifest(bundle.path, bundle.manifest.model_copy(update={"memory": memory}))
+        plot_memory(
+            plot, measurements, fits, num_heads=bundle.manifest.model.num_heads, title=f"{bundle.manifest.name} encoder"
+        )
+    except (BundleError, GraphError, WorkspaceError, ProfileError, OSError) as error:
+        print(f"antiphon profile: {error}", file=sys.stderr)
+        return 2
+    _print_table(measurements, fits)
+    print(f"written: {bundle.path / 'manifest.json'}, {plot}")
+    return 0
+
+
+def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
+    """Measure the encoder of every graph set the bundle holds, keyed `<lowering>-<precision>`.
+
+    A run that exceeds the grid's budget is named on standard error and left out.
+    Raises GraphError, WorkspaceError, or ProfileError when too little of the grid fits in the budget.
+    """
+    sets = sorted(bundle.manifest.graphs, key=_key)
+    if not any(graphs.lowering == "eager" for graphs in sets):
+        _say("the bundle holds no eager graphs; nothing shows T^2 to compare with")
+    workspace = Workspace()
+    try:
+        return {_key(graphs): _measure_set(bundle, graphs, grid, workspace) for graphs in sets}
+    finally:
+        workspace.limit_growth(None)
+
+
+def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Workspace) -> list[Measurement]:
+    workspace.limit_growth(None)
+    encoder = Graph(bundle.file(graphs.encoder), "encoder", grid.threads, workspace)
+    workspace.limit_growth(grid.budget_bytes)
+    cells = [(rows, length) for rows in grid.rows for length in grid.lengths]
+    measured = []
+    for rows, length in _progress(cells, _key(graphs)):
+        refusals = workspace.stats().refusals
+        try:
+            peak = measure_peak(encoder, workspace, rows, length, bundle.manifest.model.eos_id)
+        except GraphError:
+            if workspace.stats().refusals == refusals:
+                raise
+            _say(f"{_key(graphs)}: {rows} x {length} tokens needs over {grid.budget_bytes / _MIB:.0f} MiB; left out")
+        else:
+            measured.append(Measurement(rows=rows, length=length, peak_bytes=peak))
+    if len({m.length for m in measured if m.rows == grid.rows[0]}) < MIN_LENGTHS:
+        raise ProfileError(
+            f"--lengths: fewer than {MIN_LENGTHS} fit in memory for {_key(graphs)}; ask for shorter ones"
+        )
+    return measured
+
+
+def measure_peak(encoder: Graph, workspace: Workspace, rows: int, length: int, token_id: int) -> int:
+    """Peak workspace in bytes of one encoder run, outputs included, weights not. Raises GraphError."""
+    input_ids = np.full((rows, length), token_id, np.int64)
+    workspace.reset_peak()
+    before = workspace.stats().in_use_bytes
+    encoder.run({"input_ids": input_ids}, encoder.output_names)
+    return workspace.stats().peak_bytes - before
+
+
+def _plot_path(args: argparse.Namespace, bundle: Bundle) -> Path:
+    directory = bundle.path.resolve()
+    plot: Path = args.plot or directory.with_name(f"{directory.name}.memory.png")
+    if not plot.parent.is_dir():
+        raise ProfileError(f"--plot is {plot}, but there is no directory {plot.parent}")
+    return plot
+
+
+def _grid(args: argparse.Namespace, bundle: Bundle) -> Grid:
+    limit = bundle.manifest.model.max_source_len
+    lengths = _numbers("--lengths", args.lengths) if args.lengths else _default_lengths(limit)
+    rows = _numbers("--rows", args.rows) if args.rows else DEFAULT_ROWS
+    threads = len(os.sched_getaffinity(0)) if args.threads is None else args.threads
+    if threads < 1:
+        raise ProfileError(f"--threads is {threads}; it must be at least 1")
+    if lengths[-1] > limit:
+        raise ProfileError(f"--lengths asks for {lengths[-1]}; the model takes sources of up to {limit} tokens")
+    if len(lengths) < MIN_LENGTHS:
+        raise ProfileError(f"--lengths has {len(lengths)} different lengths; a fit needs {MIN_LENGTHS}")
+    return Grid(lengths=lengths, rows=rows, threads=threads, budget_bytes=_available_bytes() // 2)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ProfileError(f"{option} is {text!r}; it must be whole numbers joined by commas") from None
+    if numbers[0] < 1:
+        raise ProfileError(f"{option} asks for {numbers[0]}; each must be at least 1")
+    return tuple(numbers)
+
+
+def _default_lengths(limit: int) -> tuple[int, ...]:
+    shortest = min(_SHORTEST, max(1, limit // 4))
+    powers = [shortest << k for k in range(limit.bit_length()) if shortest << k < limit]
+    return (*powers, limit)
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ProfileError("/proc/meminfo does not say how much memory is available")
+
+
+def _machine(threads: int) -> str:
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return f"{cpu}, {threads} threads, onnxruntime {ort.__version__}"
+
+
+def _key(graphs: GraphSet) -> str:
+    return f"{graphs.lowering}-{graphs.precision}"
+
+
+def _progress(cells: Sequence[tuple[int, int]], label: str) -> Iterable[tuple[int, int]]:
+    if not sys.stderr.isatty():
+        return cells
+    from tqdm import tqdm
+
+    return tqdm(cells, desc=label, unit="run", leave=False)
+
+
+def _say(message: str) -> None:
+    print(f"antiphon profile: {message}", file=sys.stderr)
+
+
+def _print_table(measurements: dict[str, list[Measurement]], fits: dict[str, MemoryFit]) -> None:
+    lengths = sorted({m.length for held in measurements.values() for m in held})
+    print("peak workspace of the encoder, MiB, by source length")
+    print(
+        f"{'graphs':<18}{'rows':>5}"
+        + "".join(f"{length:>9}" for length in lengths)
+        + f"{'exponent':>10}{'residual':>10}"
+    )
+    for name, held in measurements.items():
+        for rows in sorted({m.rows for m in held}):
+            peaks = {m.length: f"{m.peak_bytes / _MIB:.2f}" for m in held if m.rows == rows}
+            cells = "".join(f"{peaks.get(length, '-'):>9}" for length in lengths)
+            print(f"{name:<18}{rows:>5}{cells}{fits[name].exponent:>10.2f}{fits[name].residual:>10.1%}")
