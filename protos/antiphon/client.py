@@ -1,0 +1,233 @@
+"""A small typed client of antiphon.v1, asynchronous and synchronous. Imports grpcio and protobuf only.
+
+    with Client() as client:
+        for delta in client.generate("How are you?"):
+            print(delta.text, end="")
+
+Knows nothing of models: texts and options go out, deltas come back, refusals become ServerError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from antiphon.messages import (
+    Delta,
+    FinishReason,
+    Generation,
+    Options,
+    ServerError,
+    Source,
+    Timing,
+    Usage,
+    as_delta,
+    as_generation,
+    as_server_error,
+    stream_request,
+    unary_request,
+)
+from antiphon.ordered import ordered_map
+from antiphon.v1 import inference_pb2, inference_pb2_grpc
+
+__all__ = [
+    "DEFAULT_TARGET",
+    "AsyncClient",
+    "Client",
+    "Delta",
+    "FinishReason",
+    "Generation",
+    "Options",
+    "ServerError",
+    "Source",
+    "Timing",
+    "Usage",
+]
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+# Refusals before anything was generated; the server's pushback, where it gives one, replaces the backoff (gRFC A6).
+_RETRY_POLICY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+}
+_SERVICE_CONFIG = json.dumps(
+    {"methodConfig": [{"name": [{"service": "antiphon.v1.InferenceService"}], "retryPolicy": _RETRY_POLICY}]}
+)
+
+
+class AsyncClient:
+    """Calls a server from one event loop, all calls over one connection. Close it, or use it as a context."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, model: str = "") -> None:
+        """target: host:port. model: name to ask for; empty is the server's only model."""
+        self._channel = grpc.aio.insecure_channel(target, options=_channel_options(target))
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._model = model
+
+    async def generate(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> AsyncIterator[Delta]:
+        """Stream the target of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        call = self._stub.Generate(stream_request(self._model, source, options), timeout=timeout_s)
+        try:
+            async for response in call:
+                yield as_delta(response)
+        except grpc.RpcError as error:
+            raise as_server_error(error) from None
+        finally:
+            call.cancel()
+
+    async def generate_text(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Generation:
+        """Return the whole target of one source. Raises ServerError."""
+        request = unary_request(self._model, source, options)
+        try:
+            return as_generation(await self._stub.GenerateUnary(request, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise as_server_error(error) from None
+
+    async def generate_many(
+        self,
+        sources: Iterable[Source] | AsyncIterable[Source],
+        options: Options | None = None,
+        *,
+        concurrency: int = 64,
+    ) -> AsyncIterator[Generation | ServerError]:
+        """Yield the target of each source, in their order, with at most `concurrency` under way.
+
+        A source that the server refuses yields its ServerError, so that its neighbours are not lost. Sources are read
+        lazily; a synchronous iterable must not block.
+        """
+
+        async def attempt(source: Source) -> Generation | ServerError:
+            try:
+                return await self.generate_text(source, options)
+            except ServerError as error:
+                return error
+
+        async for result in ordered_map(_as_async(sources), attempt, concurrency=concurrency):
+            yield result
+
+    async def get_model(self) -> inference_pb2.Model:
+        """Describe the model. Raises ServerError."""
+        try:
+            response = await self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model))
+        except grpc.RpcError as error:
+            raise as_server_error(error) from None
+        return response.model
+
+    async def close(self) -> None:
+        """Cancel what is under way and close the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Client:
+    """Calls a server from any thread, all calls over one connection. Close it, or use it as a context."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, model: str = "") -> None:
+        """target: host:port. model: name to ask for; empty is the server's only model."""
+        self._channel = grpc.insecure_channel(target, options=_channel_options(target))
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._model = model
+
+    def generate(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[Delta]:
+        """Stream the target of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        call = self._stub.Generate(stream_request(self._model, source, options), timeout=timeout_s)
+        try:
+            for response in call:
+                yield as_delta(response)
+        except grpc.RpcError as error:
+            raise as_server_error(error) from None
+        finally:
+            call.cancel()
+
+    def generate_text(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Generation:
+        """Return the whole target of one source. Raises ServerError."""
+        request = unary_request(self._model, source, options)
+        try:
+            return as_generation(self._stub.GenerateUnary(request, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise as_server_error(error) from None
+
+    def generate_many(
+        self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = 64
+    ) -> Iterator[Generation | ServerError]:
+        """Yield the target of each source, in their order, with at most `concurrency` under way.
+
+        A source that the server refuses yields its ServerError, so that its neighbours are not lost.
+        """
+        under_way: deque[grpc.Future[inference_pb2.GenerateUnaryResponse]] = deque()
+        try:
+            for source in sources:
+                under_way.append(self._stub.GenerateUnary.future(unary_request(self._model, source, options)))
+                if len(under_way) == concurrency:
+                    yield _outcome(under_way.popleft())
+            while under_way:
+                yield _outcome(under_way.popleft())
+        finally:
+            for call in under_way:
+                call.cancel()
+
+    def get_model(self) -> inference_pb2.Model:
+        """Describe the model. Raises ServerError."""
+        try:
+            return self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model)).model
+        except grpc.RpcError as error:
+            raise as_server_error(error) from None
+
+    def close(self) -> None:
+        """Cancel what is under way and close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _outcome(call: grpc.Future[inference_pb2.GenerateUnaryResponse]) -> Generation | ServerError:
+    try:
+        return as_generation(call.result())
+    except grpc.RpcError as error:
+        return as_server_error(error)
+
+
+def _channel_options(target: str) -> list[tuple[str, str | int]]:
+    loopback = target.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+    # A proxy from the environment cannot reach this machine's loopback.
+    return [("grpc.service_config", _SERVICE_CONFIG), ("grpc.enable_http_proxy", 0 if loopback else 1)]
+
+
+async def _as_async(sources: Iterable[Source] | AsyncIterable[Source]) -> AsyncIterator[Source]:
+    if isinstance(sources, AsyncIterable):
+        async for source in sources:
+            yield source
+    else:
+        for source in sources:
+            yield source
