@@ -34,6 +34,7 @@ class InvalidArgument(AntiphonError):
         shown = repr(value)
         super().__init__(f"{field} is {shown[:80]}; it must be {allowed}")
         self.field = field
+        self.value = value
         self.allowed = allowed
 
 

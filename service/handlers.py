@@ -1,0 +1,138 @@
+"""Binds the servicer's methods to RPC names, and turns whatever they raise into a status.
+
+grpc's own parser answers a malformed message with INTERNAL; here it becomes a bad request that names the field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
+from antiphon.service.refusal import status_of
+from antiphon.service.servicer import InferenceServicer
+from antiphon.v1 import inference_pb2
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A request message that could not be parsed, and why."""
+
+    error: InvalidArgument
+
+
+class Calls:
+    """The RPCs of one servicer, and how many of them are in flight."""
+
+    def __init__(self, servicer: InferenceServicer) -> None:
+        self._servicer = servicer
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return when no RPC is in flight."""
+        await self._idle.wait()
+
+    def generic_handler(self) -> grpc.GenericRpcHandler:
+        """Handlers of every method of the service, for `add_generic_rpc_handlers`."""
+        servicer = self._servicer
+        unary: dict[str, Callable[[Any, _Context], Awaitable[Message]]] = {
+            "GenerateUnary": servicer.generate_unary,
+            "Tokenize": servicer.tokenize,
+            "Detokenize": servicer.detokenize,
+            "GetModel": servicer.get_model,
+            "ListModels": servicer.list_models,
+        }
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._guard(method), _parser(name), response_serializer=_serialize
+            )
+            for name, method in unary.items()
+        }
+        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+            self._guard(servicer.generate), _parser("Generate"), response_serializer=_serialize
+        )
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+    def _guard(self, method: Callable[[Any, _Context], Awaitable[Any]]) -> Callable[[Any, _Context], Awaitable[Any]]:
+        async def guarded(request: Message | Malformed, context: _Context) -> Any:
+            self._num_active += 1
+            self._idle.clear()
+            try:
+                if isinstance(request, Malformed):
+                    raise request.error
+                return await method(request, context)
+            except AntiphonError as error:
+                await _abort(context, error)
+            except (grpc.aio.AbortError, grpc.aio.UsageError):
+                raise  # the call has ended already
+            except Exception:
+                log.exception("%s failed", method.__name__)
+                await _abort(context, EngineFault("the server failed; its log says why"))
+            finally:
+                self._num_active -= 1
+                if self._num_active == 0:
+                    self._idle.set()
+
+        return guarded
+
+
+async def _abort(context: _Context, error: AntiphonError) -> None:
+    code, message, metadata = status_of(error)
+    await context.abort(code, message, metadata)
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _parser(method: str) -> Callable[[bytes], Message | Malformed]:
+    descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[method]
+    kind: type[Message] = getattr(inference_pb2, descriptor.input_type.name)
+
+    def parse(data: bytes) -> Message | Malformed:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return Malformed(_explain(kind, data))
+
+    return parse
+
+
+def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
+    """Find the text field that is not UTF-8; failing that, blame the message."""
+    try:
+        fields = UnknownFieldSet(Empty.FromString(data))
+        for unknown in (fields[index] for index in range(len(fields))):
+            field = kind.DESCRIPTOR.fields_by_number.get(unknown.field_number)
+            if field is not None and field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
+                return InvalidArgument(field.name, unknown.data, "valid UTF-8")
+    except DecodeError:
+        pass
+    return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
+
+
+def _is_utf8(data: Any) -> bool:
+    try:
+        bytes(data).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
