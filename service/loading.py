@@ -1,0 +1,91 @@
+"""From a bundle on disk to an engine that can start: every reason not to is found here, before any port opens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from antiphon.model.bundle import Bundle, BundleError, load_bundle
+from antiphon.model.graph import GraphError
+from antiphon.model.ops.workspace import WorkspaceError
+from antiphon.model.tokenizer import Tokenizer, TokenizerError
+from antiphon.service.config import ServerConfig
+from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.metrics import Metrics
+from antiphon.service.model_runner import ModelRunner
+from antiphon.service.servicer import ServedModel, default_options
+from antiphon.v1 import inference_pb2 as pb
+
+_PRECISIONS = {"float32": pb.PRECISION_FLOAT32, "int8": pb.PRECISION_INT8}
+
+
+class StartupError(Exception):
+    """The server cannot start with this bundle and configuration; the message names the file or field."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A model ready to serve: its engine is not started yet."""
+
+    model: ServedModel
+    engine: Engine
+    name: str
+    precision: str
+
+
+def load(config: ServerConfig, metrics: Metrics) -> Loaded:
+    """Verify the bundle, load its graphs and tokenizer, and build the engine. Raises StartupError."""
+    try:
+        bundle = load_bundle(config.bundle)
+        tokenizer = _tokenizer(bundle)
+        runner = ModelRunner(bundle, max_rows=config.max_num_seqs, threads=config.threads, precision=config.precision)
+        engine = Engine(runner, _engine_config(config), metrics)
+    except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
+        raise StartupError(str(error)) from error
+    description = _describe(bundle, runner.precision, config.max_message_bytes)
+    return Loaded(
+        model=ServedModel(description=description, tokenizer=tokenizer),
+        engine=engine,
+        name=description.name,
+        precision=runner.precision,
+    )
+
+
+def _tokenizer(bundle: Bundle) -> Tokenizer:
+    model, path = bundle.manifest.model, bundle.file(bundle.manifest.tokenizer)
+    tokenizer = Tokenizer.load(path)
+    for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "unk_id"):
+        found, expected = getattr(tokenizer, name), getattr(model, name)
+        if found != expected:
+            raise BundleError(f"{path}: {name} is {found}; the model's is {expected}")
+    return tokenizer
+
+
+def _engine_config(config: ServerConfig) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        block_size=config.block_size,
+        kv_cache_blocks=config.kv_cache_blocks,
+    )
+
+
+def _describe(bundle: Bundle, precision: str, max_message_bytes: int) -> pb.Model:
+    manifest = bundle.manifest
+    model = pb.Model(
+        name=manifest.name,
+        precision=_PRECISIONS[precision],
+        vocabulary_size=manifest.model.vocab_size,
+        limits=pb.Limits(
+            max_source_len=manifest.model.max_source_len,
+            max_target_len=manifest.model.max_target_len,
+            max_message_bytes=max_message_bytes,
+        ),
+        default_options=default_options(),
+    )
+    if manifest.provenance is not None:
+        model.provenance.source = manifest.provenance.source
+        model.provenance.licence = manifest.provenance.licence
+        model.provenance.attribution = manifest.provenance.attribution
+    return model

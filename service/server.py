@@ -1,0 +1,167 @@
+"""The process: loads a bundle, opens the ports, drains on SIGTERM. `antiphon serve`.
+
+Owns start-up, readiness and shutdown; what an RPC does is the servicer's, what a request does the engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import grpc.aio
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
+from antiphon.service.engine import Engine
+from antiphon.service.handlers import SERVICE_NAME, Calls
+from antiphon.service.loading import Loaded, StartupError, load
+from antiphon.service.metrics import Metrics
+from antiphon.service.ports import PortError, check_port, serve_metrics
+from antiphon.service.servicer import InferenceServicer
+
+log = logging.getLogger(__name__)
+
+EXIT_ENGINE_FAULT = 1
+EXIT_USER_ERROR = 2
+
+# For answers that are complete but not read yet: a client that reads nothing must not keep the process alive.
+_FLUSH_GRACE_S = 5.0
+# For the last bytes of calls that have ended, and for clients that watch the health.
+_CLOSE_GRACE_S = 0.5
+_ENGINE_CHECK_S = 1.0
+# A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
+_MIN_CLIENT_PING_MS = 10_000
+_SERVICES = ("", SERVICE_NAME)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon serve`."""
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop. Returns 0 once drained, 2 for a wrong setting, bundle or port, 1 for a lost engine."""
+    try:
+        config = load_config(arguments)
+        if arguments.print_config:
+            sys.stdout.write(to_toml(config))
+            return 0
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+        )
+        check_port(config.host, config.port)
+        registry = CollectorRegistry()
+        with _metrics_port(config, registry) as metrics_port:
+            loaded = load(config, Metrics(registry))
+            return uvloop.run(_serve(config, loaded, metrics_port))
+    except (ConfigError, StartupError, PortError) as error:
+        print(f"antiphon serve: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+@contextlib.contextmanager
+def _metrics_port(config: ServerConfig, registry: CollectorRegistry) -> Iterator[int]:
+    server = serve_metrics(config.metrics_host, config.metrics_port, registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+async def _serve(config: ServerConfig, loaded: Loaded, metrics_port: int) -> int:
+    stop = _stop_on_signals()
+    calls = Calls(InferenceServicer(loaded.model, loaded.engine, coalesce_s=config.coalesce_ms / 1000))
+    health_servicer = health.aio.HealthServicer()
+    server = build_server(config, calls, health_servicer)
+    port = _bind(server, config)
+    loaded.engine.start()
+    for name in _SERVICES:
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await server.start()
+    print(_ready_line(config, loaded, port, metrics_port), flush=True)
+    has_faulted = await _until_stopped(stop, loaded.engine)
+    await health_servicer.enter_graceful_shutdown()
+    await _drain(config, loaded.engine, calls)
+    await server.stop(_CLOSE_GRACE_S)
+    return EXIT_ENGINE_FAULT if has_faulted else 0
+
+
+def build_server(config: ServerConfig, calls: Calls, health_servicer: health.aio.HealthServicer) -> grpc.aio.Server:
+    """A gRPC server with the calls, health and reflection, bound to no port yet."""
+    server = grpc.aio.server(options=_channel_options(config))
+    server.add_generic_rpc_handlers((calls.generic_handler(),))
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # on, two servers would share a port in silence
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
+    ]
+
+
+def _bind(server: grpc.aio.Server, config: ServerConfig) -> int:
+    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError:  # taken since check_port looked
+        raise PortError(f"port {config.port} on {config.host} cannot be used") from None
+
+
+def _ready_line(config: ServerConfig, loaded: Loaded, port: int, metrics_port: int) -> str:
+    target = "" if port == 50051 else f"--target {config.host}:{port} "
+    return (
+        f"antiphon: ready: {loaded.name} ({loaded.precision}) on {config.host}:{port}, "
+        f"metrics on http://{config.metrics_host}:{metrics_port}/metrics; "
+        f'next: antiphon generate {target}"How are you?"'
+    )
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; a second one ends the process there and then."""
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        log.info("%s: draining; once more to leave at once", number.name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def _until_stopped(stop: asyncio.Event, engine: Engine) -> bool:
+    """Wait for a signal; True where the engine's thread ended first, after which nothing can be served."""
+    while engine.is_alive:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
+            return False
+    log.critical("the engine is gone; leaving, so that whoever watches this process starts another")
+    return True
+
+
+async def _drain(config: ServerConfig, engine: Engine, calls: Calls) -> None:
+    """Finish what runs, refuse what comes; the port stays open so that the refusal can be heard."""
+    has_finished = await asyncio.to_thread(engine.drain, config.drain_grace_s)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(calls.wait_until_idle(), _FLUSH_GRACE_S)
+    log.info("drained" if has_finished else "drained; requests still running after %s s were ended")
