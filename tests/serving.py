@@ -1,0 +1,124 @@
+"""A gRPC server in this process, over a fake model: everything real but the arithmetic, and its steps can be held."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health
+from prometheus_client import CollectorRegistry
+
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.config import ServerConfig
+from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.handlers import Calls
+from antiphon.service.metrics import Metrics
+from antiphon.service.server import build_server
+from antiphon.service.servicer import InferenceServicer, ServedModel, default_options
+from antiphon.v1 import inference_pb2 as pb
+from tests.fakes import FakeRunner
+
+MODEL_NAME = "fake"
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """A tokenizer of few merges: most tokens are single bytes, so that characters are split between them."""
+    return Tokenizer.train(["the cat sat on the mat", "eine kühle Brücke über dem Fluß"] * 4, vocab_size=280)
+
+
+class Gate:
+    """Holds the engine before its next decoder step until opened; tells when one has been reached."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._open = threading.Event()
+        self.reached = threading.Event()
+        runner.before_decode = self._pass
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _pass(self, num_rows: int) -> None:
+        self.reached.set()
+        if not self._open.wait(timeout=60):
+            raise AssertionError("nobody opened the gate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """A running server and the parts behind it. `channel` does not retry."""
+
+    target: str
+    channel: grpc.aio.Channel
+    runner: FakeRunner
+    engine: Engine
+    calls: Calls
+    tokenizer: Tokenizer
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine_config: EngineConfig | None = None,
+    *,
+    prepare: Callable[[FakeRunner], object] = lambda runner: None,
+    **settings: Any,
+) -> AsyncIterator[Serving]:
+    """Serve a fake model on a free port; on leaving, every block must be free again."""
+    tokenizer = tiny_tokenizer()
+    runner = FakeRunner(vocab_size=tokenizer.vocab_size)
+    prepare(runner)
+    engine = Engine(runner, engine_config or EngineConfig(), Metrics(CollectorRegistry()))
+    limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
+    description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
+    calls = Calls(InferenceServicer(ServedModel(description=description, tokenizer=tokenizer), engine, coalesce_s=0))
+    server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    engine.start()
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
+            yield Serving(
+                target=target, channel=channel, runner=runner, engine=engine, calls=calls, tokenizer=tokenizer
+            )
+            assert engine.drain(timeout_s=60)
+        assert engine.num_free_blocks == engine.num_blocks
+    finally:
+        engine.stop()
+        await server.stop(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Details:
+    """The google.rpc details of a refusal."""
+
+    reason: str
+    domain: str
+    field: str | None
+    retry_after_s: float | None
+
+
+def details_of(error: grpc.aio.AioRpcError) -> Details:
+    """Decode what a refusal carries beside its message."""
+    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    assert isinstance(packed, bytes)
+    status = status_pb2.Status.FromString(packed)
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    has_bad, has_retry = False, False
+    for detail in status.details:
+        detail.Unpack(info)
+        has_bad |= detail.Unpack(bad)
+        has_retry |= detail.Unpack(retry)
+    return Details(
+        reason=info.reason,
+        domain=info.domain,
+        field=bad.field_violations[0].field if has_bad else None,
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if has_retry else None,
+    )
