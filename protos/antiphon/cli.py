@@ -1,0 +1,153 @@
+"""The `antiphon` command: which subcommands there are, and what each one needs installed.
+
+Only the chosen subcommand is imported, so that a client install runs `generate` and a server install never loads
+torch. Each module brings `add_arguments(parser)` and `run(arguments) -> exit code`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subcommand:
+    """One subcommand: where it lives, what its help says and the extra that installs what it imports."""
+
+    module: str
+    summary: str
+    examples: str
+    extra: str | None = None
+
+
+SUBCOMMANDS = {
+    "serve": Subcommand(
+        module="antiphon.service.server",
+        extra="server",
+        summary="serve an exported model over gRPC",
+        examples="""\
+  antiphon serve                            the shipped English-German model, on 127.0.0.1:50051
+  antiphon serve BUNDLE --port 0            your own model, on any free port
+  ANTIPHON_THREADS=4 antiphon serve --config antiphon.toml
+  antiphon serve --print-config             settings in effect, as TOML
+
+stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), at once on a second one""",
+    ),
+    "generate": Subcommand(
+        module="antiphon.generate",
+        summary="translate text with a running server",
+        examples="""\
+  antiphon generate "How are you?"          prints the answer as it streams
+  antiphon generate < english.txt > german.txt
+  antiphon generate --temperature 0.8 --top-p 0.9 --seed 7 "A cold morning."
+
+one line out for each line in, in order; a line that fails is empty, and is named on standard error
+exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, server unreachable)""",
+    ),
+    "train": Subcommand(
+        module="antiphon.model.train",
+        extra="train",
+        summary="train a model from a recipe",
+        examples="""\
+  antiphon train RECIPE.toml --help         what a recipe needs and where its files go""",
+    ),
+    "export": Subcommand(
+        module="antiphon.model.export",
+        extra="train",
+        summary="export a checkpoint to a bundle that serve reads",
+        examples="""\
+  antiphon export CHECKPOINT BUNDLE         float32 and int8 graphs, verified against PyTorch
+  antiphon serve BUNDLE""",
+    ),
+    "evaluate": Subcommand(
+        module="antiphon.model.evaluate",
+        extra="train",
+        summary="score translations of a test set",
+        examples="""\
+  antiphon evaluate --help                  what can be scored, and against what""",
+    ),
+    "profile": Subcommand(
+        module="antiphon.model.profile",
+        extra="train",
+        summary="measure a bundle's attention workspace against T^2",
+        examples="""\
+  antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it""",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        parser = _parser(chosen)
+        parsed = parser.parse_args(arguments)
+        code: int = parsed.run(parsed)
+        sys.stdout.flush()
+        return code
+    except ModuleNotFoundError as error:
+        return _report_missing(chosen, error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; without this the interpreter complains once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="antiphon",
+        description="Serve Transformer encoder-decoders over gRPC, and train and export them.",
+        epilog='start here:\n  antiphon serve\n  antiphon generate "How are you?"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"antiphon {_version()}")
+    group = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
+    for name, subcommand in SUBCOMMANDS.items():
+        child = group.add_parser(
+            name,
+            help=subcommand.summary,
+            description=f"{subcommand.summary[0].upper()}{subcommand.summary[1:]}.",
+            epilog=f"examples:\n{subcommand.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == chosen:
+            module = _module(subcommand)
+            module.add_arguments(child)
+            child.set_defaults(run=module.run)
+    return parser
+
+
+def _module(subcommand: Subcommand) -> ModuleType:
+    return importlib.import_module(subcommand.module)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("antiphon")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _report_missing(chosen: str | None, error: ModuleNotFoundError) -> int:
+    extra = SUBCOMMANDS[chosen].extra if chosen in SUBCOMMANDS else None
+    if extra is None or (error.name or "antiphon").startswith("antiphon"):
+        raise error
+    print(f"antiphon {chosen}: {error.name} is not installed; run: pip install 'antiphon[{extra}]'", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""`antiphon generate`: texts or lines in, the server's answers out, in order. A client; loads no model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, fields
+
+import grpc
+
+from antiphon.client import DEFAULT_TARGET, AsyncClient, Options, ServerError
+from antiphon.ordered import ordered_map
+from antiphon.progress import Progress, remaining_bytes
+
+EXIT_SOME_FAILED = 1
+EXIT_USER_ERROR = 2
+STDIN = 0
+
+# Whatever a reader of lines may take for the end of one.
+_LINE_ENDS = dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of standard input, without its newline; number counts from 1."""
+
+    number: int
+    raw: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What to print for a line, and what went wrong with it."""
+
+    line: Line
+    text: str = ""
+    problem: str | None = None
+
+
+class Stopped(Exception):
+    """No further line can succeed; the message says why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon generate`."""
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
+    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's only one)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens to produce for one text")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; above 0 samples")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0 keeps all")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that reach P")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed samples the same text (default: random)")
+    parser.add_argument(
+        "--concurrency", type=_positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Translate the texts, or standard input where there are none; returns the exit code."""
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
+    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    try:
+        return asyncio.run(_run(arguments, options))
+    except Stopped as stopped:
+        print(f"antiphon generate: {stopped}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+async def _run(arguments: argparse.Namespace, options: Options) -> int:
+    async with AsyncClient(arguments.target, model=arguments.model) as client:
+        if arguments.text:
+            return await _stream_texts(client, arguments, options)
+        return await _translate_lines(client, arguments, options)
+
+
+async def _stream_texts(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
+    for text in arguments.text:
+        try:
+            async for delta in client.generate(text, options):
+                sys.stdout.write(_one_line(delta.text))
+                sys.stdout.flush()
+        except ServerError as error:
+            raise Stopped(_explain(error, arguments.target)) from None
+        except ValueError as error:
+            raise Stopped(f"{text!r} cannot be sent: {error}") from None
+        sys.stdout.write("\n")
+    return 0
+
+
+async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
+    if sys.stdin is None:
+        raise Stopped("standard input is closed, and no TEXT is given")
+    try:
+        await client.get_model()  # a wrong target or model is found before the first line is read
+    except ServerError as error:
+        raise Stopped(_explain(error, arguments.target)) from None
+
+    async def answer(line: Line) -> Answer:
+        return await _answer(client, arguments.target, options, line)
+
+    progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
+    num_failed = 0
+    try:
+        async for answered in ordered_map(_lines(STDIN), answer, concurrency=arguments.concurrency):
+            if answered.problem is not None:
+                num_failed += 1
+                progress.clear()
+                print(f"antiphon generate: line {answered.line.number}: {answered.problem}", file=sys.stderr)
+            sys.stdout.write(f"{_one_line(answered.text)}\n")
+            sys.stdout.flush()
+            progress.advance(len(answered.line.raw) + 1)
+    finally:
+        progress.finish()
+    return EXIT_SOME_FAILED if num_failed else 0
+
+
+async def _answer(client: AsyncClient, target: str, options: Options, line: Line) -> Answer:
+    try:
+        text = line.raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Answer(line=line, problem=f"not UTF-8: byte 0x{line.raw[error.start]:02x} at offset {error.start}")
+    if not text.strip():
+        return Answer(line=line)
+    try:
+        return Answer(line=line, text=(await client.generate_text(text, options)).text)
+    except ServerError as error:
+        if error.code is grpc.StatusCode.UNAVAILABLE or (error.field or "").startswith("options."):
+            raise Stopped(f"line {line.number}: {_explain(error, target)}") from None
+        return Answer(line=line, problem=error.message)
+    except ValueError as error:
+        raise Stopped(str(error)) from None
+
+
+async def _lines(descriptor: int) -> AsyncIterator[Line]:
+    """Lines of a file descriptor, read by a thread no further ahead than one line.
+
+    A daemon thread, because a read from a terminal cannot be interrupted and must not keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    wanted = threading.Semaphore(0)
+    arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def read() -> None:
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            for raw in stream:
+                wanted.acquire()
+                loop.call_soon_threadsafe(arrived.put_nowait, raw)
+        wanted.acquire()
+        loop.call_soon_threadsafe(arrived.put_nowait, None)
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
+    number = 0
+    while True:
+        wanted.release()
+        raw = await arrived.get()
+        if raw is None:
+            return
+        number += 1
+        yield Line(number=number, raw=raw.removesuffix(b"\n").removesuffix(b"\r"))
+
+
+def _explain(error: ServerError, target: str) -> str:
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        return f"{target} is unavailable ({error.message}); is a server running there? start one with: antiphon serve"
+    return error.message
+
+
+def _one_line(text: str) -> str:
+    return text.translate(_LINE_ENDS)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value

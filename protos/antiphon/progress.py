@@ -1,0 +1,69 @@
+"""A progress bar on a terminal, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+from typing import TextIO
+
+# Redrawing is cheap, reading it faster than this is not possible.
+_INTERVAL_S = 0.1
+
+
+class Progress:
+    """Counts lines and bytes done, and draws them on `stream` where that is a terminal.
+
+    total_bytes: size of the input; None where it cannot be known, then only a count is drawn.
+    """
+
+    def __init__(self, stream: TextIO, *, total_bytes: int | None) -> None:
+        self._stream = stream
+        self._is_shown = stream.isatty()
+        self._total_bytes = total_bytes
+        self._start_s = time.monotonic()
+        self._drawn_s = 0.0
+        self._num_lines = 0
+        self._num_bytes = 0
+
+    def advance(self, num_bytes: int) -> None:
+        """Count one more line of that many bytes."""
+        self._num_lines += 1
+        self._num_bytes += num_bytes
+        now_s = time.monotonic()
+        if self._is_shown and now_s - self._drawn_s >= _INTERVAL_S:
+            self._drawn_s = now_s
+            self._draw(now_s)
+
+    def clear(self) -> None:
+        """Make room for another message on the terminal's line."""
+        if self._is_shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def finish(self) -> None:
+        """Draw the last state and leave the line."""
+        if self._is_shown and self._num_lines:
+            self._draw(time.monotonic())
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def _draw(self, now_s: float) -> None:
+        rate = self._num_lines / max(now_s - self._start_s, 1e-9)
+        text = f"{self._num_lines} lines, {rate:.0f}/s"
+        if self._total_bytes:
+            done = min(1.0, self._num_bytes / self._total_bytes)
+            width = max(10, shutil.get_terminal_size().columns - len(text) - 10)
+            bar = "#" * round(width * done)
+            text = f"{done:4.0%} [{bar:<{width}}] {text}"
+        self._stream.write(f"\r\x1b[K{text}")
+        self._stream.flush()
+
+
+def remaining_bytes(descriptor: int) -> int | None:
+    """Bytes left to read of a regular file; None for a pipe or a terminal."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
