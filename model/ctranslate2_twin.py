@@ -1,0 +1,127 @@
+"""The same weights as a CTranslate2 model: the live reference for quality and speed.
+
+Token strings of the twin are token ids in decimal, so that both engines are compared on ids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+from ctranslate2.specs import common_spec, transformer_spec
+from torch import Tensor, nn
+
+from antiphon.model.checkpoint import Checkpoint, CheckpointError
+from antiphon.model.positions import sinusoidal_table
+from antiphon.model.transformer import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
+
+_ACTIVATIONS = {
+    "relu": common_spec.Activation.RELU,
+    "gelu": common_spec.Activation.GELU,
+    "gelu_tanh": common_spec.Activation.GELUTanh,
+}
+
+
+def save_twin(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
+    """Write a CTranslate2 model directory; quantization None keeps float32, "int8" is CTranslate2's own.
+
+    Takes sinusoidal encoder-decoders with LayerNorm, biases, an ungated feed-forward and the default attention scale;
+    raises CheckpointError naming the field for others.
+    """
+    config = checkpoint.config
+    expected = {
+        "architecture": "encoder-decoder", "positions": "sinusoidal", "norm": "layernorm", "gated": False, "bias": True,
+        "attention_scale": None,
+    }  # fmt: skip
+    for field, value in expected.items():
+        if getattr(config, field) != value:
+            raise CheckpointError(f"{field}={getattr(config, field)!r} has no CTranslate2 twin here; {value!r} has")
+    spec = transformer_spec.TransformerSpec.from_config(
+        (config.encoder_layers, config.decoder_layers),
+        config.num_heads,
+        pre_norm=config.norm_placement == "pre",
+        activation=_ACTIVATIONS[config.activation],
+    )
+    _fill(spec, checkpoint)
+    tokens = [str(index) for index in range(config.vocab_size)]
+    spec.register_source_vocabulary(tokens)
+    spec.register_target_vocabulary(tokens)
+    spec.config.bos_token = spec.config.decoder_start_token = str(config.bos_id)
+    spec.config.eos_token = str(config.eos_id)
+    spec.config.unk_token = str(config.unk_id)
+    spec.config.layer_norm_epsilon = config.norm_eps
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec.save(str(folder))
+
+
+def translate(
+    translator: ctranslate2.Translator, sources: Sequence[Sequence[int]], **options: object
+) -> list[list[int]]:
+    """Target ids of sources (end token included), by the twin; greedy unless options say otherwise."""
+    settings: dict[str, Any] = {"beam_size": 1, "max_batch_size": 32, **options}
+    results = translator.translate_batch([[str(i) for i in source] for source in sources], **settings)
+    return [[int(token) for token in result.hypotheses[0]] for result in results]
+
+
+def _fill(spec: Any, checkpoint: Checkpoint) -> None:
+    config, model = checkpoint.config, checkpoint.model
+    assert model.encoder is not None
+    assert model.decoder is not None
+    for side, stack, max_len in (
+        (spec.encoder, model.encoder, config.max_source_len),
+        (spec.decoder, model.decoder, config.max_target_len),
+    ):
+        embeddings = side.embeddings[0] if isinstance(side.embeddings, list) else side.embeddings
+        embeddings.weight = _array(stack.embedding.weight)
+        side.scale_embeddings = config.scale_embeddings
+        side.position_encodings.encodings = sinusoidal_table(max_len, config.d_model).numpy()
+        if config.norm_placement == "pre":
+            _fill_norm(side.layer_norm, stack.final_norm)
+        for layer_spec, layer in zip(side.layer, stack.layers, strict=True):
+            assert isinstance(layer, EncoderLayer | DecoderLayer)
+            _fill_layer(layer_spec, layer)
+    _fill_linear(spec.decoder.projection, model.output)
+
+
+def _fill_layer(spec: Any, layer: EncoderLayer | DecoderLayer) -> None:
+    _fill_self_attention(spec.self_attention, layer.self_attention)
+    _fill_norm(spec.self_attention.layer_norm, layer.self_residual.norm)
+    if isinstance(layer, DecoderLayer) and layer.cross_attention and layer.cross_residual:
+        _fill_cross_attention(spec.attention, layer.cross_attention)
+        _fill_norm(spec.attention.layer_norm, layer.cross_residual.norm)
+    _fill_feed_forward(spec.ffn, layer.feed_forward)
+    _fill_norm(spec.ffn.layer_norm, layer.feed_forward_residual.norm)
+
+
+def _fill_self_attention(spec: Any, attention: SelfAttention) -> None:
+    _fill_linear(spec.linear[0], attention.qkv)
+    _fill_linear(spec.linear[1], attention.out)
+
+
+def _fill_cross_attention(spec: Any, attention: CrossAttention) -> None:
+    for part, module in zip(spec.linear, (attention.query, attention.kv, attention.out), strict=True):
+        _fill_linear(part, module)
+
+
+def _fill_feed_forward(spec: Any, feed_forward: FeedForward) -> None:
+    _fill_linear(spec.linear_0, feed_forward.inner)
+    _fill_linear(spec.linear_1, feed_forward.outer)
+
+
+def _fill_linear(spec: Any, linear: nn.Linear) -> None:
+    spec.weight = _array(linear.weight)
+    if linear.bias is not None:
+        spec.bias = _array(linear.bias)
+
+
+def _fill_norm(spec: Any, norm: nn.Module) -> None:
+    assert isinstance(norm, nn.LayerNorm)
+    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().float().contiguous().numpy()

@@ -1,0 +1,45 @@
+"""The PyTorch model against CTranslate2 running the same weights."""
+
+from pathlib import Path
+
+import ctranslate2
+import pytest
+import torch
+
+from antiphon.model.checkpoint import Checkpoint, CheckpointError
+from antiphon.model.config import ModelConfig, preset
+from antiphon.model.ctranslate2_twin import save_twin, translate
+from antiphon.model.greedy import greedy
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.transformer import Transformer
+
+
+def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
+    torch.manual_seed(seed)
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too: a zero bias would hide a missing one
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    tokenizer = Tokenizer.train([], config.vocab_size)
+    return Checkpoint(config=config, model=model, tokenizer=tokenizer, tokenizer_path=Path(), provenance=None)
+
+
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh"])
+def test_greedy_equals_ctranslate2(tmp_path: Path, norm_placement: str, activation: str) -> None:
+    config = preset("tiny", vocab_size=300, norm_placement=norm_placement, activation=activation)
+    checkpoint = random_checkpoint(config, seed=3)
+    save_twin(checkpoint, tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 20, (12,), generator=generator).tolist()
+    sources = [[*torch.randint(4, 300, (n,), generator=generator).tolist(), config.eos_id] for n in lengths]
+    translator = ctranslate2.Translator(str(tmp_path), compute_type="float32", intra_threads=1)
+    theirs = translate(translator, sources, max_decoding_length=24)
+    assert greedy(checkpoint.model, sources, 24) == theirs
+    assert len({tuple(row) for row in theirs}) > 1, "the outputs must differ, or the comparison is empty"
+
+
+def test_twin_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(preset("tiny", vocab_size=300, positions="rope"), seed=1)
+    with pytest.raises(CheckpointError, match="positions='rope'"):
+        save_twin(checkpoint, tmp_path)
