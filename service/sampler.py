@@ -13,11 +13,8 @@ from numpy.typing import NDArray
 
 from antiphon.service.request import SamplingParams
 
-Floats = NDArray[np.float32] | NDArray[np.float64]
-
-# First guess at how many tokens a nucleus holds, and how the guess grows: most need only a small partial sort.
-NUCLEUS_GUESS = 64
-NUCLEUS_GROWTH = 8
+NUCLEUS_GUESS = 256  # tokens a nucleus is first expected within: sorting these is cheap, the vocabulary is not
+SUM_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,67 +51,83 @@ def uniform_at(seed: int, position: int) -> float:
 
 
 def sample_row(logits: NDArray[np.float32], params: SamplingParams, uniform: float) -> int:
-    """Draw from one row [V] of logits, at least one of them finite, by inverting the cumulative distribution."""
+    """Draw from one row [V] of logits, at least one of them finite."""
     ids, weights = distribution(logits, params)
-    cumulative = np.cumsum(weights)
-    # Rounding may push the point past the end, where ids of weight 0 lie: stop at the last id of any weight.
-    last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    chosen = min(index, last)
-    return chosen if ids is None else int(ids[chosen])
+    index = invert(weights, uniform)
+    return index if ids is None else int(ids[index])
 
 
 def distribution(
     logits: NDArray[np.float32], params: SamplingParams
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Ids that may be drawn and their weights, proportional to probability: temperature, then top-k, then top-p.
+    """Ids that may be drawn, rising, and their weights, proportional to probability; ids None is the vocabulary.
 
-    ids are in order of falling probability, or None for every id of the vocabulary in order.
+    Temperature, then top-k, then top-p of what top-k left.
     """
-    vocab_size = len(logits)
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    maximum = float(logits.max())
-    if not top_k and params.top_p >= 1.0:
-        return None, _weights(logits, maximum, params.temperature)
-    if top_k:
-        ids = likeliest(logits, top_k)
-        weights = _weights(logits[ids], maximum, params.temperature)
-        count = nucleus_size(weights, params.top_p * float(weights.sum())) if params.top_p < 1.0 else len(ids)
-        return ids[:count], weights[:count]
-    return _nucleus(logits, _weights(logits, maximum, params.temperature), params.top_p)
-
-
-def likeliest(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest of a row, largest first; among equals the lowest id."""
-    if count < len(logits):
-        split = len(logits) - count
-        threshold = np.partition(logits, split)[split]
-        above = np.flatnonzero(logits > threshold)
-        ties = np.flatnonzero(logits == threshold)[: count - len(above)]
-        ids = np.concatenate((above, ties))
-        ids.sort()
+    vocab_size, maximum = len(logits), float(logits.max())
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    if params.top_p >= 1.0:
+        count = top_k
+        if count == vocab_size:
+            return None, _weights(logits, maximum, params.temperature)
+        threshold = float(_largest(logits, count)[0])
     else:
-        ids = np.arange(len(logits))
-    return ids[np.argsort(-logits[ids], kind="stable")]
+        count, threshold = _nucleus(logits, top_k, params)
+    ids = _at_least(logits, threshold, count)
+    return ids, _weights(logits[ids], maximum, params.temperature)
 
 
-def nucleus_size(weights: NDArray[np.float64], mass: float) -> int:
-    """How many of the weights, largest first, it takes to reach `mass`; all of them where they do not."""
-    return min(int(np.searchsorted(np.cumsum(weights), mass, side="left")) + 1, len(weights))
+def invert(weights: NDArray[np.float64], uniform: float) -> int:
+    """Index at which the cumulative weight passes `uniform` of the total; never one of weight 0.
+
+    In two levels, blocks and then one block's members: a running sum over a vocabulary costs more than its exp.
+    """
+    starts = np.arange(0, len(weights), SUM_BLOCK)
+    before = np.cumsum(np.add.reduceat(weights, starts))
+    point = uniform * float(before[-1])
+    block = _passed(before, point)
+    if block:
+        point -= float(before[block - 1])
+    start = block * SUM_BLOCK
+    return start + _passed(np.cumsum(weights[start : start + SUM_BLOCK]), point)
 
 
-def _nucleus(
-    logits: NDArray[np.float32], weights: NDArray[np.float64], top_p: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    mass = top_p * float(weights.sum())
-    guess = NUCLEUS_GUESS
-    while True:
-        ids = likeliest(logits, guess)
-        likely = weights[ids]
-        if guess >= len(logits) or likely.sum() >= mass:
-            count = nucleus_size(likely, mass)
-            return ids[:count], likely[:count]
-        guess *= NUCLEUS_GROWTH
+def _passed(cumulative: NDArray[np.float64], point: float) -> int:
+    # Rounding may push the point past the end, where weights of 0 lie: stop at the last index of any weight.
+    last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return min(int(np.searchsorted(cumulative, point, side="right")), last)
+
+
+def _largest(logits: NDArray[np.float32], count: int) -> NDArray[np.float32]:
+    """The `count` largest values; the smallest of them comes first, the others in no order (all: as they are)."""
+    if count == len(logits):
+        return logits
+    split = len(logits) - count
+    return np.partition(logits, split)[split:]
+
+
+def _at_least(logits: NDArray[np.float32], threshold: float, count: int) -> NDArray[np.int64]:
+    """Ids of the `count` largest, the smallest of which is `threshold`; among equals the lowest ids are kept."""
+    ids = np.flatnonzero(logits >= threshold)
+    surplus = len(ids) - count
+    if surplus > 0:
+        ties = np.flatnonzero(logits[ids] == threshold)
+        ids = np.delete(ids, ties[len(ties) - surplus :])
+    return ids
+
+
+def _nucleus(logits: NDArray[np.float32], top_k: int, params: SamplingParams) -> tuple[int, float]:
+    """How many of the top_k likeliest tokens reach top_p of their mass, and the logit of the last of those."""
+    maximum = float(logits.max())
+    candidates = _largest(logits, top_k)
+    mass = params.top_p * float(_weights(candidates, maximum, params.temperature).sum())
+    for guess in (min(NUCLEUS_GUESS, top_k), top_k):
+        likely = np.sort(_largest(candidates, guess))[::-1]
+        cumulative = np.cumsum(_weights(likely, maximum, params.temperature))
+        if cumulative[-1] >= mass:
+            break
+    count = min(int(np.searchsorted(cumulative, mass, side="left")) + 1, len(likely))
+    return count, float(likely[count - 1])
 
 
 def _weights(logits: NDArray[np.float32], maximum: float, temperature: float) -> NDArray[np.float64]:
