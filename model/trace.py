@@ -21,7 +21,7 @@ from antiphon.model.ops.contrib_lowering import LOWERINGS
 from antiphon.model.ops.onnx_translation import TRANSLATIONS
 from antiphon.model.transformer import KV, Transformer
 
-OPSET = 20
+OPSET = 23
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

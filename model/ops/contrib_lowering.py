@@ -75,6 +75,8 @@ class _Lowering:
         queries, appended = shape_of(query)[1], shape_of(key)[1]
         if appended not in (0, 1) or (appended and queries != 1):
             raise LoweringError(f"{node.name}: appending {appended} keys a row to a ragged cache has no operator")
+        if static_dim(query, 3) % 8:
+            raise LoweringError(f"head_dim={static_dim(query, 3)} must be a multiple of 8 for cached attention")
         if appended:
             operands = self._packed((query, key, value), node)
         else:

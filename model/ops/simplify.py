@@ -12,6 +12,10 @@ import onnx_ir.passes.common as common_passes
 from antiphon.model.ops.graph_edit import Editor, constant_array, operand, optional_operand, take_over
 
 CONTRIB = "com.microsoft"
+_FUSED_NORMS = {
+    "LayerNormalization": "SkipLayerNormalization",
+    "RMSNormalization": "SkipSimplifiedLayerNormalization",
+}
 
 
 def simplify(graph: ir.Graph) -> None:
@@ -35,10 +39,10 @@ def fold_transposes(graph: ir.Graph) -> None:
 
 
 def fuse_residual_norms(graph: ir.Graph) -> None:
-    """LayerNormalization(x + (y + bias)) -> com.microsoft::SkipLayerNormalization, which also gives the sum."""
+    """norm(x + (y + bias)) -> one operator of com.microsoft, which gives the sum too where something else reads it."""
     edit = Editor(graph)
     for norm in list(graph):
-        if norm.op_type == "LayerNormalization" and (added := _sum_of_two(norm.inputs[0])) is not None:
+        if norm.op_type in _FUSED_NORMS and (added := _sum_of_two(norm.inputs[0])) is not None:
             _fuse(edit, norm, added)
             graph.opset_imports[CONTRIB] = 1
 
@@ -57,11 +61,11 @@ def _fuse(edit: Editor, norm: ir.Node, added: ir.Node) -> None:
     inner = update.producer()
     if inner is not None and inner.op_type == "Add" and _is_vector(inner.inputs[1]) and len(update.consumers()) == 1:
         update, bias = operand(inner, 0), operand(inner, 1)
-    inputs = [update, skip, operand(norm, 1), optional_operand(norm, 2), bias]
+    beta = [optional_operand(norm, 2)] if norm.op_type == "LayerNormalization" else []
     outputs = edit.emit_many(
         added,
-        "SkipLayerNormalization",
-        inputs,
+        _FUSED_NORMS[norm.op_type],
+        [update, skip, operand(norm, 1), *beta, bias],
         {"epsilon": norm.attributes["epsilon"].as_float()},
         4 if len(added.outputs[0].consumers()) > 1 else 1,
         domain=CONTRIB,

@@ -1,0 +1,37 @@
+"""Exports that several parity tests read; tracing takes seconds, so each happens once."""
+
+from __future__ import annotations
+
+import pytest
+
+from antiphon.model.bundle import Bundle
+from antiphon.model.checkpoint import Checkpoint
+from tests.parity.exports import export_random, small_config, write_checkpoint
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "pre_norm_rms_rope": dict(norm="rmsnorm", norm_placement="pre", activation="gelu", positions="rope", bias=False),
+    "t5": dict(
+        norm="rmsnorm", norm_placement="pre", activation="gelu_tanh", gated=True, positions="t5_relative", bias=False,
+        tie_output=False, scale_embeddings=False, attention_scale=1.0, head_dim=24,
+    ),
+    "alibi": dict(positions="alibi", norm_placement="pre", tie_source_target=False),
+    "learned_gated": dict(positions="learned", gated=True, tie_output=False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The paper's architecture, small and random."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint", small_config())
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The paper's architecture at both precisions and lowerings; same weights as `checkpoint`."""
+    return export_random(tmp_path_factory.mktemp("paper"), ("contrib", "eager"))
+
+
+@pytest.fixture(scope="session", params=list(VARIANTS))
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of each family of variants; the other choices of a family ride along."""
+    return export_random(tmp_path_factory.mktemp(request.param), **VARIANTS[request.param])

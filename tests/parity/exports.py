@@ -1,0 +1,60 @@
+"""Small random models exported once for a test session, and the ways tests step through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from antiphon.model.bundle import Bundle, Lowering
+from antiphon.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
+from antiphon.model.config import ModelConfig
+from antiphon.model.export import export_bundle
+from antiphon.model.stepper import GraphStepper
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.transformer import Transformer
+
+# The alphabet of bytes, the special tokens and a few merges.
+VOCAB_SIZE = 272
+
+
+def small_config(**overrides: object) -> ModelConfig:
+    """A model wide enough for every kernel path, small enough to trace in seconds."""
+    described: dict[str, object] = dict(
+        vocab_size=VOCAB_SIZE, d_model=64, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=128, dropout=0.0,
+        max_source_len=48, max_target_len=24,
+    )  # fmt: skip
+    return ModelConfig.model_validate({**described, **overrides})
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
+    """Random weights, vectors included: a forgotten bias or norm must show."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
+    """A random checkpoint on disk, tokenizer and all."""
+    texts = [f"the small word number {number} is here again" for number in range(50)]
+    tokenizer = Tokenizer.train(texts, config.vocab_size)
+    save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=tokenizer)
+    return load_checkpoint(path)
+
+
+def export_random(directory: Path, lowerings: Sequence[Lowering] = ("contrib",), **overrides: object) -> Bundle:
+    """Export a random model at every precision; export itself refuses graphs that disagree with the model."""
+    checkpoint = write_checkpoint(directory / "checkpoint", small_config(**overrides))
+    return export_bundle(checkpoint, directory / "bundle", lowerings=lowerings)
+
+
+def stepper(bundle: Bundle, precision: str, lowering: Lowering = "contrib", *, threads: int = 1) -> GraphStepper:
+    """Sessions for one graph set of a bundle."""
+    graphs = bundle.graph_set(precision, lowering)  # type: ignore[arg-type]
+    return GraphStepper(bundle.path, graphs, bundle.manifest.model, threads=threads)
