@@ -1,0 +1,199 @@
+"""Streams and the publisher in real event loops; time is the loop's own, moved by the test where it matters."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from antiphon.service.request import FinishReason, TokenEvent
+from antiphon.service.stream import OutputStream, Publisher
+
+LONG_S = 3600.0  # a window that no test outlives
+
+
+def final(stream: OutputStream, num_generated: int = 0) -> TokenEvent:
+    return TokenEvent(request_id=stream.request_id, finish_reason=FinishReason.STOP, num_generated=num_generated)
+
+
+def push_all(stream: OutputStream, token_ids: list[int]) -> None:
+    for token_id in token_ids:
+        stream.push(token_id)
+
+
+async def settle() -> None:
+    """Let every callback that is ready run."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_stream_hands_over_the_first_token_at_once() -> None:
+    stream = OutputStream("a", coalesce_s=LONG_S)
+    reader = asyncio.ensure_future(anext(stream))
+    await settle()
+    assert not reader.done()
+    stream.push(7)
+    await settle()
+    assert reader.result() == TokenEvent(request_id="a", token_ids=(7,), num_generated=1)
+    stream.finish(final(stream))
+
+
+async def test_stream_merges_tokens_until_its_window_ends() -> None:
+    stream = OutputStream("a", coalesce_s=LONG_S)
+    stream.push(1)
+    await anext(stream)
+    reader = asyncio.ensure_future(anext(stream))
+    push_all(stream, [2, 3])
+    await settle()
+    assert not reader.done()
+    stream._end_window()  # what the timer does
+    await settle()
+    assert reader.result() == TokenEvent(request_id="a", token_ids=(2, 3), num_generated=3)
+    stream.finish(final(stream))
+
+
+async def test_stream_sends_a_late_token_at_once_when_its_window_is_over() -> None:
+    stream = OutputStream("a", coalesce_s=LONG_S)
+    stream.push(1)
+    await anext(stream)
+    stream._end_window()
+    reader = asyncio.ensure_future(anext(stream))
+    await settle()
+    stream.push(2)
+    await settle()
+    assert reader.result().token_ids == (2,)
+    stream.finish(final(stream))
+
+
+async def test_stream_window_ends_by_itself() -> None:
+    stream = OutputStream("a", coalesce_s=0.001)
+    stream.push(1)
+    await anext(stream)
+    stream.push(2)
+    async with asyncio.timeout(30):
+        assert (await anext(stream)).token_ids == (2,)
+
+
+async def test_stream_hands_over_the_end_at_once_with_all_unread_tokens() -> None:
+    stream = OutputStream("a", coalesce_s=LONG_S)
+    stream.push(1)
+    await anext(stream)
+    reader = asyncio.ensure_future(anext(stream))
+    push_all(stream, [2, 3])
+    stream.finish(final(stream, num_generated=4))
+    await settle()
+    assert reader.result() == TokenEvent(
+        request_id="a", token_ids=(2, 3), finish_reason=FinishReason.STOP, num_generated=4
+    )
+    assert [event async for event in stream] == []
+
+
+async def test_stream_yields_one_terminal_event_whatever_comes_after() -> None:
+    stream = OutputStream("a", coalesce_s=0.0)
+    push_all(stream, [1, 2])
+    stream.finish(final(stream))
+    stream.finish(TokenEvent(request_id="a", finish_reason=FinishReason.ERROR))
+    events = [event async for event in stream]
+    assert [event.finish_reason for event in events] == [FinishReason.STOP]
+    with pytest.raises(StopAsyncIteration):
+        await stream.collect()
+
+
+async def test_stream_without_coalescing_sends_every_token_that_is_waited_for() -> None:
+    stream = OutputStream("a", coalesce_s=0.0)
+    for token_id in range(5):
+        reader = asyncio.ensure_future(anext(stream))
+        await settle()
+        stream.push(token_id)
+        assert (await reader).token_ids == (token_id,)
+
+
+async def test_stream_collect_wakes_once_with_everything() -> None:
+    stream = OutputStream("a", coalesce_s=0.0)
+    reader = asyncio.ensure_future(stream.collect())
+    for token_id in range(4):
+        stream.push(token_id)
+        await settle()
+        assert not reader.done()
+    stream.finish(final(stream, num_generated=5))
+    event = await reader
+    assert event.token_ids == (0, 1, 2, 3)
+    assert event.num_generated == 5
+
+
+async def test_stream_survives_a_reader_that_is_cancelled() -> None:
+    stream = OutputStream("a", coalesce_s=LONG_S)
+    reader = asyncio.ensure_future(anext(stream))
+    await settle()
+    reader.cancel()
+    await settle()
+    stream.push(1)
+    stream.finish(final(stream))
+    assert (await anext(stream)).token_ids == (1,)
+
+
+def test_stream_refuses_a_negative_window() -> None:
+    loop = asyncio.new_event_loop()
+    with pytest.raises(ValueError, match="coalesce_s"):
+        OutputStream("a", coalesce_s=-1.0, loop=loop)
+    loop.close()
+
+
+async def test_publisher_delivers_a_step_with_one_call_into_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [OutputStream(str(i)) for i in range(5)]
+    loop = asyncio.get_running_loop()
+    calls: list[object] = []
+    original = loop.call_soon_threadsafe
+
+    def counted(callback: object, *args: object, **kwargs: object) -> object:
+        calls.append(callback)
+        return original(callback, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    publisher = Publisher()
+    assert publisher.publish(streams, [10, 11, 12, 13, 14], [(streams[2], final(streams[2]))]) == []
+    assert len(calls) == 1
+    assert [(await anext(stream)).token_ids for stream in streams] == [(10,), (11,), (12,), (13,), (14,)]
+    assert [event async for event in streams[2]] == []
+    for stream in streams:
+        stream.finish(final(stream))
+
+
+async def test_publisher_reaches_streams_of_several_loops() -> None:
+    here = [OutputStream(f"here{i}") for i in range(2)]
+    there: list[OutputStream] = []
+    ready, collected = threading.Event(), []
+
+    async def elsewhere() -> None:
+        there.extend(OutputStream(f"there{i}") for i in range(2))
+        ready.set()
+        collected.extend([(await stream.collect()).token_ids for stream in there])
+
+    thread = threading.Thread(target=asyncio.run, args=(elsewhere(),))
+    thread.start()
+    assert await asyncio.to_thread(ready.wait, 30)
+    streams = (here[0], there[0], here[1], there[1])
+    publisher = Publisher()
+    publisher.publish(streams, [1, 2, 3, 4])
+    publisher.publish(streams, [5, 6, 7, 8], [(stream, final(stream)) for stream in streams])
+    await asyncio.to_thread(thread.join, 30)
+    assert [(await stream.collect()).token_ids for stream in here] == [(1, 5), (3, 7)]
+    assert collected == [(2, 6), (4, 8)]
+
+
+async def test_publisher_follows_a_change_of_streams() -> None:
+    first, second = OutputStream("first"), OutputStream("second")
+    publisher = Publisher()
+    publisher.publish((first,), [1])
+    publisher.publish((second, first), [2, 3])
+    publisher.publish((), [], [(first, final(first)), (second, final(second))])
+    assert (await first.collect()).token_ids == (1, 3)
+    assert (await second.collect()).token_ids == (2,)
+
+
+def test_publisher_returns_the_streams_of_a_closed_loop() -> None:
+    loop = asyncio.new_event_loop()
+    stream = OutputStream("a", loop=loop)
+    loop.close()
+    assert Publisher().publish((stream,), [1]) == [stream]
