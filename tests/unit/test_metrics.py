@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from antiphon.service.metrics import CacheUse, Metrics
+from antiphon.service.request import FinishReason, Timing
+from antiphon.service.runner import EncodeReport
+
+REPORT = EncodeReport(
+    rows=3, length=10, peak_workspace_bytes=900, predicted_fused_bytes=1000.0, predicted_materialised_bytes=4000
+)
+TIMING = Timing(queued_s=0.1, first_token_s=0.2, total_s=0.5)
+
+
+class Scrape:
+    """Metrics, and the samples a scrape would see."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"antiphon_{name}", labels)
+
+
+@pytest.fixture
+def scrape() -> Scrape:
+    return Scrape()
+
+
+def test_metrics_count_encoder_and_decoder_tokens_apart(scrape: Scrape) -> None:
+    scrape.metrics.encoded(REPORT, 28)
+    scrape.metrics.decoded(5, 3, 0.004)
+    assert scrape("prompt_tokens_total") == 28
+    assert scrape("padding_tokens_total") == 2
+    assert scrape("generation_tokens_total") == 5
+    assert scrape("inter_token_latency_seconds_count") == 3
+    assert scrape("inter_token_latency_seconds_sum") == pytest.approx(0.012)
+    assert scrape("encode_batch_size_sum") == 3
+    assert scrape("decode_batch_size_sum") == 5
+
+
+def test_metrics_show_workspace_beside_its_predictions(scrape: Scrape) -> None:
+    scrape.metrics.encoded(dataclasses.replace(REPORT, peak_workspace_bytes=1500), 30)
+    scrape.metrics.encoded(REPORT, 30)
+    name = "encoder_workspace_"
+    assert scrape(f"{name}measured_bytes") == 900
+    assert scrape(f"{name}measured_max_bytes") == 1500
+    assert scrape(f"{name}predicted_fused_bytes") == 1000
+    assert scrape(f"{name}predicted_materialised_bytes") == 4000
+    assert scrape(f"{name}residual_bytes") == -100
+    assert scrape(f"{name}measured_run_bytes_count") == 2
+    assert [scrape(f"{name}residual_ratio_bucket", le=le) for le in ("-0.25", "0.0", "1.0")] == [0, 1, 2]
+
+
+def test_metrics_leave_out_a_workspace_that_was_not_measured(scrape: Scrape) -> None:
+    unknown = dataclasses.replace(REPORT, peak_workspace_bytes=None, predicted_fused_bytes=None)
+    scrape.metrics.encoded(unknown, 30)
+    assert scrape("encoder_workspace_measured_run_bytes_count") == 0
+    assert scrape("encoder_workspace_residual_ratio_count") == 0
+    assert scrape("encoder_workspace_predicted_materialised_run_bytes_count") == 1
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_metrics_count_every_end_once(scrape: Scrape, reason: FinishReason) -> None:
+    scrape.metrics.finished(reason, "running", TIMING)
+    counted = {
+        "success": scrape("request_success_total", finished_reason=reason.value),
+        "cancelled": scrape("cancellations_total", stage="running"),
+        "late": scrape("deadline_misses_total", stage="running"),
+        "failed": scrape("request_errors_total", stage="running"),
+    }
+    assert [value for value in counted.values() if value] == [1.0]
+    is_full = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert scrape("e2e_request_latency_seconds_count") == int(is_full)
+
+
+def test_metrics_divide_the_cache_into_self_cross_and_free(scrape: Scrape) -> None:
+    scrape.metrics.occupied(4, CacheUse(num_self=6, num_cross=3, num_free=11, block_bytes=100))
+    assert scrape("num_requests_running") == 4
+    assert scrape("kv_cache_usage_ratio") == pytest.approx(9 / 20)
+    assert [scrape("kv_cache_blocks", use=use) for use in ("self", "cross", "free")] == [6, 3, 11]
+    assert [scrape("kv_cache_bytes", use=use) for use in ("self", "cross", "free")] == [600, 300, 1100]
+
+
+def test_metrics_follow_naming_rules(scrape: Scrape) -> None:
+    families = list(text_string_to_metric_families(generate_latest(scrape.registry).decode()))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    for family in families:
+        assert re.fullmatch(r"antiphon_[a-z][a-z0-9_]*", family.name)
+        assert not family.name.endswith("_milliseconds")
+        assert family.documentation
+        if family.type == "histogram" and family.name.endswith("_seconds"):
+            bounds = [float(s.labels["le"]) for s in family.samples if "le" in s.labels]
+            assert bounds[0] == 0.001

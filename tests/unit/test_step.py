@@ -1,0 +1,392 @@
+"""Steps one by one, without the engine's thread: what joins, what leaves, and what is freed when."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.errors import DeadlineExceeded, EngineFault, QueueFull
+from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.metrics import Metrics
+from antiphon.service.request import FinishReason, SamplingParams, TokenEvent
+from antiphon.service.request_queue import QueueLimits, RequestQueue
+from antiphon.service.scheduler import SchedulerLimits
+from antiphon.service.sequence import Sequence, SequenceState
+from antiphon.service.step import StepParts, Stepper
+from antiphon.service.stream import OutputStream
+from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """A stepper over the fake model, every sequence it was given, and the checks that must hold after any step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, max_rows: int = 4, num_blocks: int = 64) -> None:
+        self.loop = loop
+        self.runner = FakeRunner(max_rows=max_rows)
+        self.clock = FakeClock()
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
+        self.live: dict[str, Sequence] = {}
+        self.all: list[Sequence] = []
+        self.registry = CollectorRegistry()
+        self.stepper = Stepper(
+            StepParts(
+                runner=self.runner,
+                queue=self.queue,
+                pool=self.pool,
+                limits=SchedulerLimits(max_num_seqs=max_rows, max_num_batched_tokens=16),
+                metrics=Metrics(self.registry),
+                live=self.live,
+                clock=self.clock,
+            )
+        )
+
+    def add(
+        self,
+        name: str,
+        source: tuple[int, ...],
+        params: SamplingParams | None = None,
+        *,
+        within_s: float | None = None,
+    ) -> Sequence:
+        deadline_s = None if within_s is None else self.clock() + within_s
+        request = request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s)
+        limits = AdmissionLimits(
+            vocab_size=self.runner.vocab_size,
+            max_source_len=self.runner.max_source_len,
+            max_target_len=self.runner.max_target_len,
+            num_blocks=self.pool.num_blocks,
+            block_size=BLOCK_SIZE,
+        )
+        sequence = admit(request, OutputStream(name, loop=self.loop), limits)
+        self.queue.put(sequence, self.clock())
+        self.live[name] = sequence
+        self.all.append(sequence)
+        return sequence
+
+    def step(self, *cancelled: str) -> None:
+        self.stepper.step(cancelled)
+        self.check()
+
+    def finish(self) -> None:
+        while self.stepper.has_work:
+            self.step()
+
+    def check(self) -> None:
+        running = [sequence for sequence in self.all if sequence.state is SequenceState.RUNNING]
+        tables = [block for s in running for block in s.self_block_table + s.cross_block_table]
+        assert len(set(tables)) == len(tables) == self.pool.num_used
+        assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
+        assert sorted(s.row for s in running if s.row is not None) == list(range(len(running)))
+        assert self.stepper.num_running == len(running)
+        assert set(self.live) == {s.request_id for s in self.all if s.state is not SequenceState.FINISHED}
+
+    def output(self, sequence: Sequence) -> TokenEvent:
+        """Everything a finished sequence sent, as one event."""
+        return self.loop.run_until_complete(asyncio.wait_for(sequence.stream.collect(), 30))
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"antiphon_{name}", labels)
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def bench(loop: asyncio.AbstractEventLoop) -> Bench:
+    return Bench(loop)
+
+
+def expected(bench: Bench, sequence: Sequence) -> tuple[tuple[int, ...], FinishReason]:
+    request = sequence.request
+    token_ids, reason = bench.runner.answer(request.source_ids, request.params.max_new_tokens)
+    return tuple(token_ids), reason
+
+
+def test_step_decodes_the_first_token_in_the_step_that_encodes(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=3))
+    bench.step()
+    assert bench.runner.decoded_rows == [1]
+    assert sequence.first_token_s == bench.clock()
+
+
+def test_step_joins_a_new_request_to_the_running_ones(bench: Bench) -> None:
+    first = bench.add("first", source_of(target_len=6))
+    bench.step()
+    second = bench.add("second", source_of(target_len=6))
+    bench.step()
+    assert bench.runner.decoded_rows == [1, 2]
+    assert (first.row, second.row) == (0, 1)
+
+
+def test_step_lets_a_request_leave_when_it_ends_and_fills_its_row(bench: Bench) -> None:
+    short, longer, longest = (bench.add(str(n), source_of(target_len=n)) for n in (1, 3, 5))
+    bench.step()
+    bench.step()
+    assert short.state is SequenceState.FINISHED
+    assert (longer.row, longest.row) == (1, 0)
+    bench.finish()
+    for sequence in (short, longer, longest):
+        event = bench.output(sequence)
+        assert (event.token_ids, event.finish_reason) == expected(bench, sequence)
+
+
+def test_step_encodes_sources_of_one_length_together(bench: Bench) -> None:
+    for i, length in enumerate((3, 5, 3)):
+        bench.add(str(i), source_of(target_len=2, length=length, variant=i))
+    bench.step()
+    assert [[len(source) for source in group] for group in bench.runner.encoded] == [[3, 3], [5]]
+    bench.finish()
+
+
+def test_step_ends_at_the_asked_number_of_tokens(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=9), SamplingParams(max_new_tokens=4))
+    exact = bench.add("b", source_of(target_len=3), SamplingParams(max_new_tokens=4))
+    bench.finish()
+    event = bench.output(sequence)
+    assert (event.finish_reason, event.num_generated, len(event.token_ids)) == (FinishReason.LENGTH, 4, 4)
+    event = bench.output(exact)
+    assert (event.finish_reason, event.num_generated, len(event.token_ids)) == (FinishReason.STOP, 4, 3)
+
+
+def test_step_fills_the_whole_target_when_nothing_ends_it(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=60))
+    bench.step()
+    assert len(sequence.self_block_table) == blocks_for(bench.runner.max_target_len, BLOCK_SIZE)
+    bench.finish()
+    event = bench.output(sequence)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.max_target_len)
+
+
+def test_step_reserves_for_the_longest_target_so_that_no_running_request_runs_out(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    bench = Bench(loop, num_blocks=10)
+    params = SamplingParams(max_new_tokens=11)  # 3 blocks, and 1 for the source
+    sequences = [bench.add(str(i), source_of(target_len=20, variant=i), params) for i in range(3)]
+    bench.step()
+    assert [sequence.state for sequence in sequences].count(SequenceState.RUNNING) == 2
+    bench.finish()
+    assert all(bench.output(sequence).finish_reason is FinishReason.LENGTH for sequence in sequences)
+
+
+def test_step_frees_a_cancelled_running_request_within_one_step(bench: Bench) -> None:
+    kept, cancelled = bench.add("kept", source_of(target_len=4)), bench.add("cancelled", source_of(target_len=20))
+    bench.step()
+    used = bench.pool.num_used
+    bench.step("cancelled")
+    assert cancelled.state is SequenceState.FINISHED
+    assert bench.pool.num_used == used - cancelled.num_blocks
+    assert bench.runner.decoded_rows == [2, 1]
+    event = bench.output(cancelled)
+    assert (event.finish_reason, event.num_generated, event.error) == (FinishReason.CANCELLED, 1, None)
+    bench.finish()
+    assert bench.output(kept).token_ids == expected(bench, kept)[0]
+
+
+def test_step_never_encodes_a_request_cancelled_while_waiting(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=4))
+    bench.step("a", "unknown", "a")
+    assert not bench.runner.encoded
+    assert not bench.runner.decoded_rows
+    event = bench.output(sequence)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.CANCELLED, 0)
+    assert event.timing is not None
+    assert event.timing.queued_s is None
+    assert bench.sample("cancellations_total", stage="waiting") == 1
+
+
+def test_step_ends_requests_whose_deadline_has_come(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, max_rows=1)
+    running = bench.add("running", source_of(target_len=20), within_s=2.0)
+    waiting = bench.add("waiting", source_of(target_len=20), within_s=1.0)
+    patient = bench.add("patient", source_of(target_len=2))
+    bench.step()
+    bench.clock.advance(1.0)
+    bench.step()
+    assert waiting.state is SequenceState.FINISHED
+    assert running.state is SequenceState.RUNNING
+    bench.clock.advance(1.0)
+    bench.step()
+    assert patient.state is SequenceState.RUNNING
+    for sequence, stage in ((running, "running"), (waiting, "waiting")):
+        event = bench.output(sequence)
+        assert event.finish_reason is FinishReason.DEADLINE
+        assert isinstance(event.error, DeadlineExceeded)
+        assert bench.sample("deadline_misses_total", stage=stage) == 1
+    bench.finish()
+
+
+def test_step_fails_only_the_encoder_run_that_raised(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=5))
+    bench.step()
+    bad = bench.add("bad", source_of(target_len=5, length=4))
+    good = bench.add("good", source_of(target_len=5, length=5))
+
+    def fail(sources: list[tuple[int, ...]]) -> None:
+        if len(sources[0]) == 4:
+            raise RuntimeError("no memory")
+
+    bench.runner.before_encode = fail  # type: ignore[assignment]
+    bench.step()
+    assert isinstance(bench.output(bad).error, EngineFault)
+    bench.finish()
+    for sequence in (running, good):
+        assert bench.output(sequence).token_ids == expected(bench, sequence)[0]
+
+
+def test_step_fails_every_row_of_a_decoder_run_that_raised_and_goes_on(bench: Bench) -> None:
+    sequences = [bench.add(str(i), source_of(target_len=5, variant=i)) for i in range(3)]
+
+    def fail(num_rows: int) -> None:
+        raise RuntimeError("no memory")
+
+    healthy, bench.runner.before_decode = bench.runner.before_decode, fail
+    bench.step()
+    assert [bench.output(sequence).finish_reason for sequence in sequences] == [FinishReason.ERROR] * 3
+    assert bench.sample("request_errors_total", stage="running") == 3
+    bench.runner.before_decode = healthy
+    later = bench.add("later", source_of(target_len=5))
+    bench.finish()
+    assert bench.output(later).finish_reason is FinishReason.STOP
+
+
+def test_step_fails_the_request_whose_row_could_not_be_moved(bench: Bench) -> None:
+    ended, stays, moved = (
+        bench.add(name, source_of(target_len=n)) for name, n in (("ended", 1), ("stays", 5), ("moved", 6))
+    )
+
+    faults = iter([RuntimeError("no memory")])
+
+    def fail_once() -> None:
+        if fault := next(faults, None):
+            raise fault
+
+    bench.runner.before_move = fail_once
+    bench.finish()
+    assert bench.output(ended).finish_reason is FinishReason.STOP
+    assert bench.output(moved).finish_reason is FinishReason.ERROR
+    assert bench.output(stays).token_ids == expected(bench, stays)[0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_step_fails_only_the_request_whose_logits_are_not_finite(bench: Bench, bad: float) -> None:
+    source = source_of(target_len=9, variant=3)
+    bench.runner.overrides[source] = np.full(bench.runner.vocab_size, bad, np.float32)
+    broken, healthy = bench.add("broken", source), bench.add("healthy", source_of(target_len=4))
+    bench.finish()
+    event = bench.output(broken)
+    assert (event.finish_reason, event.token_ids, event.num_generated) == (FinishReason.ERROR, (), 0)
+    assert bench.output(healthy).token_ids == expected(bench, healthy)[0]
+
+
+def test_step_gives_a_sampled_request_the_same_tokens_alone_and_among_others(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    params = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=99)
+    outputs = []
+    for neighbours in (0, 3):
+        bench = Bench(loop)
+        for i in range(neighbours):
+            bench.add(f"neighbour{i}", source_of(target_len=1 + i, variant=i), SamplingParams(temperature=1.0, seed=i))
+        sequence = bench.add("a", source_of(target_len=12))
+        sequence = bench.add("sampled", source_of(target_len=12), params)
+        bench.finish()
+        outputs.append(bench.output(sequence).token_ids)
+    assert outputs[0] == outputs[1]
+    assert outputs[0] != expected(bench, sequence)[0]
+
+
+def test_step_measures_latencies_by_the_clock(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=2))
+    bench.clock.advance(3.0)
+    bench.step()
+    bench.clock.advance(0.5)
+    bench.step()
+    bench.clock.advance(0.5)
+    bench.step()
+    timing = bench.output(sequence).timing
+    assert timing is not None
+    assert (timing.queued_s, timing.first_token_s, timing.total_s) == (3.0, 3.0, 4.0)
+    assert bench.sample("inter_token_latency_seconds_count") == 2
+    assert bench.sample("inter_token_latency_seconds_sum") == 1.0
+    assert bench.sample("time_to_first_token_seconds_sum") == 3.0
+    assert bench.sample("request_queue_time_seconds_sum") == 3.0
+    assert bench.sample("e2e_request_latency_seconds_sum") == 4.0
+
+
+def test_step_reports_cache_use_self_and_cross_apart(bench: Bench) -> None:
+    bench.add("a", source_of(target_len=9, length=9), SamplingParams(max_new_tokens=4))
+    bench.step()
+    assert bench.sample("kv_cache_blocks", use="self") == blocks_for(5, BLOCK_SIZE)
+    assert bench.sample("kv_cache_blocks", use="cross") == blocks_for(9, BLOCK_SIZE)
+    assert bench.sample("num_requests_running") == 1
+    bench.finish()
+    assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
+    assert bench.sample("kv_cache_usage_ratio") == 0
+    assert bench.sample("num_requests_running") == 0
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_end(
+    loop: asyncio.AbstractEventLoop, seed: int
+) -> None:
+    dice = random.Random(seed)
+    bench = Bench(loop, max_rows=dice.randint(1, 7), num_blocks=dice.choice([17, 30, 200]))
+    faults = {"encode": 0.0, "decode": 0.0, "move": 0.0}
+    faults[dice.choice(list(faults))] = dice.choice([0.0, 0.05])
+
+    def maybe(kind: str) -> None:
+        if dice.random() < faults[kind]:
+            raise RuntimeError(f"fault in {kind}")
+
+    bench.runner.before_encode = lambda sources: maybe("encode")
+    bench.runner.before_decode = lambda num_rows: maybe("decode")
+    bench.runner.before_move = lambda: maybe("move")
+    for turn in range(120):
+        if turn < 80:
+            for i in range(dice.choice([0, 0, 1, 3])):
+                source = source_of(
+                    target_len=dice.randint(1, 25), length=dice.randint(2, 30), variant=dice.randint(0, 99)
+                )
+                params = SamplingParams(max_new_tokens=dice.choice([None, 1, 5, 20]))
+                within_s = dice.choice([None, None, dice.uniform(0.5, 30.0)])
+                try:
+                    bench.add(f"{turn}.{i}", source, params, within_s=within_s)
+                except QueueFull:
+                    continue
+        names = [sequence.request_id for sequence in bench.all]
+        bench.step(*dice.sample(names, min(len(names), dice.choice([0, 0, 0, 1, 2]))))
+        bench.clock.advance(dice.uniform(0.0, 0.5))
+    bench.finish()
+    assert bench.pool.num_free == bench.pool.num_blocks
+    _check_outputs(bench)
+
+
+def _check_outputs(bench: Bench) -> None:
+    finished = 0
+    for sequence in bench.all:
+        event = bench.output(sequence)
+        token_ids, reason = expected(bench, sequence)
+        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (event.token_ids, event.finish_reason) == (token_ids, reason)
+            finished += 1
+        assert event.token_ids == token_ids[: len(event.token_ids)]
+        with pytest.raises(StopAsyncIteration):
+            bench.loop.run_until_complete(sequence.stream.collect())
+    assert finished > 0
+    counted = [bench.sample("request_success_total", finished_reason=reason) or 0 for reason in ("stop", "length")]
+    assert sum(counted) == finished
