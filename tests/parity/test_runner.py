@@ -1,0 +1,94 @@
+"""The server's runner over real exports, against the PyTorch model and against itself."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from antiphon.model.bundle import Bundle, GraphSet, Precision
+from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.verify import TOLERANCES, compare
+from antiphon.service.model_runner import ModelRunner
+
+SOURCE_LENS = (1, 5, 5, 9, 17, 17, 17, 48)
+STEPS = 24
+Logits = NDArray[np.float32]
+
+
+def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Sources sorted by length, and [B, STEPS] tokens to feed."""
+    generator = np.random.default_rng(7)
+    sources = [[int(i) for i in generator.integers(4, vocab_size, length)] for length in SOURCE_LENS]
+    tokens = generator.integers(4, vocab_size, (len(sources), STEPS))
+    tokens[:, 0] = 1
+    return sources, tokens
+
+
+def run_batch(runner: ModelRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
+    """Logits [B, STEPS, V] of sources that are encoded in groups of one length and decode together."""
+    row = 0
+    for _, group in groupby(sources, len):
+        row += runner.encode(list(group), row).rows
+    source_lens = np.array([len(source) for source in sources], np.int32)
+    steps = [
+        runner.decode(tokens[:, step], np.full(len(sources), step, np.int32), source_lens).copy()
+        for step in range(STEPS)
+    ]
+    return np.stack(steps, axis=1)
+
+
+def graph_sets(bundle: Bundle, precision: Precision) -> list[GraphSet]:
+    return [graphs for graphs in bundle.manifest.graphs if graphs.precision == precision]
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoint, precision: Precision) -> None:
+    sources, tokens = random_batch(checkpoint.config.vocab_size)
+    with torch.no_grad():
+        pairs = zip(sources, tokens, strict=True)
+        expected = [checkpoint.model(torch.tensor([s]), torch.from_numpy(t[None]))[0].numpy() for s, t in pairs]
+    for graphs in graph_sets(bundle, precision):
+        runner = ModelRunner(bundle, max_rows=8, threads=1, precision=precision, lowering=graphs.lowering)
+        found = run_batch(runner, sources, tokens)
+        flat = found.reshape(-1, found.shape[-1])
+        assert compare(flat, np.concatenate(expected)).excess(TOLERANCES[precision]) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_runner_gives_int8_rows_the_same_bits_alone_and_in_a_crowd(bundle: Bundle, threads: int) -> None:
+    sources, tokens = random_batch(bundle.manifest.model.vocab_size)
+    together = run_batch(ModelRunner(bundle, max_rows=8, threads=threads, precision="int8"), sources, tokens)
+    alone = ModelRunner(bundle, max_rows=1, threads=threads, precision="int8")
+    for row, source in enumerate(sources):
+        np.testing.assert_array_equal(run_batch(alone, [source], tokens[row : row + 1])[0], together[row])
+
+
+def test_runner_gives_float32_rows_the_same_logits_alone_and_in_a_crowd(bundle: Bundle) -> None:
+    sources, tokens = random_batch(bundle.manifest.model.vocab_size)
+    together = run_batch(ModelRunner(bundle, max_rows=8, threads=1, precision="float32"), sources, tokens)
+    alone = ModelRunner(bundle, max_rows=1, threads=1, precision="float32")
+    for row, source in enumerate(sources):
+        # ONNX Runtime's float32 product may choose another kernel, and so another order of sums, for one row.
+        np.testing.assert_allclose(run_batch(alone, [source], tokens[row : row + 1])[0], together[row], atol=1e-5)
+
+
+def test_runner_serves_every_kind_of_positions(variant: Bundle) -> None:
+    sources, tokens = random_batch(variant.manifest.model.vocab_size)
+    together = run_batch(ModelRunner(variant, max_rows=8, threads=1), sources, tokens)
+    alone = ModelRunner(variant, max_rows=1, threads=1)
+    np.testing.assert_array_equal(run_batch(alone, sources[3:4], tokens[3:4])[0], together[3])
+
+
+def test_runner_workspace_grows_linearly_fused_and_by_score_matrices_eager(bundle: Bundle) -> None:
+    bends = {}
+    for graphs in graph_sets(bundle, "float32"):
+        runner = ModelRunner(bundle, max_rows=1, threads=1, precision="float32", lowering=graphs.lowering)
+        short, middle, long = (runner.encode([[5] * n], 0).peak_workspace_bytes or 0 for n in (16, 32, 48))
+        bends[graphs.lowering] = long - 2 * middle + short
+    assert bends["contrib"] == 0
+    score_matrix = bundle.manifest.model.num_heads * 4
+    assert bends["eager"] >= score_matrix * (48**2 - 2 * 32**2 + 16**2)
