@@ -38,6 +38,7 @@ def load(config: ServerConfig, metrics: Metrics) -> Loaded:
         bundle = load_bundle(config.bundle)
         tokenizer = _tokenizer(bundle)
         runner = ModelRunner(bundle, max_rows=config.max_num_seqs, threads=config.threads, precision=config.precision)
+        runner.warm_up()
         engine = Engine(runner, _engine_config(config), metrics)
     except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
         raise StartupError(str(error)) from error

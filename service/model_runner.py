@@ -9,6 +9,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle import Bundle, GraphSet, Lowering, MemoryFit, Precision
+from antiphon.model.config import ModelConfig
 from antiphon.model.graph import Graph, GraphError
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runner import EncodeReport
@@ -53,24 +55,20 @@ class ModelRunner:
         self._num_heads = model.num_heads
         self._fit = _fit_of(bundle, graphs)
         self._workspace = Workspace()
-        shape = (2 * model.decoder_layers, max_rows, model.num_heads)
-        self.self_kv = _reserve((*shape, model.max_target_len, model.resolved_head_dim))
-        self.cross_kv = _reserve((*shape, model.max_source_len, model.resolved_head_dim))
-        self._encoder = Graph(bundle.file(graphs.encoder), "encoder", threads, self._workspace)
-        self._decoder = DecoderStep(
-            Graph(bundle.file(graphs.decoder), "decoder", threads, self._workspace),
-            self.self_kv,
-            self.cross_kv,
-            model.vocab_size,
-        )
+        self.self_kv = _reserve(model, max_rows, model.max_target_len)
+        self.cross_kv = _reserve(model, max_rows, model.max_source_len)
         self._cross_outputs = _cross_names("present", model.decoder_layers)
+        self._encoder = Graph(bundle.file(graphs.encoder), "encoder", threads, self._workspace)
         self._encoder.require(["input_ids"], self._cross_outputs)
+        decoder = Graph(bundle.file(graphs.decoder), "decoder", threads, self._workspace)
+        self._decoder = DecoderStep(decoder, self.self_kv, self.cross_kv, model.vocab_size)
+        self._workspace.trim()  # what loading worked in
         self._workspace.limit_growth(workspace_limit_bytes)
 
     def encode(self, sources: Sequence[Sequence[int]], first_row: int) -> EncodeReport:
         """Encode sources of one length; their cross keys and values land in rows first_row and following.
 
-        Raises ValueError when lengths differ or rows or tokens are out of range, GraphError when the graph fails.
+        Raises ValueError when lengths differ or rows do not fit, GraphError when the graph fails.
         """
         rows, length = len(sources), len(sources[0]) if sources else 0
         input_ids = self._checked_sources(sources, rows, length, first_row)
@@ -104,14 +102,12 @@ class ModelRunner:
         self.cross_kv[:, target, :, :source_len] = self.cross_kv[:, source, :, :source_len]
 
     def warm_up(self) -> None:
-        """Run both graphs once at one row and at the most, so that the first request pays for no first time.
+        """Run both graphs once on row 0, so that no request pays for a first time.
 
-        Overwrites the caches: call it before any sequence runs.
+        Overwrites the row's caches: call it before any sequence runs.
         """
-        for rows in sorted({1, self.max_rows}):
-            self.encode([[self.eos_id]] * rows, 0)
-            ones = np.ones(rows, np.int32)
-            self.decode(np.full(rows, self.bos_id, np.int64), np.zeros(rows, np.int32), ones)
+        self.encode([[self.eos_id]], 0)
+        self.decode(np.array([self.bos_id], np.int64), np.array([0], np.int32), np.array([1], np.int32))
 
     def _checked_sources(
         self, sources: Sequence[Sequence[int]], rows: int, length: int, first_row: int
@@ -190,11 +186,13 @@ def _cross_names(prefix: str, layers: int) -> list[str]:
     return [f"{prefix}.{layer}.encoder.{part}" for layer in range(layers) for part in ("key", "value")]
 
 
-def _reserve(shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _reserve(model: ModelConfig, max_rows: int, capacity: int) -> NDArray[np.float32]:
+    """Key and value arrays [2 L, rows, H, capacity, D], resident only where written."""
+    shape = (2 * model.decoder_layers, max_rows, model.num_heads, capacity, model.resolved_head_dim)
+    num_bytes = 4 * math.prod(shape)
     # Not np.zeros: it asks for huge pages, and one token would make two megabytes resident.
-    count = int(np.prod(shape))
     try:
-        pages = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise GraphError(f"caches of shape {shape} need {4 * count} bytes of address space: {error}") from error
+        raise GraphError(f"caches for {max_rows} rows need {num_bytes} bytes of address space: {error}") from error
     return np.frombuffer(pages, np.float32).reshape(shape)

@@ -178,9 +178,12 @@ def test_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path: Path) 
     runner.decode(np.array([1], np.int64), np.array([0], np.int32), np.array([16], np.int32))
 
 
-def test_runner_warm_up_covers_one_row_and_all(runner: ModelRunner) -> None:
+def test_runner_warm_up_runs_both_graphs_on_one_row(runner: ModelRunner) -> None:
     runner.warm_up()
-    assert np.abs(runner.cross_kv[:, :, :, 0]).min() > 0
+    for cache in (runner.self_kv, runner.cross_kv):
+        written = np.asarray(cache.any(axis=(0, 2, 4)))
+        assert written[0, 0]
+        assert written.sum() == 1
 
 
 @pytest.mark.parametrize(
