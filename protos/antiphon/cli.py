@@ -63,22 +63,22 @@ exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong opt
     ),
     "export": Subcommand(
         module="antiphon.model.export",
-        extra="train",
+        extra="server,train",
         summary="export a checkpoint to a bundle that serve reads",
         examples="""\
   antiphon export CHECKPOINT BUNDLE         float32 and int8 graphs, verified against PyTorch
   antiphon serve BUNDLE""",
     ),
     "evaluate": Subcommand(
-        module="antiphon.model.evaluate",
-        extra="train",
+        module="antiphon.service.evaluate",
+        extra="server,train",
         summary="score translations of a test set",
         examples="""\
   antiphon evaluate --help                  what can be scored, and against what""",
     ),
     "profile": Subcommand(
         module="antiphon.model.profile",
-        extra="train",
+        extra="server,train",
         summary="measure a bundle's attention workspace against T^2",
         examples="""\
   antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it""",
