@@ -1,0 +1,58 @@
+"""A bundle of random weights, exported for real once, and servers of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from antiphon.model.bundle import Provenance
+from antiphon.model.config import preset
+from antiphon.model.tokenizer import Tokenizer
+from tests.integration.process import ServerProcess
+
+SENTENCES = [
+    f"{who} {does} {what} {where}."
+    for who in ("Der Müller", "Eine Katze", "The old man", "My sister")
+    for does in ("liest", "sieht", "reads", "paints")
+    for what in ("ein Buch", "den Fluß", "a letter", "the bridge")
+    for where in ("im Garten", "am Abend", "in the rain", "über den Dächern")
+]
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with long limits: its greedy answers run to whatever length is asked for."""
+    import torch
+
+    from antiphon.model.checkpoint import Checkpoint
+    from antiphon.model.export import export_bundle
+    from antiphon.model.transformer import Transformer
+
+    folder = tmp_path_factory.mktemp("bundle")
+    tokenizer = Tokenizer.train(SENTENCES, vocab_size=400)
+    tokenizer.save(folder / "tokenizer.json")
+    config = preset("tiny", vocab_size=tokenizer.vocab_size, max_source_len=256, max_target_len=2048)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Transformer(config).eval()
+    checkpoint = Checkpoint(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_path=folder / "tokenizer.json",
+        provenance=Provenance(source="random", licence="CC0-1.0", attribution="nobody"),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        export_bundle(checkpoint, folder / "tiny")
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[ServerProcess]:
+    """One server for the tests of a module that leave it running."""
+    with ServerProcess(bundle) as process:
+        yield process

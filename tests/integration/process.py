@@ -1,0 +1,113 @@
+"""The real server and the real command line, as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+ANTIPHON = (sys.executable, "-m", "antiphon.cli")
+# Far beyond what anything here takes: a bound for a test that would otherwise hang.
+PATIENCE_S = 120
+
+_READY = re.compile(
+    r"antiphon: ready: (?P<model>\S+) \((?P<precision>\w+)\) on (?P<target>\S+), metrics on (?P<url>\S+);"
+)
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without any setting of a server."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")}
+    return kept | dict(changes or {})
+
+
+def antiphon(
+    *arguments: str, stdin: bytes = b"", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run one subcommand to its end."""
+    return subprocess.run(
+        [*ANTIPHON, *arguments], input=stdin, capture_output=True, env=environment(env), timeout=PATIENCE_S, check=False
+    )
+
+
+class ServerProcess:
+    """A running `antiphon serve` on free ports; ended, if it still runs, on leaving the context."""
+
+    def __init__(self, bundle: Path, arguments: Sequence[str] = ()) -> None:
+        ports = ("--port", "0", "--metrics-port", "0", "--threads", "1")
+        self.process = subprocess.Popen(
+            [*ANTIPHON, "serve", str(bundle), *ports, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert self.process.stdout is not None
+        self.ready_line = self.process.stdout.readline()
+        match = _READY.match(self.ready_line)
+        if match is None:
+            raise AssertionError(f"no ready line but {self.ready_line!r}; {self.process.communicate()[1]}")
+        self.model, self.precision, self.target, self._metrics_url = match.groups()
+
+    @property
+    def port(self) -> int:
+        return int(self.target.rpartition(":")[2])
+
+    @property
+    def metrics_port(self) -> int:
+        return int(self._metrics_url.rpartition(":")[2].removesuffix("/metrics"))
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of one scrape, keyed as Prometheus writes it: name{label=value,...}."""
+        with urllib.request.urlopen(self._metrics_url, timeout=PATIENCE_S) as response:
+            text = response.read().decode()
+        return {
+            sample.name + _labels(sample.labels): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def wait_for_metrics(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """Scrape until a condition holds; there is no other way to see inside another process."""
+        end_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end_s:
+            if condition(metrics := self.metrics()):
+                return metrics
+        raise AssertionError(f"the metrics never came to that; they are {metrics}")
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the end; exit code and what it wrote to standard error."""
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def is_idle(metrics: Mapping[str, float]) -> bool:
+    """Nothing waits, nothing runs, every block is free."""
+    busy = ("num_requests_waiting", "num_requests_running", "kv_cache_blocks{use=self}", "kv_cache_blocks{use=cross}")
+    return all(metrics.get(f"antiphon_{name}", 0.0) == 0.0 for name in busy)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f"{name}={value}" for name, value in labels.items()) + "}" if labels else ""

@@ -1,0 +1,158 @@
+"""`antiphon generate` against the real server: what reaches standard output, standard error and the exit code."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+
+from antiphon.client import Client, Options
+from tests.integration.conftest import SENTENCES
+from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, antiphon, environment
+
+SHORT = ("--max-new-tokens", "12")
+_LINE_ENDS = dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
+
+
+def generate(server: ServerProcess, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return antiphon("generate", "--target", server.target, *SHORT, *arguments, stdin=stdin)
+
+
+def expected_lines(server: ServerProcess, texts: Sequence[str]) -> list[str]:
+    """One line for each text, empty for a blank one, from the client."""
+    with Client(server.target) as client:
+        return [
+            client.generate_text(text, Options(max_new_tokens=12)).text.translate(_LINE_ENDS) if text.strip() else ""
+            for text in texts
+        ]
+
+
+def lines_of(output: bytes) -> list[str]:
+    """Lines as `wc -l` counts them."""
+    text = output.decode()
+    assert text == "" or text.endswith("\n")
+    return text.split("\n")[:-1]
+
+
+def test_generate_prints_each_text_on_its_line(server: ServerProcess) -> None:
+    result = generate(server, *SENTENCES[:3])
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert lines_of(result.stdout) == expected_lines(server, SENTENCES[:3])
+
+
+def test_generate_gives_one_line_for_each_line_in_order(server: ServerProcess) -> None:
+    texts = [*SENTENCES, "", "  \t", "ends with a carriage return\r", "a\u2028b", "last"] * 3
+    result = generate(server, "--concurrency", "32", stdin="\n".join(texts).encode())
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert lines_of(result.stdout) == expected_lines(server, texts)
+
+
+@pytest.mark.parametrize("stdin", [b"", b"\n", b"\n\n\n"])
+def test_generate_gives_an_empty_line_for_an_empty_line(server: ServerProcess, stdin: bytes) -> None:
+    assert generate(server, stdin=stdin).stdout == stdin
+
+
+def test_generate_names_failed_lines_and_goes_on(server: ServerProcess) -> None:
+    texts = [SENTENCES[0].encode(), b"caf\xe9", b"wort " * 500, SENTENCES[1].encode()]
+    result = generate(server, stdin=b"\n".join(texts))
+    first, last = expected_lines(server, SENTENCES[:2])
+    assert lines_of(result.stdout) == [first, "", "", last]
+    undecodable, too_long = result.stderr.decode().splitlines()
+    assert "line 2: not UTF-8: byte 0xe9 at offset 3" in undecodable
+    assert "line 3: text is" in too_long
+    assert "1 to 256 tokens" in too_long
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-p", "2"], "options.top_p is 2.0"),
+        (["--max-new-tokens", "-1"], "options.max_new_tokens is -1"),
+        (["--seed", "-1"], "options.seed is -1"),
+        (["--model", "nope"], "'nope'"),
+    ],
+)
+@pytest.mark.parametrize("texts", [["one"], []])
+def test_generate_stops_with_one_line_when_an_option_is_wrong(
+    server: ServerProcess, flags: list[str], message: str, texts: list[str]
+) -> None:
+    result = generate(server, *flags, *texts, stdin=b"one\ntwo\n" * 50)
+    (line,) = result.stderr.decode().splitlines()
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert message in line
+
+
+@pytest.mark.parametrize("texts", [["one"], []])
+def test_generate_names_the_target_when_nobody_listens(texts: list[str]) -> None:
+    result = antiphon("generate", "--target", "127.0.0.1:1", *texts, stdin=b"one\n")
+    (line,) = result.stderr.decode().splitlines()
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert "127.0.0.1:1" in line
+    assert "antiphon serve" in line
+
+
+def test_generate_answers_a_line_before_the_next_one_comes(server: ServerProcess) -> None:
+    with start(server) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for text, expected in zip(SENTENCES[:3], expected_lines(server, SENTENCES[:3]), strict=True):
+            process.stdin.write(f"{text}\n".encode())
+            process.stdin.flush()
+            assert process.stdout.readline().decode() == f"{expected}\n"
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_generate_is_quiet_when_its_reader_leaves(server: ServerProcess) -> None:
+    with start(server) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write(b"two\n")
+        process.stdin.flush()
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == b""
+
+
+def test_generate_is_quiet_when_interrupted(server: ServerProcess) -> None:
+    with start(server) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGINT
+        assert process.stderr.read() == b""
+
+
+def test_generate_draws_progress_on_a_terminal_only(server: ServerProcess) -> None:
+    terminal, far_end = pty.openpty()
+    with start(server, stderr=far_end) as process:
+        os.close(far_end)
+        out, _ = process.communicate("\n".join(SENTENCES).encode(), timeout=PATIENCE_S)
+        drawn = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert f"{len(SENTENCES)} lines" in drawn
+    assert lines_of(out) == expected_lines(server, SENTENCES)
+
+
+def start(server: ServerProcess, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """`antiphon generate` with its standard input in our hands."""
+    return subprocess.Popen(
+        [*ANTIPHON, "generate", "--target", server.target, *SHORT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=environment(),
+    )

@@ -1,0 +1,266 @@
+"""Start-up, readiness and shutdown of the real process, and every way in which it refuses to start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from antiphon.client import AsyncClient, Options
+from antiphon.model.bundle import FORMAT_VERSION, MANIFEST_NAME, file_entry
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.v1 import inference_pb2, inference_pb2_grpc
+from tests.integration.conftest import SENTENCES
+from tests.integration.process import ServerProcess, antiphon
+from tests.serving import details_of
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+ENDLESS = Options(max_new_tokens=2048)
+
+
+def test_serve_says_on_one_line_what_it_serves_where_and_what_to_type(server: ServerProcess, bundle: Path) -> None:
+    assert (server.model, server.precision) == (bundle.name, "int8")
+    assert f'antiphon generate --target {server.target} "How are you?"' in server.ready_line
+
+
+def test_serve_takes_the_precision_it_is_told(bundle: Path) -> None:
+    with ServerProcess(bundle, ["--precision", "float32"]) as server:
+        assert server.precision == "float32"
+
+
+async def test_health_is_serving_for_the_server_and_its_service(server: ServerProcess) -> None:
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "antiphon.v1.InferenceService"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == SERVING
+
+
+async def test_reflection_lists_the_service_and_gives_its_file(server: ServerProcess) -> None:
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="antiphon.v1.InferenceService"),
+    ]
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
+        listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"antiphon.v1.InferenceService", "grpc.health.v1.Health"} <= names
+    assert described.file_descriptor_response.file_descriptor_proto
+
+
+async def test_get_model_reports_limits_and_provenance(server: ServerProcess) -> None:
+    async with AsyncClient(server.target) as client:
+        model = await client.get_model()
+    assert (model.limits.max_source_len, model.limits.max_target_len) == (256, 2048)
+    assert (model.name, model.provenance.licence) == (server.model, "CC0-1.0")
+
+
+def watching(channel: grpc.aio.Channel) -> Any:
+    """Follow the server's health."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return stub.Watch(health_pb2.HealthCheckRequest())
+
+
+async def test_sigterm_finishes_the_running_stream_refuses_new_ones_and_exits_zero(bundle: Path) -> None:
+    no_retries = [("grpc.enable_retries", 0)]
+    with ServerProcess(bundle) as server:
+        async with (
+            grpc.aio.insecure_channel(server.target, options=no_retries) as channel,
+            AsyncClient(server.target) as client,
+        ):
+            expected = await client.generate_text(SENTENCES[0], ENDLESS)
+            watch = watching(channel)
+            assert (await watch.read()).status == SERVING
+            streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(8)]
+            firsts = await asyncio.gather(*(anext(stream) for stream in streams))
+            server.process.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            refused = await _refused_while_draining(channel)
+            texts = await asyncio.gather(*(_rest(stream) for stream in streams))
+        code, errors = await asyncio.to_thread(server.finish)
+    assert {first.text + text for first, text in zip(firsts, texts, strict=True)} == {expected.text}
+    assert (refused.code(), details_of(refused).reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
+    assert (code, "Traceback" in errors) == (0, False)
+
+
+async def _refused_while_draining(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
+    stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(text=SENTENCES[1]))
+    return caught.value
+
+
+async def _rest(stream: Any) -> str:
+    return "".join([delta.text async for delta in stream])
+
+
+async def test_drain_ends_what_is_left_after_its_grace(bundle: Path) -> None:
+    with ServerProcess(bundle, ["--drain-grace-s", "0"]) as server:
+        async with AsyncClient(server.target) as client:
+            streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(8)]
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            server.process.send_signal(signal.SIGTERM)
+            results = await asyncio.gather(*(_rest(stream) for stream in streams), return_exceptions=True)
+        code, _ = await asyncio.to_thread(server.finish)
+    assert {getattr(result, "code", None) for result in results} == {grpc.StatusCode.UNAVAILABLE}
+    assert code == 0
+
+
+async def test_second_signal_leaves_at_once(bundle: Path) -> None:
+    with ServerProcess(bundle) as server:
+        async with grpc.aio.insecure_channel(server.target) as channel, AsyncClient(server.target) as client:
+            watch = watching(channel)
+            assert (await watch.read()).status == SERVING
+            streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(32)]
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            server.process.send_signal(signal.SIGINT)
+            assert (await watch.read()).status == NOT_SERVING
+            server.process.send_signal(signal.SIGTERM)
+            code, _ = await asyncio.to_thread(server.finish)
+    assert code == 128 + signal.SIGTERM
+
+
+def test_serve_names_the_port_when_it_is_in_use_and_the_first_server_goes_on(
+    server: ServerProcess, bundle: Path
+) -> None:
+    for flags, port in (
+        (["--port", str(server.port), "--metrics-port", "0"], server.port),
+        (["--port", "0", "--metrics-port", str(server.metrics_port)], server.metrics_port),
+    ):
+        result = antiphon("serve", str(bundle), *flags)
+        assert result.returncode == 2
+        line = one_line(result)
+        assert f"port {port} on 127.0.0.1 cannot be used: Address already in use" in line
+    assert server.metrics()
+
+
+def test_serve_names_the_host_when_it_is_not_this_machines(bundle: Path) -> None:
+    result = antiphon("serve", str(bundle), "--host", "192.0.2.1", "--port", "0", "--metrics-port", "0")
+    assert (result.returncode, "192.0.2.1" in one_line(result)) == (2, True)
+
+
+def one_line(result: subprocess.CompletedProcess[bytes]) -> str:
+    """The only line on standard error; nothing is on standard output."""
+    assert result.stdout == b""
+    (line,) = result.stderr.decode().splitlines()
+    return line
+
+
+def _flip_a_byte(copy: Path) -> None:
+    weights = copy / "weights.int8.bin"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+
+
+def _edit_manifest(copy: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((copy / MANIFEST_NAME).read_text())
+    edit(manifest)
+    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
+
+
+def _replace_tokenizer(copy: Path) -> None:
+    Tokenizer.train(SENTENCES, vocab_size=300).save(copy / "tokenizer.json")
+    entry = file_entry(copy / "tokenizer.json").model_dump()
+    _edit_manifest(copy, lambda manifest: manifest["files"].update({"tokenizer.json": entry}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped byte": (_flip_a_byte, "weights.int8.bin is damaged"),
+    "missing file": (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "newer": (
+        lambda copy: _edit_manifest(copy, lambda manifest: manifest.update(format_version=FORMAT_VERSION + 1)),
+        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads 1 to {FORMAT_VERSION}",
+    ),
+    "bad field": (
+        lambda copy: _edit_manifest(copy, lambda manifest: manifest["model"].update(num_heads=0)),
+        "model.num_heads",
+    ),
+    "no manifest": (lambda copy: (copy / MANIFEST_NAME).unlink(), "is not a bundle"),
+    "broken manifest": (lambda copy: (copy / MANIFEST_NAME).write_bytes(b"\xff{"), "manifest.json cannot be read"),
+    "wrong vocabulary": (_replace_tokenizer, "tokenizer.json: vocab_size is 300; the model's is "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_serve_names_file_or_field_when_the_bundle_is_unusable(bundle: Path, tmp_path: Path, damage: str) -> None:
+    spoil, message = DAMAGES[damage]
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    spoil(copy)
+    result = antiphon("serve", str(copy), "--port", "0", "--metrics-port", "0")
+    assert result.returncode == 2
+    assert message in one_line(result)
+    assert str(copy) in one_line(result)
+
+
+def test_serve_names_the_precision_when_the_bundle_lacks_it(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    _edit_manifest(
+        copy, lambda manifest: manifest.update(graphs=[g for g in manifest["graphs"] if g["precision"] == "int8"])
+    )
+    result = antiphon("serve", str(copy), "--port", "0", "--metrics-port", "0", "--precision", "float32")
+    assert (result.returncode, "precision float32" in one_line(result)) == (2, True)
+
+
+def test_print_config_shows_flags_over_environment_over_toml(tmp_path: Path) -> None:
+    file = tmp_path / "antiphon.toml"
+    file.write_text('port = 1\nmetrics_port = 1\nblock_size = 8\nlog_level = "debug"\n')
+    result = antiphon(
+        "serve", "--print-config", "--config", str(file), "--port", "3",
+        env={"ANTIPHON_PORT": "2", "ANTIPHON_METRICS_PORT": "2"},
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, b"")
+    printed = tomllib.loads(result.stdout.decode())
+    assert (printed["port"], printed["metrics_port"], printed["block_size"]) == (3, 2, 8)
+    file.write_bytes(result.stdout)
+    assert antiphon("serve", "--print-config", "--config", str(file)).stdout == result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "message"),
+    [
+        (["--port", "99999"], {}, "port (from --port) is '99999'; it must be a whole number from 0 to 65535"),
+        ([], {"ANTIPHON_MAX_NUM_SEQS": "lots"}, "max_num_seqs (from ANTIPHON_MAX_NUM_SEQS) is 'lots'"),
+        (["--config", "/nowhere.toml"], {}, "/nowhere.toml cannot be read"),
+    ],
+)
+def test_serve_stops_with_the_fields_name_when_a_setting_is_malformed(
+    flags: list[str], env: dict[str, str], message: str
+) -> None:
+    result = antiphon("serve", *flags, env=env)
+    assert result.returncode == 2
+    assert message in one_line(result)
+
+
+def test_server_never_imports_torch() -> None:
+    code = "import sys, antiphon.service.server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"torch", "onnx", "onnxscript", "transformers"}.isdisjoint(loaded)
+
+
+def test_port_is_free_again_when_the_server_has_gone(bundle: Path) -> None:
+    with ServerProcess(bundle) as server:
+        port = server.port
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish()[0] == 0
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))

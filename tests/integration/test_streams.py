@@ -1,0 +1,153 @@
+"""Many streams over one real connection: right answers, clean cancellation, every block free at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from antiphon.client import AsyncClient, Options, ServerError
+from antiphon.v1 import inference_pb2 as pb
+from tests.integration.conftest import SENTENCES
+from tests.integration.process import ServerProcess, is_idle
+
+NUM_STREAMS = 64
+ENDLESS = Options(max_new_tokens=2048)
+
+
+def text_of(index: int) -> str:
+    return " ".join(SENTENCES[index : index + 1 + index % 5])
+
+
+def options_of(index: int) -> Options:
+    if index % 4 == 3:
+        return ENDLESS  # to be cancelled
+    if index % 4 == 2:
+        return Options(max_new_tokens=10 + 3 * index, temperature=1.2, top_k=50, top_p=0.95, seed=index)
+    return Options(max_new_tokens=1 + 3 * index)
+
+
+def outcomes(metrics: dict[str, float]) -> dict[str, float]:
+    """How many requests ended in each way."""
+    names = ("request_success", "cancellations", "deadline_misses", "request_errors", "requests_refused")
+    return {
+        name: sum(value for key, value in metrics.items() if key.startswith(f"antiphon_{name}_total")) for name in names
+    }
+
+
+async def streamed(client: AsyncClient, index: int) -> str | None:
+    """The joined deltas of a stream; None for one that is cancelled after its first."""
+    text = ""
+    stream = client.generate(text_of(index), options_of(index))
+    async for delta in stream:
+        if options_of(index) is ENDLESS:
+            await stream.aclose()  # type: ignore[attr-defined]
+            return None
+        text += delta.text
+    return text
+
+
+async def test_64_mixed_streams_answer_as_if_alone_and_leave_every_block_free(server: ServerProcess) -> None:
+    before = outcomes(server.metrics())
+    async with AsyncClient(server.target) as client:
+        crowd = await asyncio.gather(*(streamed(client, index) for index in range(NUM_STREAMS)))
+        metrics = server.wait_for_metrics(is_idle)
+        alone = [
+            None if text is None else (await client.generate_text(text_of(index), options_of(index))).text
+            for index, text in enumerate(crowd)
+        ]
+    assert crowd == alone
+    after = outcomes(metrics)
+    num_cancelled = sum(text is None for text in crowd)
+    assert after["cancellations"] - before["cancellations"] == num_cancelled == NUM_STREAMS // 4
+    assert after["request_success"] - before["request_success"] == NUM_STREAMS - num_cancelled
+    assert {name: after[name] - before[name] for name in ("deadline_misses", "request_errors")} == {
+        "deadline_misses": 0,
+        "request_errors": 0,
+    }
+    assert metrics["antiphon_kv_cache_blocks{use=free}"] > 0
+    assert metrics["antiphon_kv_cache_usage_ratio"] == 0
+
+
+@pytest.mark.parametrize("text", [SENTENCES[0], "Ärger über Ölfässer", "日本語 🜁 ünï", "x", "a\u0301 e\u0301"])
+async def test_streamed_text_equals_unary_text(server: ServerProcess, text: str) -> None:
+    options = Options(max_new_tokens=60, temperature=3.0, seed=11)  # hot enough to split characters between tokens
+    async with AsyncClient(server.target) as client:
+        deltas = [delta async for delta in client.generate(text, options)]
+        whole = await client.generate_text(text, options)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
+    assert deltas[-1].usage == whole.usage
+
+
+async def test_expired_deadlines_free_their_blocks(server: ServerProcess) -> None:
+    before = outcomes(server.metrics())
+    async with AsyncClient(server.target) as client:
+        calls = [client.generate_text(text_of(index), ENDLESS, timeout_s=0.05) for index in range(16)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert {getattr(result, "code", None) for result in results} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    after = outcomes(server.wait_for_metrics(is_idle))
+    ended = {name: after[name] - before[name] for name in after}
+    assert ended["request_success"] == ended["request_errors"] == 0
+
+
+def serialised(**fields: Any) -> bytes:
+    return pb.GenerateRequest(**fields).SerializeToString()
+
+
+BAD_REQUESTS: list[tuple[bytes, grpc.StatusCode, str]] = [
+    (serialised(text=""), grpc.StatusCode.INVALID_ARGUMENT, "text"),
+    (serialised(), grpc.StatusCode.INVALID_ARGUMENT, "source"),
+    (serialised(text="wort " * 240), grpc.StatusCode.INVALID_ARGUMENT, "1 to 256 tokens long"),
+    (serialised(model="nope", text="a"), grpc.StatusCode.NOT_FOUND, "'nope'"),
+    (serialised(text="a", options=pb.GenerateOptions(top_p=2)), grpc.StatusCode.INVALID_ARGUMENT, "options.top_p"),
+    (
+        serialised(text="a", options=pb.GenerateOptions(max_new_tokens=-1)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.max_new_tokens",
+    ),
+    (serialised(token_ids=pb.TokenIds(ids=[16383])), grpc.StatusCode.INVALID_ARGUMENT, "16383"),
+    (b"\x12\x02\xc3\x28", grpc.StatusCode.INVALID_ARGUMENT, "valid UTF-8"),
+    (b"\xff\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT, "message"),
+    (serialised(text="x" * 5_000_000), grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"),
+]
+
+
+async def test_bad_requests_are_refused_and_disturb_nobody(server: ServerProcess) -> None:
+    options = Options(max_new_tokens=1500)
+    async with AsyncClient(server.target) as client, grpc.aio.insecure_channel(server.target) as channel:
+        alone = await client.generate_text(SENTENCES[0], options)
+        neighbour = asyncio.ensure_future(_joined(client, options))
+        for data, code, message in BAD_REQUESTS:
+            for kind in ("Generate", "GenerateUnary"):
+                error = await _refusal(channel, kind, data)
+                assert error.code() is code
+                assert message in (error.details() or "")
+        assert await neighbour == alone.text
+        with pytest.raises(ServerError, match="tokens long"):
+            await client.generate_text("wort " * 2000)
+    server.wait_for_metrics(is_idle)
+
+
+async def _joined(client: AsyncClient, options: Options) -> str:
+    return "".join([delta.text async for delta in client.generate(SENTENCES[0], options)])
+
+
+async def _refusal(channel: grpc.aio.Channel, kind: str, data: bytes) -> grpc.aio.AioRpcError:
+    method = f"/antiphon.v1.InferenceService/{kind}"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (_read(channel, method, data) if kind == "Generate" else _ask(channel, method, data))
+    return caught.value
+
+
+async def _read(channel: grpc.aio.Channel, method: str, data: bytes) -> Any:
+    call: Any = channel.unary_stream(method)
+    return await call(data).read()
+
+
+async def _ask(channel: grpc.aio.Channel, method: str, data: bytes) -> Any:
+    call: Any = channel.unary_unary(method)
+    return await call(data)
