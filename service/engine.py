@@ -192,17 +192,17 @@ class Engine:
             self._wake.notify()
 
     def _run(self) -> None:
-        error: AntiphonError = Unavailable("the server is shutting down")
+        end: Callable[[], AntiphonError] = _shutting_down
         try:
             while self._await_work():
                 self._stepper.step(self._take_cancelled())
         except Exception:
             log.exception("the engine stopped on a fault of its own")
-            error = EngineFault("the engine failed")
+            end = _failed
         with self._wake:
             self._is_accepting = False
         self._queue.close()
-        self._stepper.end_all(error)
+        self._stepper.end_all(end)
 
     def _await_work(self) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
@@ -216,6 +216,14 @@ class Engine:
     def _take_cancelled(self) -> list[str]:
         # popleft, not a swap: cancel may append meanwhile.
         return [self._cancelled.popleft() for _ in range(len(self._cancelled))]
+
+
+def _shutting_down() -> AntiphonError:
+    return Unavailable("the server is shutting down")
+
+
+def _failed() -> AntiphonError:
+    return EngineFault("the engine failed")
 
 
 def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:

@@ -81,10 +81,10 @@ class Stepper:
             self._report_occupancy()
         self._publish(streams, token_ids)
 
-    def end_all(self, error: AntiphonError) -> None:
-        """End whatever runs or waits with an error, at once."""
+    def end_all(self, error: Callable[[], AntiphonError]) -> None:
+        """End whatever runs or waits at once, each with an error of its own: it may be raised, and grow a traceback."""
         for sequence in reversed(list(self._live.values())):
-            self._end(sequence, FinishReason.ERROR, error)
+            self._end(sequence, FinishReason.ERROR, error())
         self._report_occupancy()
         self._publish((), [])
 
