@@ -25,6 +25,7 @@ class RunningRows:
         self.source_lens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.max_new_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.deadlines_s: NDArray[np.float64] = np.full(max_rows, math.inf)
+        self._next_deadline_s = math.inf  # never later than the earliest deadline of a row
         self.sequences: list[Sequence] = []
         self._is_indexed = True
         self._params: list[SamplingParams] = []
@@ -62,6 +63,7 @@ class RunningRows:
             self.max_new_tokens[row] = sequence.max_new_tokens
             deadline_s = sequence.request.deadline_s
             self.deadlines_s[row] = math.inf if deadline_s is None else deadline_s
+            self._next_deadline_s = min(self._next_deadline_s, float(self.deadlines_s[row]))
             sequence.row = row
             self.sequences.append(sequence)
         self._is_indexed = False
@@ -82,7 +84,11 @@ class RunningRows:
 
     def expired(self, now_s: float) -> list[Sequence]:
         """Sequences whose deadline has come, last row first."""
-        late = np.flatnonzero(self.deadlines_s[: len(self.sequences)] <= now_s)
+        if now_s < self._next_deadline_s:  # spares the scan; a stale bound only costs one
+            return []
+        deadlines_s = self.deadlines_s[: len(self.sequences)]
+        late = np.flatnonzero(deadlines_s <= now_s)
+        self._next_deadline_s = float(np.min(deadlines_s, initial=math.inf, where=deadlines_s > now_s))
         return [self.sequences[row] for row in reversed(late.tolist())]
 
     def _index(self) -> None:

@@ -19,10 +19,10 @@ SUM_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Chosen token_ids [B] int64, and is_valid [B] bool: False where a row's logits are not finite."""
+    """Chosen token_ids [B] int64; those of invalid_rows mean nothing, because the row's logits are not finite."""
 
     token_ids: NDArray[np.int64]
-    is_valid: NDArray[np.bool_]
+    invalid_rows: list[int]
 
 
 def sample(
@@ -36,12 +36,13 @@ def sample(
     sampled_rows: the rows whose temperature is not 0
     """
     token_ids = logits.argmax(axis=1)
-    is_valid = np.isfinite(logits[np.arange(len(logits)), token_ids])
+    largest = logits[np.arange(len(logits)), token_ids]
+    invalid_rows: list[int] = [] if np.isfinite(largest).all() else np.flatnonzero(~np.isfinite(largest)).tolist()
     for row in sampled_rows:
-        if is_valid[row]:
+        if row not in invalid_rows:
             uniform = uniform_at(params[row].seed, int(positions[row]))
             token_ids[row] = sample_row(logits[row], params[row], uniform)
-    return Draw(token_ids, is_valid)
+    return Draw(token_ids, invalid_rows)
 
 
 def uniform_at(seed: int, position: int) -> float:

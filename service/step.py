@@ -147,7 +147,7 @@ class Stepper:
             self._fail(rows.sequences, "decode", fault)
             return (), []
         rows.token_ids[:num_rows] = draw.token_ids
-        past_lens += draw.is_valid
+        past_lens += 1
         self._time_tokens(num_before)
         return self._commit(draw)
 
@@ -163,7 +163,10 @@ class Stepper:
         """End the rows that are done; returns the streams that get a token of this step, and the tokens."""
         rows, num_rows = self._rows, len(self._rows)
         streams, token_ids = rows.streams, draw.token_ids.tolist()
-        is_silent = (draw.token_ids == self._runner.eos_id) | ~draw.is_valid
+        is_silent = draw.token_ids == self._runner.eos_id
+        if draw.invalid_rows:
+            is_silent[draw.invalid_rows] = True
+            rows.past_lens[draw.invalid_rows] -= 1
         is_done = is_silent | (rows.past_lens[:num_rows] >= rows.max_new_tokens[:num_rows])
         if is_done.any():
             if is_silent.any():
@@ -177,7 +180,7 @@ class Stepper:
         # From the last row down: the row that moves into a hole is then one that stays.
         for row in reversed(done.tolist()):
             sequence = self._rows.sequences[row]
-            if not draw.is_valid[row]:
+            if row in draw.invalid_rows:
                 log.error("request %s: the model's logits are not finite", sequence.request_id)
                 self._end(sequence, FinishReason.ERROR, EngineFault("the model produced no valid token"))
             elif draw.token_ids[row] == self._runner.eos_id:
