@@ -86,7 +86,7 @@ def test_sampler_uniforms_are_uniform_over_seeds_and_positions() -> None:
     assert uniform_at(0, 0) != uniform_at(1, 0) != uniform_at(MAX_SEED, 2**31)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(2, 9), vocab_size=st.sampled_from([5, 63, 257, 1031]))
 def test_sampler_row_is_the_same_alone_and_among_others(data: st.DataObject, rows: int, vocab_size: int) -> None:
     params = [
@@ -162,7 +162,6 @@ def test_sampler_marks_only_the_row_whose_logits_are_not_finite(bad: float) -> N
     assert draw(logits, [sampled] * 3, [0] * 3).invalid_rows == [1]
 
 
-@settings(deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.0, 1e-300, 0.25, 1.0, 1e9]), min_size=1, max_size=400).filter(any),
     uniform=st.floats(0.0, 1.0, exclude_max=True),
