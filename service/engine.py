@@ -59,35 +59,26 @@ class Engine:
         self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         max_num_seqs = _max_num_seqs(runner, config)
+        limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
         self._pool = _pool(runner, config, max_num_seqs)
-        self._admission = AdmissionLimits(
-            vocab_size=runner.vocab_size,
-            max_source_len=runner.max_source_len,
-            max_target_len=runner.max_target_len,
-            num_blocks=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-        )
-        limits = QueueLimits(max_requests=config.max_queued_requests, max_source_tokens=config.max_queued_tokens)
-        self._queue = RequestQueue(limits)
+        self._admission = _admission(runner, self._pool)
+        self._queue = _queue(config)
         self._live: dict[str, Sequence] = {}
         self._cancelled: deque[str] = deque()
         self._metrics = metrics
         self._clock = clock
-        self._stepper = Stepper(
-            StepParts(
-                runner=runner,
-                queue=self._queue,
-                pool=self._pool,
-                limits=SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens),
-                metrics=metrics,
-                live=self._live,
-                clock=clock,
-            )
+        parts = StepParts(
+            runner=runner,
+            queue=self._queue,
+            pool=self._pool,
+            limits=limits,
+            metrics=metrics,
+            live=self._live,
+            clock=clock,
         )
+        self._stepper = Stepper(parts)
         self._wake = threading.Condition()
-        self._is_accepting = False
-        self._is_draining = False
-        self._is_stopping = False
+        self._is_accepting = self._is_draining = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
         metrics.watch_waiting(lambda: float(len(self._queue)))
 
@@ -239,3 +230,19 @@ def _pool(runner: Runner, config: EngineConfig, max_num_seqs: int) -> BlockPool:
         return BlockPool(config.kv_cache_blocks, size)
     longest = blocks_for(runner.max_source_len, size) + blocks_for(runner.max_target_len, size)
     return BlockPool(max_num_seqs * longest, size)
+
+
+def _queue(config: EngineConfig) -> RequestQueue:
+    return RequestQueue(
+        QueueLimits(max_requests=config.max_queued_requests, max_source_tokens=config.max_queued_tokens)
+    )
+
+
+def _admission(runner: Runner, pool: BlockPool) -> AdmissionLimits:
+    return AdmissionLimits(
+        vocab_size=runner.vocab_size,
+        max_source_len=runner.max_source_len,
+        max_target_len=runner.max_target_len,
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+    )
