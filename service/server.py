@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from antiphon.client import DEFAULT_TARGET
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.engine import Engine
 from antiphon.service.handlers import SERVICE_NAME, Calls
@@ -118,18 +119,22 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 def _bind(server: grpc.aio.Server, config: ServerConfig) -> int:
-    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
     try:
-        return server.add_insecure_port(address)
+        return server.add_insecure_port(_address(config.host, config.port))
     except RuntimeError:  # taken since check_port looked
         raise PortError(f"port {config.port} on {config.host} cannot be used") from None
 
 
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _ready_line(config: ServerConfig, loaded: Loaded, port: int, metrics_port: int) -> str:
-    target = "" if port == 50051 else f"--target {config.host}:{port} "
+    address = _address(config.host, port)
+    target = "" if address == DEFAULT_TARGET else f"--target {address} "
     return (
-        f"antiphon: ready: {loaded.name} ({loaded.precision}) on {config.host}:{port}, "
-        f"metrics on http://{config.metrics_host}:{metrics_port}/metrics; "
+        f"antiphon: ready: {loaded.name} ({loaded.precision}) on {address}, "
+        f"metrics on http://{_address(config.metrics_host, metrics_port)}/metrics; "
         f'next: antiphon generate {target}"How are you?"'
     )
 

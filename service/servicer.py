@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import secrets
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
@@ -116,7 +116,8 @@ class InferenceServicer:
 
     async def _request(self, message: _GenerateRequest, context: _Context) -> Request:
         arrival_s = self._engine.clock()
-        remaining_s = context.time_remaining()
+        # None without a deadline, which the published types leave out.
+        remaining_s = cast("float | None", context.time_remaining())
         self._check_model(message)
         params = _sampling_params(message.options)
         source_ids = await self._source_ids(message)

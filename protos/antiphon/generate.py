@@ -109,9 +109,10 @@ async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, o
     num_failed = 0
     try:
         async for answered in ordered_map(_lines(STDIN), answer, concurrency=arguments.concurrency):
+            if sys.stdout.isatty() or answered.problem is not None:
+                progress.clear()
             if answered.problem is not None:
                 num_failed += 1
-                progress.clear()
                 print(f"antiphon generate: line {answered.line.number}: {answered.problem}", file=sys.stderr)
             sys.stdout.write(f"{_one_line(answered.text)}\n")
             sys.stdout.flush()

@@ -24,6 +24,7 @@ class Progress:
         self._total_bytes = total_bytes
         self._start_s = time.monotonic()
         self._drawn_s = 0.0
+        self._is_drawn = False
         self._num_lines = 0
         self._num_bytes = 0
 
@@ -38,7 +39,8 @@ class Progress:
 
     def clear(self) -> None:
         """Make room for another message on the terminal's line."""
-        if self._is_shown:
+        if self._is_drawn:
+            self._is_drawn = False
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
@@ -57,6 +59,7 @@ class Progress:
             width = max(10, shutil.get_terminal_size().columns - len(text) - 10)
             bar = "#" * round(width * done)
             text = f"{done:4.0%} [{bar:<{width}}] {text}"
+        self._is_drawn = True
         self._stream.write(f"\r\x1b[K{text}")
         self._stream.flush()
 

@@ -122,3 +122,9 @@ def test_add_config_arguments_offers_one_described_flag_for_each_field() -> None
 def test_server_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().port = 1
+
+
+def test_load_config_ignores_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets ANTIPHON_SERVICE_HOST in every pod beside a Service named antiphon."""
+    monkeypatch.setenv("ANTIPHON_SERVICE_HOST", "10.0.0.1")
+    assert load().host == "127.0.0.1"
