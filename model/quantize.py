@@ -2,13 +2,13 @@
 
 Weights: one scale for each output column, symmetric. Activations: one scale for each row, found as it runs:
 
-    x [.., K] -> Abs -> ReduceMax = m [.., 1]
-    x / m -> QuantizeLinear = q [.., K] uint8
-    MatMulIntegerToFloat(q, W) [.., N] -> * m
+    x [.., K] -> Abs -> ReduceMax -> * 1/127 = step [.., 1]
+    QuantizeLinear(x, step, 128), the row one block = q [.., K] uint8
+    MatMulIntegerToFloat(q, W) [.., N] -> * step
 
 The integer sums are exact and the scales are the row's own, so a row's result cannot depend on the rows around it;
 one scale for the whole tensor (DynamicQuantizeMatMul) would break that. uint8 times int8 is the pair with fast kernels
-on x86. A row of zeros divides 0 by 0: whatever integer that becomes is multiplied by m = 0 again. Norms, biases,
+on x86. A row of zeros divides 0 by 0: whatever integer that becomes is multiplied by step = 0 again. Norms, biases,
 positions and attention stay float32.
 """
 
@@ -22,7 +22,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
-from antiphon.model.ops.graph_edit import Editor, constant_array, take_over
+from antiphon.model.ops.graph_edit import Editor, constant_array, shape_of, static_dim, take_over
 
 CONTRIB = "com.microsoft"
 _LEVELS = 127
@@ -30,12 +30,11 @@ _LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A tensor quantised row by row: integers, what to multiply results by, and how to read the integers."""
+    """A tensor quantised row by row: integers [.., K], the integer that stands for 0, and what one step is, [.., 1]."""
 
     integers: ir.Value
-    row_max: ir.Value
+    zero: int
     step: ir.Value
-    zero_point: ir.Value
 
 
 def quantize(model: ir.Model) -> None:
@@ -63,6 +62,7 @@ class _Quantizer:
     def __init__(self, graph: ir.Graph) -> None:
         self.edit = Editor(graph)
         self.rows: dict[int, _Rows] = {}
+        self.zero_points: dict[str, ir.Value] = {}
 
     def product(self, node: ir.Node) -> None:
         """MatMul or Gemm with a constant matrix; other products are left alone."""
@@ -77,9 +77,10 @@ class _Quantizer:
             matrix = self.edit.emit(node, "Transpose", [self.edit.constant(integers)], {"perm": [1, 0]})
         else:
             matrix = self.edit.constant(np.ascontiguousarray(integers.T))
-        inputs = [rows.integers, matrix, rows.step, self.edit.constant(scale), rows.zero_point]
+        one, zero = self.edit.constant(np.array(1, np.float32)), self.edit.constant(np.array(rows.zero, np.uint8))
+        inputs = [rows.integers, matrix, one, self.edit.constant(scale), zero]
         out = self.edit.emit(node, "MatMulIntegerToFloat", inputs, domain=CONTRIB)
-        out = self.edit.emit(node, "Mul", [out, rows.row_max])
+        out = self.edit.emit(node, "Mul", [out, rows.step])
         if node.op_type == "Gemm" and len(node.inputs) > 2:
             out = self.edit.emit(node, "Add", [out, node.inputs[2]])
         take_over(node.outputs[0], out)
@@ -111,12 +112,21 @@ class _Quantizer:
         # What is never negative needs no Abs, and has all 256 levels to itself.
         levels, zero = (255, 0) if positive else (_LEVELS, 128)
         size = value if positive else self.edit.emit(node, "Abs", [value])
-        row_max = self.edit.emit(node, "ReduceMax", [size, self.edit.ints(-1)], {"keepdims": 1})
-        unit = self.edit.emit(node, "Div", [value, row_max])
-        step = self.edit.constant(np.array(1 / levels, np.float32))
-        zero_point = self.edit.constant(np.array(zero, np.uint8))
-        integers = self.edit.emit(node, "QuantizeLinear", [unit, step, zero_point])
-        return _Rows(integers, row_max, step, zero_point)
+        largest = self.edit.emit(node, "ReduceMax", [size, self.edit.ints(-1)], {"keepdims": 1})
+        step = self.edit.emit(node, "Mul", [largest, self.edit.constant(np.array(1 / levels, np.float32))])
+        zeros = None if positive else self._zero_points(value, step, node)
+        attributes = {"axis": -1, "block_size": static_dim(value, -1)}
+        integers = self.edit.emit(node, "QuantizeLinear", [value, step, zeros], attributes)
+        return _Rows(integers, zero, step)
+
+    def _zero_points(self, value: ir.Value, step: ir.Value, node: ir.Node) -> ir.Value:
+        """128 for each row, shaped like the steps; one tensor for all activations with the same rows."""
+        rows = str(shape_of(value)[:-1])
+        if rows not in self.zero_points:
+            shape = self.edit.emit(node, "Shape", [step])
+            middle = self.edit.constant(np.array(128, np.uint8))
+            self.zero_points[rows] = self.edit.emit(node, "Expand", [middle, shape])
+        return self.zero_points[rows]
 
 
 def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:

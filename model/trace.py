@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
 import torch
 from torch import Tensor, nn
 
 from antiphon.model.bundle import Lowering
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops import simplify
 from antiphon.model.ops.contrib_lowering import LOWERINGS
 from antiphon.model.ops.onnx_translation import TRANSLATIONS
+from antiphon.model.ops.simplify import simplify
 from antiphon.model.transformer import KV, Transformer
 
 OPSET = 23
@@ -105,16 +104,16 @@ class _DecoderGraph(nn.Module):
 def trace_encoder(model: Transformer, lowering: Lowering) -> ir.Model:
     """The encoder graph: source ids to the cross-attention keys and values of every decoder layer."""
     config = model.config
-    return _trace(_EncoderGraph(_rebuilt(model, lowering)), encoder_inputs(config), encoder_outputs(config), lowering)
+    return _trace(_EncoderGraph(traceable(model, lowering)), encoder_inputs(config), encoder_outputs(config), lowering)
 
 
 def trace_decoder(model: Transformer, lowering: Lowering) -> ir.Model:
     """The decoder graph: one step of every row, caches in and out."""
     config = model.config
-    return _trace(_DecoderGraph(_rebuilt(model, lowering)), decoder_inputs(config), decoder_outputs(config), lowering)
+    return _trace(_DecoderGraph(traceable(model, lowering)), decoder_inputs(config), decoder_outputs(config), lowering)
 
 
-def _rebuilt(model: Transformer, lowering: Lowering) -> Transformer:
+def traceable(model: Transformer, lowering: Lowering) -> Transformer:
     """The same weights behind the attention that the lowering traces; buffers and parameters are shared, not copied."""
     backend = "fused" if lowering == "contrib" else "eager"
     with torch.random.fork_rng(devices=[]):
@@ -139,11 +138,9 @@ def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], l
             verbose=False,
         )
     assert program is not None
-    graph = program.model.graph
     if lowering == "contrib":
-        LOWERINGS["CPUExecutionProvider"](graph)
-    simplify.simplify(graph)
-    common_passes.ClearMetadataAndDocStringPass()(program.model)
+        LOWERINGS["CPUExecutionProvider"](program.model.graph)
+    simplify(program.model)
     return program.model
 
 

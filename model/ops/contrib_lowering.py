@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from antiphon.model.ops.graph_edit import Editor, operand, optional_operand, shape_of, static_dim, take_over
+from antiphon.model.ops.graph_edit import (
+    Editor,
+    constant_array,
+    operand,
+    optional_operand,
+    shape_of,
+    static_dim,
+    take_over,
+)
 from antiphon.model.ops.onnx_translation import ATTENTION, CACHED_ATTENTION, DOMAIN
 
 CONTRIB = "com.microsoft"
@@ -62,13 +70,25 @@ class _Lowering:
         if causal and queries != keys:
             raise LoweringError(f"{node.name}: causal attention of {queries} queries over {keys} keys has no operator")
         joined = [self._joined(part, node) for part in (query, key, value)]
+        projection_bias = self._moved_bias(joined)
         attributes = {
             "num_heads": static_dim(query, 2),
             "scale": node.attributes["scale"].as_float(),
             "unidirectional": causal,
         }
-        inputs = [*joined, None, lens, bias]
+        inputs = [*joined, projection_bias, lens, bias]
         return self.edit.emit(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB)
+
+    def _moved_bias(self, parts: list[ir.Value]) -> ir.Value | None:
+        """The bias of the product that query, key and value were split from, which the operator adds as it copies."""
+        split = parts[0].producer()
+        if split is None or split.op_type != "Split" or list(split.outputs) != parts:
+            return None
+        added = operand(split, 0).producer()
+        if added is None or added.op_type != "Add" or constant_array(added.inputs[1]) is None:
+            return None
+        split.replace_input_with(0, added.inputs[0])
+        return added.inputs[1]
 
     def _cached_attention(self, node: ir.Node) -> ir.Value:
         query, key, value, cache_key, cache_value, lens = (operand(node, index) for index in range(6))
