@@ -34,4 +34,4 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle of each family of variants; the other choices of a family ride along."""
-    return export_random(tmp_path_factory.mktemp(request.param), **VARIANTS[request.param])
+    return export_random(tmp_path_factory.mktemp(request.param), ("contrib",), VARIANTS[request.param])

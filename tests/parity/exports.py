@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from antiphon.model.bundle import Bundle, Lowering
+from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig
 from antiphon.model.export import export_bundle
@@ -48,13 +48,15 @@ def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     return load_checkpoint(path)
 
 
-def export_random(directory: Path, lowerings: Sequence[Lowering] = ("contrib",), **overrides: object) -> Bundle:
+def export_random(
+    directory: Path, lowerings: Sequence[Lowering], overrides: Mapping[str, object] | None = None
+) -> Bundle:
     """Export a random model at every precision; export itself refuses graphs that disagree with the model."""
-    checkpoint = write_checkpoint(directory / "checkpoint", small_config(**overrides))
+    checkpoint = write_checkpoint(directory / "checkpoint", small_config(**(overrides or {})))
     return export_bundle(checkpoint, directory / "bundle", lowerings=lowerings)
 
 
-def stepper(bundle: Bundle, precision: str, lowering: Lowering = "contrib", *, threads: int = 1) -> GraphStepper:
+def stepper(bundle: Bundle, precision: Precision, lowering: Lowering = "contrib", *, threads: int = 1) -> GraphStepper:
     """Sessions for one graph set of a bundle."""
-    graphs = bundle.graph_set(precision, lowering)  # type: ignore[arg-type]
+    graphs = bundle.graph_set(precision, lowering)
     return GraphStepper(bundle.path, graphs, bundle.manifest.model, threads=threads)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.model.bundle import Bundle, Precision
+from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.stepper import Floats, GraphStepper, Ids
 from antiphon.model.verify import TOLERANCES, compare, step_through, verify
 from tests.parity.exports import random_model, stepper
@@ -35,10 +35,10 @@ def test_graphs_agree_with_pytorch_in_every_variant(variant: Bundle, precision: 
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_graphs_agree_with_pytorch_decoding_whole_targets(bundle: Bundle, lowering: str) -> None:
+def test_graphs_agree_with_pytorch_decoding_whole_targets(bundle: Bundle, lowering: Lowering) -> None:
     sources, target = draw(bundle, [5, 11, 1])
     model = random_model(bundle.manifest.model)
-    found = step_through(stepper(bundle, "float32", lowering), sources, target)  # type: ignore[arg-type]
+    found = step_through(stepper(bundle, "float32", lowering), sources, target)
     for row, source in enumerate(sources):
         with torch.no_grad():
             expected = model(torch.from_numpy(source)[None], torch.from_numpy(target[[row]]))[0].numpy()
@@ -48,9 +48,8 @@ def test_graphs_agree_with_pytorch_decoding_whole_targets(bundle: Bundle, loweri
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_eager_graphs_equal_contrib_graphs(bundle: Bundle, precision: Precision) -> None:
     sources, target = draw(bundle, [3, 9, 9, 20])
-    fused, plain = (
-        step_through(stepper(bundle, precision, lowering), sources, target) for lowering in ("contrib", "eager")
-    )
+    fused = step_through(stepper(bundle, precision, "contrib"), sources, target)
+    plain = step_through(stepper(bundle, precision, "eager"), sources, target)
     comparison = compare(*(logits.reshape(-1, logits.shape[-1]) for logits in (fused, plain)))
     # An int8 activation on the edge between two levels may fall either way: one level of many, once in a while.
     assert comparison.rms_error < (1e-5 if precision == "float32" else 5e-3)
@@ -58,30 +57,29 @@ def test_eager_graphs_equal_contrib_graphs(bundle: Bundle, precision: Precision)
 
 def test_int8_stays_near_float32(bundle: Bundle) -> None:
     sources, target = draw(bundle, [4, 7, 30, 12, 12, 12, 1, 40])
-    exact, coarse = (step_through(stepper(bundle, name), sources, target) for name in ("float32", "int8"))
+    exact = step_through(stepper(bundle, "float32"), sources, target)
+    coarse = step_through(stepper(bundle, "int8"), sources, target)
     comparison = compare(*(logits.reshape(-1, logits.shape[-1]) for logits in (coarse, exact)))
     assert comparison.excess(TOLERANCES["int8"]) is None
 
 
-def test_int8_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle) -> None:
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle, precision: Precision) -> None:
+    """int8 by construction; float32 because ONNX Runtime packs constant weights and then has one kernel for any rows.
+
+    (With session.disable_prepacking a product of a single row takes another kernel and differs in the last bits.)
+    """
     random = np.random.default_rng(3)
     lens = random.integers(1, 45, 9).tolist()
     lens[4:7] = [lens[3]] * 3  # some rows share an encoder run
     sources, target = draw(bundle, lens)
-    single = alone(stepper(bundle, "int8", threads=1), sources, target)
+    single = alone(stepper(bundle, precision, threads=1), sources, target)
     for threads in (1, 2):
-        runner = stepper(bundle, "int8", threads=threads)
+        runner = stepper(bundle, precision, threads=threads)
         for _ in range(3):
             rows = random.permutation(len(lens))[: random.integers(2, len(lens) + 1)]
             crowd = step_through(runner, [sources[row] for row in rows], target[rows])
             np.testing.assert_array_equal(crowd, single[rows])
-
-
-def test_float32_rows_agree_alone_and_in_any_batch_to_rounding(bundle: Bundle) -> None:
-    sources, target = draw(bundle, [3, 9, 9, 20, 31, 1])
-    single = alone(stepper(bundle, "float32"), sources, target)
-    crowd = step_through(stepper(bundle, "float32", threads=2), sources, target)
-    np.testing.assert_allclose(crowd, single, atol=1e-5)
 
 
 def test_cross_cache_beyond_a_rows_length_does_not_matter(bundle: Bundle) -> None:
@@ -92,7 +90,7 @@ def test_cross_cache_beyond_a_rows_length_does_not_matter(bundle: Bundle) -> Non
     for capacity in (6, 33):
         cross_kv, self_kv = runner.fill_cross(sources, capacity), runner.caches("decoder", 1, capacity)
         found.append(runner.step(target[:, 0], np.zeros(1, np.int32), lens, self_kv, cross_kv))
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_self_cache_is_written_only_at_the_new_position(bundle: Bundle) -> None:

@@ -1,0 +1,98 @@
+"""The export command: what it writes, what it refuses, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from antiphon.model import export, trace
+from antiphon.model.bundle import Bundle, Lowering, Provenance, load_bundle
+from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.export import ExportError, export_bundle
+from antiphon.model.transformer import Transformer
+from antiphon.model.verify import VerificationError
+from tests.parity.exports import random_model, small_config
+
+
+def parse(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+def test_export_command_writes_a_bundle_with_licence_and_provenance(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provenance = Provenance(source="https://example.org/pairs", licence="CC-BY-2.0", attribution="By many people.")
+    folder = checkpoint.tokenizer_path.parent
+    (folder / "provenance.json").write_text(provenance.model_dump_json())
+    try:
+        code = export.run(parse(folder, tmp_path / "bundle", "--precision", "int8", "--name", "small"))
+    finally:
+        (folder / "provenance.json").unlink()
+    assert code == 0, capsys.readouterr().err
+    bundle = load_bundle(tmp_path / "bundle")
+    assert bundle.manifest.name == "small"
+    assert bundle.manifest.provenance == provenance
+    assert "By many people." in bundle.file("NOTICE").read_text()
+    assert set(bundle.manifest.files) == {
+        "NOTICE", "tokenizer.json", "weights.int8.bin", "encoder.contrib.int8.onnx", "decoder.contrib.int8.onnx",
+    }  # fmt: skip
+
+
+def test_bundle_names_graph_tensors_as_its_contract_says(bundle: Bundle) -> None:
+    graphs = bundle.graph_set("float32")
+    for name, ports in (
+        (graphs.encoder, (trace.encoder_inputs, trace.encoder_outputs)),
+        (graphs.decoder, (trace.decoder_inputs, trace.decoder_outputs)),
+    ):
+        graph = ir.load(bundle.file(name)).graph
+        for values, expected in zip((graph.inputs, graph.outputs), ports, strict=True):
+            assert [value.name for value in values] == [port.name for port in expected(bundle.manifest.model)]
+
+
+def test_export_refuses_graphs_that_disagree_with_the_model(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the exporter, played by tracing another model than the checkpoint's."""
+    other = random_model(small_config(), seed=1)
+
+    def trace_other(model: Transformer, lowering: Lowering) -> ir.Model:
+        return trace.trace_decoder(other, lowering)
+
+    monkeypatch.setattr(export, "trace_decoder", trace_other)
+    with pytest.raises(VerificationError, match=r"contrib float32 graphs disagree with the model: a logit is off"):
+        export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_refuses_an_existing_directory(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(ExportError, match="is not empty; --overwrite replaces it"):
+        export_bundle(checkpoint, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_export_refuses_half_a_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = small_config(architecture="encoder", decoder_layers=0)
+    half = dataclasses.replace(checkpoint, config=config, model=Transformer(config))
+    with pytest.raises(ExportError, match="architecture='encoder' cannot be exported yet"):
+        export_bundle(half, tmp_path / "bundle")
+
+
+def test_export_command_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.run(parse(tmp_path / "nothing", tmp_path / "bundle")) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "nothing" in message
+
+
+def test_export_leaves_the_random_state_alone(checkpoint: Checkpoint) -> None:
+    before = torch.random.get_rng_state()
+    trace.traceable(checkpoint.model, "contrib")
+    assert torch.equal(torch.random.get_rng_state(), before)
