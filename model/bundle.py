@@ -23,6 +23,7 @@ from antiphon.model.config import ModelConfig
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Precision = Literal["float32", "int8"]
 Lowering = Literal["contrib", "eager"]
@@ -101,7 +102,7 @@ class Manifest(_Strict):
     """Contents of manifest.json."""
 
     format_version: int = FORMAT_VERSION
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(pattern=NAME_PATTERN)
     model: ModelConfig
     tokenizer: str = "tokenizer.json"
     graphs: tuple[GraphSet, ...] = Field(min_length=1)

@@ -6,6 +6,7 @@ Owns the order of work and the directory. Tracing, quantisation, storage and ver
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,8 @@ import onnx_ir as ir
 from tqdm import tqdm
 
 from antiphon.model.bundle import (
+    MANIFEST_NAME,
+    NAME_PATTERN,
     Bundle,
     BundleError,
     GraphSet,
@@ -54,10 +57,12 @@ def export_bundle(
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
 
-    name defaults to the directory's. An existing target is refused unless it is empty or `overwrite` is set.
+    name defaults to the directory's. A target that is not empty is refused; with `overwrite`, unless it is a bundle.
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
-    _check(checkpoint, target, overwrite=overwrite)
+    target = target.resolve()
+    name = target.name if name is None else name
+    _check(checkpoint, target, name, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -65,7 +70,7 @@ def export_bundle(
         graphs = _write_graphs(checkpoint.model, work, precisions, lowerings)
         for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
             verify(work, graph_set, checkpoint.model)
-        _describe(checkpoint, work, graphs, name or target.name)
+        _describe(checkpoint, work, graphs, name)
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)
@@ -75,13 +80,18 @@ def export_bundle(
     return load_bundle(target)
 
 
-def _check(checkpoint: Checkpoint, target: Path, *, overwrite: bool) -> None:
+def _check(checkpoint: Checkpoint, target: Path, name: str, *, overwrite: bool) -> None:
     if checkpoint.config.architecture != "encoder-decoder":
         raise ExportError(f"architecture={checkpoint.config.architecture!r} cannot be exported yet")
+    if not re.match(NAME_PATTERN, name):
+        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name chooses another than the directory's")
     if target.exists() and not target.is_dir():
         raise ExportError(f"{target} exists and is not a directory")
-    if target.exists() and any(target.iterdir()) and not overwrite:
-        raise ExportError(f"{target} exists and is not empty; --overwrite replaces it")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise ExportError(f"{target} exists and is not empty; --overwrite replaces a bundle")
+        if not (target / MANIFEST_NAME).is_file():
+            raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
 
 
 def _write_graphs(
@@ -143,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add graphs with the score matrix in plain sight, the baseline that `antiphon profile` measures against",
     )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
-    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -157,7 +167,15 @@ def run(args: argparse.Namespace) -> int:
             name=args.name,
             overwrite=args.overwrite,
         )
-    except (ExportError, CheckpointError, TokenizerError, BundleError, LoweringError, VerificationError) as error:
+    except (
+        ExportError,
+        CheckpointError,
+        TokenizerError,
+        BundleError,
+        LoweringError,
+        VerificationError,
+        OSError,
+    ) as error:
         print(f"antiphon export: {error}", file=sys.stderr)
         return 2
     size = sum(entry.size for entry in bundle.manifest.files.values())

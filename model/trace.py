@@ -5,8 +5,10 @@ The names and axes here are the contract of `bundle.GraphSet`. Writes no file an
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -124,8 +126,7 @@ def traceable(model: Transformer, lowering: Lowering) -> Transformer:
 
 def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], lowering: Lowering) -> ir.Model:
     module.eval()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
             module,
             tuple(port.example(_EXAMPLE_SIZES) for port in inputs),
@@ -142,6 +143,20 @@ def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], l
         LOWERINGS["CPUExecutionProvider"](program.model.graph)
     simplify(program.model)
     return program.model
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """The exporter warns about packages that this project does not use, on standard error; errors still show."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _free_axes(port: Port) -> dict[int, str]:

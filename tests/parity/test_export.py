@@ -73,9 +73,26 @@ def test_export_refuses_graphs_that_disagree_with_the_model(
 
 def test_export_refuses_an_existing_directory(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(ExportError, match="is not empty; --overwrite replaces it"):
+    with pytest.raises(ExportError, match="is not empty; --overwrite replaces a bundle"):
         export_bundle(checkpoint, tmp_path)
+    with pytest.raises(ExportError, match=r"is not a bundle \(manifest.json is missing\) and will not be replaced"):
+        export_bundle(checkpoint, tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_export_overwrites_a_bundle_and_leaves_nothing_of_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    target = tmp_path / "bundle"
+    target.mkdir()
+    for name in ("manifest.json", "encoder.old.onnx"):
+        (target / name).write_text("{}")
+    bundle = export_bundle(checkpoint, target, precisions=("float32",), overwrite=True)
+    assert {path.name for path in target.iterdir()} == {"manifest.json", *bundle.manifest.files}
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_export_refuses_a_name_clients_could_not_ask_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="name='my model' must match"):
+        export_bundle(checkpoint, tmp_path / "my model")
 
 
 def test_export_refuses_half_a_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
