@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from antiphon.model.attention import Backend
 from antiphon.model.bundle import Lowering
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.contrib_lowering import LOWERINGS
@@ -117,7 +118,7 @@ def trace_decoder(model: Transformer, lowering: Lowering) -> ir.Model:
 
 def traceable(model: Transformer, lowering: Lowering) -> Transformer:
     """The same weights behind the attention that the lowering traces; buffers and parameters are shared, not copied."""
-    backend = "fused" if lowering == "contrib" else "eager"
+    backend: Backend = "fused" if lowering == "contrib" else "eager"
     with torch.random.fork_rng(devices=[]):
         twin = Transformer(model.config, attention_backend=backend)
     twin.load_state_dict(model.state_dict())
