@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -53,13 +54,25 @@ class Batch:
 
 IGNORED_LABEL = -100
 
+# oneDNN compiles a kernel for every new shape of a product. With lengths as they come each batch has new shapes, and a
+# step took 4.2 s of which 3.7 s were spent compiling; with a few dozen shapes it compiles them once.
+LENGTH_STEP = 4
 
-def collate(examples: Sequence[Example], tokenizer: Tokenizer) -> Batch:
-    """Pad examples to one batch; decoder inputs begin with the begin token, labels end with the end token."""
-    rows = len(examples)
-    source_lens = torch.tensor([len(e.source) for e in examples], dtype=torch.int32)
-    target_len = max(len(e.target) for e in examples) + 1
-    source = torch.full((rows, int(source_lens.max())), tokenizer.pad_id)
+
+def _rounded(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def collate(examples: Sequence[Example], tokenizer: Tokenizer, rows: int | None = None) -> Batch:
+    """Pad examples to one batch; decoder inputs begin with the begin token, labels end with the end token.
+
+    Lengths are rounded up to LENGTH_STEP. Where there are fewer examples than `rows`, rows without labels follow.
+    """
+    rows = rows or len(examples)
+    source_lens = torch.ones(rows, dtype=torch.int32)
+    source_lens[: len(examples)] = torch.tensor([len(e.source) for e in examples], dtype=torch.int32)
+    source = torch.full((rows, _rounded(int(source_lens.max()))), tokenizer.pad_id)
+    target_len = _rounded(max(len(e.target) for e in examples) + 1)
     inputs = torch.full((rows, target_len), tokenizer.pad_id)
     labels = torch.full((rows, target_len), IGNORED_LABEL)
     for row, example in enumerate(examples):
@@ -72,6 +85,11 @@ def collate(examples: Sequence[Example], tokenizer: Tokenizer) -> Batch:
     return Batch(source=source, source_lens=source_lens, inputs=inputs, labels=labels)
 
 
+def rows_of(target_len: int, batch_tokens: int) -> int:
+    """Rows of every batch whose targets, end token included, have this length: at least one."""
+    return max(1, batch_tokens // _rounded(target_len))
+
+
 def plan_batches(examples: Sequence[Example], batch_tokens: int, seed: int) -> list[list[int]]:
     """Indices of each batch of one epoch: neighbours in length, at most batch_tokens padded target tokens.
 
@@ -80,14 +98,11 @@ def plan_batches(examples: Sequence[Example], batch_tokens: int, seed: int) -> l
     chance = random.Random(seed)
     order = list(range(len(examples)))
     chance.shuffle(order)
-    order.sort(key=lambda i: (len(examples[i].target), len(examples[i].source)))
+    order.sort(key=lambda i: (_rounded(len(examples[i].target) + 1), len(examples[i].source)))
     batches: list[list[int]] = []
-    current: list[int] = []
-    for index in order:
-        if current and (len(current) + 1) * (len(examples[index].target) + 1) > batch_tokens:
-            batches.append(current)
-            current = []
-        current.append(index)
-    batches.append(current)
+    for _, group in groupby(order, key=lambda i: _rounded(len(examples[i].target) + 1)):
+        members = list(group)
+        rows = rows_of(len(examples[members[0]].target) + 1, batch_tokens)
+        batches += [members[start : start + rows] for start in range(0, len(members), rows)]
     chance.shuffle(batches)
     return batches

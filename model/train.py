@@ -33,7 +33,7 @@ from antiphon.model.checkpoint import (
     weights_of,
 )
 from antiphon.model.corpus import load_corpus
-from antiphon.model.data import IGNORED_LABEL, Batch, Example, collate, encode_pairs, plan_batches
+from antiphon.model.data import IGNORED_LABEL, Batch, Example, collate, encode_pairs, plan_batches, rows_of
 from antiphon.model.loss import linear_cross_entropy
 from antiphon.model.recipe import Recipe, RecipeError, TrainConfig, load_recipe
 from antiphon.model.tokenizer import Tokenizer
@@ -106,6 +106,8 @@ class Trainer:
     """One run of one recipe in one folder."""
 
     def __init__(self, recipe: Recipe, data_folder: Path, run_folder: Path, group: Group) -> None:
+        # oneDNN keeps 1,024 compiled kernels unless told otherwise, too few for every shape of batch.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
         self.recipe = recipe
         self.config = recipe.train
         self.folder = run_folder
@@ -225,7 +227,9 @@ class Trainer:
         return float(sums[0] / sums[1])
 
     def _batch(self, examples: list[Example], indices: list[int]) -> Batch:
-        return collate([examples[i] for i in indices], self.tokenizer).to(self.group.device)
+        chosen = [examples[i] for i in indices]
+        rows = rows_of(max(len(e.target) for e in chosen) + 1, self.config.batch_tokens)
+        return collate(chosen, self.tokenizer, rows).to(self.group.device)
 
     def run(self) -> Path | None:
         """Train to the end; returns the averaged checkpoint (None on ranks other than 0)."""

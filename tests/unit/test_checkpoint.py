@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.model.bundle import Provenance
+from antiphon.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
+from antiphon.model.config import preset
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.transformer import Transformer
+
+PROVENANCE = Provenance(source="s", licence="CC0", attribution="a")
+
+
+def write_checkpoint(path: Path, **overrides: object) -> Transformer:
+    tokenizer = Tokenizer.train([], vocab_size=260)
+    config = preset("tiny", vocab_size=260, **overrides)
+    model = Transformer(config)
+    save_checkpoint(path, config=config, weights=weights_of(model), tokenizer=tokenizer, provenance=PROVENANCE)
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loaded_model_is_the_saved_one(tmp_path: Path, tied: bool) -> None:
+    model = write_checkpoint(tmp_path / "c", tie_source_target=tied, tie_output=tied)
+    loaded = load_checkpoint(tmp_path / "c")
+    ids = torch.arange(4, 10)[None]
+    assert torch.equal(loaded.model(ids, ids), model(ids, ids))
+    assert loaded.provenance == PROVENANCE
+    assert not loaded.model.training
+
+
+def test_saving_replaces_whole_directories(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c")
+    (tmp_path / "c" / "left-over").touch()
+    write_checkpoint(tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+    assert not (tmp_path / "c" / "left-over").exists()
+
+
+def damage_weights(path: Path) -> None:
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def change_shape(path: Path) -> None:
+    described = json.loads((path / "config.json").read_text())
+    described["model"]["d_ff"] = 65
+    (path / "config.json").write_text(json.dumps(described))
+
+
+def change_version(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({"version": 99}))
+
+
+def change_layers(path: Path) -> None:
+    described = json.loads((path / "config.json").read_text())
+    described["model"]["decoder_layers"] = 3
+    (path / "config.json").write_text(json.dumps(described))
+
+
+def change_vocabulary(path: Path) -> None:
+    Tokenizer.train(["some other words"], vocab_size=263).save(path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (damage_weights, r"model\.safetensors cannot be read"),
+        (change_shape, r"feed_forward\.inner\.weight has shape \[64, 32\], expected \[65, 32\]"),
+        (change_version, r"config\.json: version is 99"),
+        (change_layers, r"missing tensors \['decoder\.layers\.2"),
+        (change_vocabulary, r"tokenizer\.json has 26\d tokens"),
+        (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+    ],
+)
+def test_spoilt_checkpoint_is_refused_by_name(tmp_path: Path, spoil: object, message: str) -> None:
+    write_checkpoint(tmp_path / "c")
+    assert callable(spoil)
+    spoil(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path / "c")

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from pydantic import ValidationError
+
+from antiphon.model.config import ModelConfig, preset
+from antiphon.model.transformer import Transformer
+
+
+@pytest.mark.parametrize(("name", "millions"), [("base", 65), ("big", 213)])
+def test_preset_has_the_papers_size(name: str, millions: int) -> None:
+    """Table 3 of the paper, rounded there; ours share one embedding."""
+    with torch.device("meta"):
+        parameters = Transformer(preset(name)).num_parameters
+    assert parameters / 1e6 == pytest.approx(millions, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 3),
+        ("num_heads", 5),
+        ("encoder_layers", 0),
+        ("decoder_layers", 0),
+        ("norm", "batchnorm"),
+        ("dropout", 1.0),
+        ("eos_id", 96),
+        ("attention_scale", 0),
+        ("no_such_field", 1),
+    ],
+)
+def test_config_names_the_wrong_field(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as error:
+        preset("tiny", **{field: value})
+    assert field in str(error.value)
+
+
+def test_rope_needs_an_even_head_width() -> None:
+    with pytest.raises(ValidationError, match="head_dim=7"):
+        preset("tiny", positions="rope", head_dim=7)
+
+
+def test_unknown_preset_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"preset='huge'.*base, big, tiny"):
+        preset("huge")
+
+
+@pytest.mark.parametrize("architecture", ["encoder", "decoder"])
+def test_half_a_transformer_stands_alone(architecture: str) -> None:
+    other = {"encoder": "decoder_layers", "decoder": "encoder_layers"}[architecture]
+    model = Transformer(preset("tiny", architecture=architecture, **{other: 0})).eval()
+    ids = torch.arange(4, 10)[None]
+    hidden = model.encode(ids) if architecture == "encoder" else model.decode(ids, None)
+    assert model.logits(hidden).shape == (1, 6, 96)
+    with pytest.raises(ValueError, match="has no"):
+        model.decode(ids, None) if architecture == "encoder" else model.encode(ids)
+
+
+def test_causal_decoder_alone_does_not_see_ahead() -> None:
+    model = Transformer(preset("tiny", architecture="decoder", encoder_layers=0)).eval()
+    ids = torch.arange(4, 12)[None]
+    changed = ids.clone()
+    changed[0, 5] = 50
+    before, after = model.decode(ids, None), model.decode(changed, None)
+    torch.testing.assert_close(before[:, :5], after[:, :5], atol=0, rtol=0)
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_config_survives_json() -> None:
+    config = preset("base", positions="rope", attention_scale=0.5)
+    assert ModelConfig.model_validate_json(config.model_dump_json()) == config

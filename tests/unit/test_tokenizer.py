@@ -1,0 +1,94 @@
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from antiphon.model.tokenizer import Tokenizer, TokenizerError
+
+SENTENCES = ["The weather is nice today.", "Größe, Übung, Straße!", "I don't know 12 of them."] * 4
+TOKENIZER = Tokenizer.train(SENTENCES, vocab_size=340)
+AWKWARD = [
+    "",
+    " ",
+    "a",
+    " \n\tb  c ",
+    "e\u0301",
+    "👩‍👩‍👧 naïve",
+    "שלום",
+    "</s><pad>",
+    "\x00",
+    "\u2028x",
+    "x" * 500,
+    "ﬁ",
+]
+
+
+def expected_normal_form(text: str) -> str:
+    """What the docstring promises, written without the library."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_decode_gives_back_the_normalised_text(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == TOKENIZER.normalize(text)
+
+
+@pytest.mark.parametrize("text", [t for t in AWKWARD if t.isprintable() or t == " \n\tb  c "])
+def test_normalisation_is_nfc_and_single_spaces(text: str) -> None:
+    assert TOKENIZER.normalize(text) == expected_normal_form(text)
+
+
+@given(st.text(max_size=60))
+def test_decode_inverts_encode(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == TOKENIZER.normalize(text)
+
+
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.lists(st.integers(1, 5), max_size=40))
+def test_streamed_deltas_join_to_the_whole_text(ids: list[int], sizes: list[int]) -> None:
+    """Any ids, cut anywhere: also bytes that are no UTF-8, special tokens and split characters."""
+    stream, deltas, rest = TOKENIZER.stream(), [], list(ids)
+    for size in sizes:
+        deltas.append(stream.push(rest[:size]))
+        rest = rest[size:]
+    deltas += [stream.push(rest), stream.finish()]
+    assert "".join(deltas) == TOKENIZER.decode(ids)
+
+
+def test_stream_holds_back_half_a_character() -> None:
+    ids = TOKENIZER.encode("🎼")
+    assert len(ids) > 1, "the character must be split between tokens for this to test anything"
+    stream = TOKENIZER.stream()
+    assert [stream.push([index]) for index in ids[:-1]] == [""] * (len(ids) - 1)
+    assert stream.push(ids[-1:]) == "🎼"
+
+
+def test_special_tokens_typed_by_a_user_are_text() -> None:
+    specials = {TOKENIZER.pad_id, TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.unk_id}
+    assert not specials & set(TOKENIZER.encode("</s> <s> <pad> <unk>"))
+
+
+def test_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.vocab_size == TOKENIZER.vocab_size
+    assert [loaded.encode(text) for text in AWKWARD] == [TOKENIZER.encode(text) for text in AWKWARD]
+    assert loaded.encode_batch(AWKWARD) == [TOKENIZER.encode(text) for text in AWKWARD]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe"])
+def test_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.load(path)
+
+
+def test_vocabulary_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    Backend(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "日": 4})).save(str(path))
+    with pytest.raises(TokenizerError, match="byte-level"):
+        Tokenizer.load(path)

@@ -1,0 +1,153 @@
+"""Training on a made-up language of a few dozen words: small enough to learn in seconds."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.model.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
+from antiphon.model.greedy import greedy
+from antiphon.model.recipe import Recipe, TrainConfig
+from antiphon.model.train import Group, Trainer, learning_rate
+
+torch.set_num_threads(1)  # arrays this small lose time to threads
+
+WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree": "Baum", "old": "alt", "new": "neu"}
+
+
+def write_pairs(path: Path) -> None:
+    chance = random.Random(3)
+    lines = []
+    for _ in range(2500):
+        words = chance.choices(list(WORDS), k=chance.randint(2, 4))
+        lines.append(" ".join(words) + "\t" + " ".join(WORDS[word] for word in words))
+    path.write_text("".join(f"{line}\n" for line in dict.fromkeys(lines)), encoding="utf-8")
+
+
+def make_recipe(folder: Path, **train: object) -> Recipe:
+    path = folder / "pairs.tsv"
+    if not path.exists():
+        write_pairs(path)
+    settings = dict(
+        batch_tokens=512, max_steps=40, warmup_steps=20, peak_lr=5e-3, bf16=False, checkpoint_every_steps=10,
+        average_last=2, label_smoothing=0.0,
+    )  # fmt: skip
+    return Recipe.model_validate(
+        dict(
+            name="words",
+            vocab_size=300,
+            data=dict(
+                origin="made up",
+                licence="CC0",
+                attribution="nobody",
+                source_language="en",
+                target_language="de",
+                pairs=dict(path=path.name, sha256=hashlib.sha256(path.read_bytes()).hexdigest()),
+            ),
+            model=dict(
+                d_model=32, encoder_layers=1, decoder_layers=1, num_heads=4, d_ff=64, norm_placement="pre", dropout=0.1
+            ),
+            train={**settings, **train},
+        )
+    )
+
+
+def make_trainer(folder: Path, run: str, **train: object) -> Trainer:
+    group = Group(rank=0, size=1, device=torch.device("cpu"))
+    return Trainer(make_recipe(folder, **train), folder, folder / run, group)
+
+
+def train(folder: Path, run: str, **settings: object) -> Path:
+    averaged = make_trainer(folder, run, **settings).run()
+    assert averaged is not None
+    return averaged
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: training stops between two statements and nothing is tidied up."""
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at step 27, it goes on from step 20 and ends with the same weights, bit for bit, dropout included."""
+    whole = train(tmp_path, "whole")
+    step = Trainer.train_step
+
+    def killed_at_27(trainer: Trainer, batch: object) -> float:
+        if trainer.progress.step == 27:
+            raise Killed
+        return step(trainer, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train_step", killed_at_27)
+    with pytest.raises(Killed):
+        train(tmp_path, "killed")
+    monkeypatch.undo()
+    resumed = make_trainer(tmp_path, "killed")
+    resumed.resume()
+    assert resumed.progress.step == 20
+    again = train(tmp_path, "killed")
+    expected, found = (read_tensors(path / "model.safetensors") for path in (whole, again))
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+
+
+def test_training_learns_the_language(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(train(tmp_path, "run", max_steps=600, peak_lr=1e-2, checkpoint_every_steps=200))
+    tokenizer = checkpoint.tokenizer
+    texts = ["red house", "old green tree blue", "new new red"]
+    sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    answers = [tokenizer.decode(ids) for ids in greedy(checkpoint.model, sources, 40)]
+    assert answers == [" ".join(WORDS[word] for word in text.split()) for text in texts]
+    assert checkpoint.provenance is not None
+    assert checkpoint.provenance.licence == "CC0"
+    losses = [json.loads(line)["valid_loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < 0.05
+    assert (tmp_path / "run/loss.png").stat().st_size > 0
+
+
+def test_early_stopping_ends_a_run_that_learns_no_more(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, "run", peak_lr=1e-12, max_steps=10_000, checkpoint_every_steps=1, patience=2, bf16=True
+    )
+    trainer.validate = iter([1.0, 0.9, 0.95, 0.9]).__next__  # type: ignore[method-assign]
+    trainer.run()
+    assert trainer.progress.step == 4
+    assert trainer.progress.best_loss == 0.9
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
+    plain = train(tmp_path, "plain", max_steps=10, average_last=1)
+    thrifty = train(tmp_path, "thrifty", max_steps=10, average_last=1, gradient_checkpointing=True)
+    expected, found = (read_tensors(path / "model.safetensors") for path in (plain, thrifty))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_average_is_the_mean_of_the_last_checkpoints(tmp_path: Path) -> None:
+    averaged = read_tensors(train(tmp_path, "run") / "model.safetensors")
+    kept = sorted((tmp_path / "run/checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-0000030", "step-0000040"]
+    first, second = (read_tensors(path / "model.safetensors") for path in kept)
+    for name, tensor in averaged.items():
+        torch.testing.assert_close(tensor, (first[name] + second[name]) / 2)
+    assert (kept[1] / "optimizer.safetensors").is_file()
+    assert not (kept[0] / "optimizer.safetensors").exists()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        average_weights([])
+
+
+def test_learning_rate_is_the_papers_schedule() -> None:
+    config = TrainConfig(warmup_steps=4000)
+    for step in (1, 100, 4000, 100_000):
+        expected = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert learning_rate(step, config, 512) == pytest.approx(expected)
+    assert learning_rate(50, TrainConfig(warmup_steps=50, peak_lr=0.005), 512) == pytest.approx(0.005)
+
+
+def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
+    train(tmp_path, "run", max_steps=10)
+    suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".jsonl", ".png", ".safetensors"}
