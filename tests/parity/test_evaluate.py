@@ -1,0 +1,84 @@
+"""`antiphon evaluate`: three systems with the same weights say the same, and scores are sacreBLEU's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+from antiphon.cli import main
+from antiphon.model.bundle import Bundle
+from antiphon.model.checkpoint import Checkpoint
+
+SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
+REFERENCES = ["eins zwei drei", "eine längere Zeile", "x", "something else", "eins zwei"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for name, lines in (("source", SOURCES), ("reference", REFERENCES)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return ["--source", str(tmp_path / "source"), "--reference", str(tmp_path / "reference")]
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
+    assert main(["evaluate", *arguments, "--threads", "1", "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_engine_pytorch_and_ctranslate2_translate_alike(
+    bundle: Bundle, checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = [tmp_path / name for name in ("engine", "pytorch")]
+    (engine,) = evaluate(capsys, str(bundle.path), *files, "--precision", "float32", "--output", str(outputs[0]))
+    folder = str(checkpoint.tokenizer_path.parent)
+    pytorch, float32, _ = evaluate(capsys, folder, *files, "--ctranslate2", "--output", str(outputs[1]))
+    assert outputs[0].read_text() == outputs[1].read_text()
+    assert engine["chrf"] == pytorch["chrf"] == float32["chrf"]
+    hypotheses = outputs[0].read_text(encoding="utf-8").split("\n")[:-1]
+    assert engine["chrf"] == round(sacrebleu.corpus_chrf(hypotheses, [REFERENCES]).score, 2)
+    assert engine["bleu"] == round(sacrebleu.corpus_bleu(hypotheses, [REFERENCES]).score, 2)
+
+
+def test_source_beyond_the_limit_counts_as_untranslated(
+    bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source").write_text("short\n" + "long " * 2000 + "\n")
+    (tmp_path / "reference").write_text("kurz\nlang\n")
+    files = ["--source", str(tmp_path / "source"), "--reference", str(tmp_path / "reference")]
+    (score,) = evaluate(capsys, str(bundle.path), *files, "--output", str(tmp_path / "out"))
+    assert (score["sentences"], score["too_long"]) == (2, 1)
+    assert (tmp_path / "out").read_text(encoding="utf-8").split("\n")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --recipe with --data, or --source with --reference"),
+        (["--source", "/nowhere/a", "--reference", "/nowhere/b"], "/nowhere/a cannot be read"),
+        (["--recipe", "no-such", "--data", "."], "recipe 'no-such' not found"),
+        (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
+    ],
+)
+def test_wrong_argument_is_named(
+    bundle: Bundle, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(bundle.path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unequal_files_are_refused(bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    (tmp_path / "b").write_text("one\n")
+    files = ["--source", str(tmp_path / "a"), "--reference", str(tmp_path / "b")]
+    assert main(["evaluate", str(bundle.path), *files]) == 2
+    assert "has 2 lines" in capsys.readouterr().err
+
+
+def test_evaluating_a_bundle_needs_no_torch() -> None:
+    code = "import sys, antiphon.service.evaluate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
