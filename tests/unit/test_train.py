@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,23 @@ from antiphon.model.train import Group, Trainer, learning_rate
 torch.set_num_threads(1)  # arrays this small lose time to threads
 
 WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree": "Baum", "old": "alt", "new": "neu"}
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+from antiphon.model.checkpoint import weights_of
+from antiphon.model.recipe import Recipe
+from antiphon.model.train import Group, Trainer
+
+folder = Path(sys.argv[1])
+recipe = Recipe.model_validate_json((folder / "recipe.json").read_text())
+group = Group.join()
+trainer = Trainer(recipe, folder, folder / "run", group)
+trainer.run()
+save_file(weights_of(trainer.model), folder / f"rank{group.rank}.safetensors")
+"""
 
 
 def write_pairs(path: Path) -> None:
@@ -92,6 +112,25 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: py
     assert expected.keys() == found.keys()
     for name in expected:
         assert torch.equal(expected[name], found[name]), name
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    """torchrun with two processes: both see their own batches, validate together and agree on the weights."""
+    recipe = make_recipe(tmp_path, max_steps=60, checkpoint_every_steps=30)
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(script), str(tmp_path)], check=True, env=environment)
+    first, second = (read_tensors(tmp_path / f"rank{rank}.safetensors") for rank in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["valid_loss"] for line in lines]
+    assert len(losses) == 2, "one of the two processes writes, not both"
+    assert losses[1] < losses[0]
+    assert load_checkpoint(tmp_path / "run/averaged").config.d_model == 32
 
 
 def test_training_learns_the_language(tmp_path: Path) -> None:
