@@ -89,13 +89,12 @@ class MemoryProfile(_Strict):
 
 
 class Provenance(_Strict):
-    """Where the weights come from, under which licence, and what they score."""
+    """Where the weights come from and under which licence."""
 
     source: str
     licence: str
     attribution: str
     recipe: str | None = None
-    scores: dict[str, float] = Field(default_factory=dict)
 
 
 class Manifest(_Strict):

@@ -32,7 +32,7 @@ class Corpus:
 def load_corpus(config: DataConfig, folder: Path) -> Corpus:
     """Read the recipe's files below `folder`, checked against their SHA-256. Raises RecipeError naming the file."""
     if config.pairs is not None:
-        corpus = held_out_rule([_split_tab(line) for line in _read_lines(folder, config.pairs)])
+        corpus = held_out_rule(_split_tabs(_read_lines(folder, config.pairs), folder / config.pairs.path))
     elif config.train and config.valid and config.test:
         corpus = Corpus(
             train=_read_parallel(folder, config.train),
@@ -57,9 +57,14 @@ def _read_lines(folder: Path, file: DataFile) -> list[str]:
     return raw.decode("utf-8").split("\n")[: -1 if raw.endswith(b"\n") else None]
 
 
-def _split_tab(line: str) -> Pair:
-    source, target = line.split("\t")[:2]
-    return source, target
+def _split_tabs(lines: list[str], path: Path) -> list[Pair]:
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        source, tab, rest = line.partition("\t")
+        if not tab:
+            raise RecipeError(f"{path}: line {number} has no tab between source and target")
+        pairs.append((source, rest.partition("\t")[0]))
+    return pairs
 
 
 def _read_parallel(folder: Path, files: tuple[DataFile, DataFile]) -> list[Pair]:

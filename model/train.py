@@ -329,9 +329,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Entry point of `antiphon train`; returns the exit code."""
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     try:
+        if args.threads is not None:
+            if args.threads < 1:
+                raise RecipeError(f"--threads is {args.threads}; it must be at least 1")
+            torch.set_num_threads(args.threads)
         recipe = load_recipe(args.recipe)
         group = Group.join()
         trainer = Trainer(recipe, args.data, args.output or Path("runs") / recipe.name, group)

@@ -79,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Entry point of `antiphon evaluate`; returns the exit code."""
     try:
+        for option in ("threads", "rows"):
+            if getattr(args, option) < 1:
+                raise EvaluationError(f"--{option} is {getattr(args, option)}; it must be at least 1")
         test_set = _test_set(args)
         is_bundle = (args.model / MANIFEST_NAME).is_file()
         scores = _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)

@@ -59,7 +59,11 @@ exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong opt
         extra="train",
         summary="train a model from a recipe",
         examples="""\
-  antiphon train RECIPE.toml --help         what a recipe needs and where its files go""",
+  antiphon train tatoeba-en-de --data DATA            a recipe that comes with Antiphon; DATA holds the files it names
+  antiphon train my-recipe.toml --data DATA --output runs/mine
+  torchrun --nproc-per-node 4 -m antiphon.cli train my-recipe.toml --data DATA
+
+killed, the same command resumes from the last checkpoint; the averaged checkpoint it ends with is what export wants""",
     ),
     "export": Subcommand(
         module="antiphon.model.export",
@@ -74,7 +78,11 @@ exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong opt
         extra="server,train",
         summary="score translations of a test set",
         examples="""\
-  antiphon evaluate --help                  what can be scored, and against what""",
+  antiphon evaluate BUNDLE --recipe tatoeba-en-de --data DATA             the part held out before training
+  antiphon evaluate BUNDLE --source news.en --reference news.de --output news.hyp
+  antiphon evaluate CHECKPOINT --ctranslate2 --source a --reference b     PyTorch, and CTranslate2 with the same weights
+
+sacreBLEU and chrF; --json for one object a system""",
     ),
     "profile": Subcommand(
         module="antiphon.model.profile",

@@ -60,6 +60,7 @@ def test_source_beyond_the_limit_counts_as_untranslated(
     [
         ([], "give --recipe with --data, or --source with --reference"),
         (["--source", "/nowhere/a", "--reference", "/nowhere/b"], "/nowhere/a cannot be read"),
+        (["--rows", "0"], "--rows is 0; it must be at least 1"),
         (["--recipe", "no-such", "--data", "."], "recipe 'no-such' not found"),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],

@@ -64,6 +64,12 @@ def test_pairs_are_read_from_gzip(tmp_path: Path) -> None:
     assert sorted(corpus.train + corpus.valid + corpus.test) == [("a", "b"), ("c d", "é")]
 
 
+def test_line_without_a_tab_is_named(tmp_path: Path) -> None:
+    config = data_config(tmp_path / "pairs.tsv", b"a\tb\nno tab here\n")
+    with pytest.raises(RecipeError, match=r"pairs\.tsv: line 2 has no tab"):
+        load_corpus(config, tmp_path)
+
+
 def test_missing_data_is_named(tmp_path: Path) -> None:
     config = data_config(tmp_path / "pairs.tsv", b"a\tb\n")
     with pytest.raises(RecipeError, match=r"elsewhere/pairs\.tsv is missing"):

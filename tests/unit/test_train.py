@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from antiphon.cli import main
 from antiphon.model.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.model.greedy import greedy
 from antiphon.model.recipe import Recipe, TrainConfig
@@ -190,3 +191,19 @@ def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
     train(tmp_path, "run", max_steps=10)
     suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert suffixes == {".json", ".jsonl", ".png", ".safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-recipe", "--data", "."], "recipe 'no-such-recipe' not found"),
+        (["tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
+        (["tatoeba-en-de", "--data", ".", "--threads", "0"], "--threads is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_argument_ends_with_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments, "--output", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
