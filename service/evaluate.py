@@ -137,13 +137,14 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     runner = ModelRunner(bundle, max_rows=args.rows, threads=args.threads, precision=args.precision)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
-        return asyncio.run(_run_engine(runner, sources))
+        return asyncio.run(run_engine(runner, sources))
 
     limit = bundle.manifest.model.max_source_len
     return [_score(f"antiphon {runner.precision}", decode, tokenizer, limit, test_set, args.output)]
 
 
-async def _run_engine(runner: ModelRunner, sources: Sequence[list[int]]) -> list[list[int]]:
+async def run_engine(runner: ModelRunner, sources: Sequence[list[int]]) -> list[list[int]]:
+    """Greedy target ids of sources (end token included), in their order, all asked for at once."""
     tokens = sum(len(source) for source in sources)
     config = EngineConfig(max_queued_requests=len(sources) + 1, max_queued_tokens=tokens + 1)
     engine = Engine(runner, config, Metrics(CollectorRegistry()))

@@ -1,0 +1,73 @@
+"""The bundle that lies in the repository: what a newcomer meets first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from antiphon.cli import main
+from antiphon.model.bundle import Bundle, load_bundle
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.config import ServerConfig
+from antiphon.service.evaluate import run_engine
+from antiphon.service.model_runner import ModelRunner
+
+BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+DATA = os.environ.get("ANTIPHON_DATA")
+SENTENCES = [
+    "How are you?", "I don't know.", "The weather is nice today.", "Where is the station?", "He has three dogs.",
+    "My sister wants to learn German because she likes the language.", "Stop!", "Can you help me with this, please?",
+    "We were very tired after the long journey, so we went to bed early.", "Tom isn't here.", "It's raining.",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return load_bundle(BUNDLE)
+
+
+def test_default_configuration_serves_it() -> None:
+    assert ServerConfig().bundle.resolve() == BUNDLE.resolve()
+
+
+def test_it_is_small_and_says_whose_text_it_learned_from(bundle: Bundle) -> None:
+    assert sum(path.stat().st_size for path in BUNDLE.iterdir()) <= 15e6
+    provenance = bundle.manifest.provenance
+    assert provenance is not None
+    assert provenance.licence == "CC BY 2.0"
+    notice = bundle.file("NOTICE").read_text(encoding="utf-8")
+    assert "tatoeba.org" in notice
+    assert "CC BY 2.0" in notice
+
+
+def test_profile_shows_what_theory_says(bundle: Bundle) -> None:
+    """Eager attention holds one float32 score matrix a head, 4 H bytes T^2 a row; the fused graph holds none."""
+    memory = bundle.manifest.memory
+    assert memory is not None
+    assert memory.fits["eager-int8"].c == pytest.approx(4 * bundle.manifest.model.num_heads, rel=0.01)
+    assert memory.fits["contrib-int8"].c == pytest.approx(0, abs=0.01)
+    assert memory.fits["contrib-int8"].residual < 0.01
+
+
+def test_answers_do_not_depend_on_the_crowd(bundle: Bundle) -> None:
+    tokenizer = Tokenizer.load(bundle.file("tokenizer.json"))
+    sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in SENTENCES]
+
+    def answers(rows: int, threads: int) -> list[list[int]]:
+        return asyncio.run(run_engine(ModelRunner(bundle, max_rows=rows, threads=threads), sources))
+
+    alone = answers(rows=1, threads=1)
+    assert alone == answers(rows=len(sources), threads=1) == answers(rows=4, threads=2)
+    assert len({tuple(ids) for ids in alone}) == len(SENTENCES)
+
+
+@pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the held-out sentences")
+def test_it_translates_held_out_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    """Far below what the README reports, far above what a broken export or tokenizer would give."""
+    arguments = ["--recipe", "tatoeba-en-de", "--data", str(DATA), "--part", "valid", "--json"]
+    assert main(["evaluate", str(BUNDLE), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] > 20
