@@ -57,6 +57,8 @@ class TrainConfig(_Strict):
 
     batch_tokens: most target tokens in a batch, padding included.
     peak_lr: learning rate at the end of warm-up; None is the paper's d_model^-0.5 * warmup_steps^-0.5.
+    cooldown_steps: the last steps before max_steps, over which the rate falls linearly to zero (Zhai et al. 2022,
+        section 3.3); 0 keeps the paper's schedule to the end.
     """
 
     batch_tokens: int = Field(default=4096, ge=64)
@@ -64,6 +66,7 @@ class TrainConfig(_Strict):
     max_epochs: int = Field(default=1000, ge=1)
     warmup_steps: int = Field(default=4000, ge=1)
     peak_lr: float | None = Field(default=None, gt=0)
+    cooldown_steps: int = Field(default=0, ge=0)
     adam_beta2: float = Field(default=0.98, gt=0, lt=1)
     adam_epsilon: float = Field(default=1e-9, gt=0)
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)

@@ -96,9 +96,11 @@ class BatchLoss(nn.Module):
 
 
 def learning_rate(step: int, config: TrainConfig, d_model: int) -> float:
-    """Linear warm-up, then inverse square root of the step (section 5.3); step counts from 1."""
+    """Linear warm-up, inverse square root of the step (section 5.3), linear cool-down if any; step counts from 1."""
     peak: float = config.peak_lr or (d_model * config.warmup_steps) ** -0.5
     factor = min(step / config.warmup_steps, math.sqrt(config.warmup_steps / step))
+    if config.cooldown_steps:
+        factor *= min(1.0, (config.max_steps - step + 1) / config.cooldown_steps)
     return peak * factor
 
 

@@ -202,3 +202,15 @@ def test_sinusoidal_table_is_the_papers_formula() -> None:
             angle = torch.tensor(position / 10000 ** (2 * (column // 2) / 6), dtype=torch.float64)
             expected = angle.cos() if column % 2 else angle.sin()
             assert table[position, column].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "t5_relative", "alibi", "rope"])
+def test_pytorchs_fused_attention_equals_the_eager_reference(positions: str) -> None:
+    """The training backend for GPUs: causal, padded and cross attention, with and without a bias."""
+    config = preset("tiny", positions=positions)
+    eager, fused = Transformer(config), Transformer(config, attention_backend="sdpa")
+    fused.load_state_dict(randomised(eager, seed=8).state_dict())
+    generator = torch.Generator().manual_seed(9)
+    source, target = (torch.randint(4, 96, (3, n), generator=generator) for n in (11, 6))
+    lens = torch.tensor([11, 4, 1], dtype=torch.int32)
+    torch.testing.assert_close(fused.eval()(source, target, lens), eager(source, target, lens), atol=2e-4, rtol=1e-4)

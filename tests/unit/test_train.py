@@ -187,6 +187,13 @@ def test_learning_rate_is_the_papers_schedule() -> None:
     assert learning_rate(50, TrainConfig(warmup_steps=50, peak_lr=0.005), 512) == pytest.approx(0.005)
 
 
+def test_cool_down_ends_the_schedule_at_nearly_nothing() -> None:
+    plain = TrainConfig(warmup_steps=10, max_steps=1000)
+    cooled = TrainConfig(warmup_steps=10, max_steps=1000, cooldown_steps=100)
+    ratios = [learning_rate(step, cooled, 512) / learning_rate(step, plain, 512) for step in (1, 900, 901, 951, 1000)]
+    assert ratios == pytest.approx([1, 1, 1, 0.5, 0.01])
+
+
 def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
     train(tmp_path, "run", max_steps=10)
     suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -9,7 +9,7 @@
 
 namespace antiphon {
 
-// Read across the C boundary: the order is part of it (service/workspace.py).
+// Read across the C boundary: the order is part of it (model/ops/workspace.py).
 struct WorkspaceStats {
   uint64_t in_use_bytes;    // asked for and not yet freed, as asked: no rounding, no headers
   uint64_t peak_bytes;      // largest in_use_bytes since the last ResetPeak
