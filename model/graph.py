@@ -94,4 +94,6 @@ def _session_options(threads: int) -> Any:
     options.enable_mem_pattern = False
     # Of a pool per session, since the pool they could share cannot be told to stop spinning.
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
+    # Without VNNI instructions u8 x s8 products may saturate; with this the weights become u8 there, and only there.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     return options
