@@ -6,7 +6,7 @@ Plain data, changed by the engine's thread only. What changes at every step (tok
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from antiphon.service.request import Request, Timing
 from antiphon.service.stream import OutputStream
@@ -27,6 +27,8 @@ class Sequence:
     max_new_tokens: most target tokens, the end token included; never above the model's limit.
     num_self_blocks, num_cross_blocks: reserved at admission for the longest target and for the source.
     row: index in the runner's batch while running.
+    ticket: number of its arrival, given by the queue.
+    source_len: source tokens, end token included.
     num_generated: target tokens produced; up to date once finished (until then the rows count).
     """
 
@@ -36,22 +38,22 @@ class Sequence:
     num_self_blocks: int
     num_cross_blocks: int
     state: SequenceState = SequenceState.WAITING
+    ticket: int = 0
     row: int | None = None
     self_block_table: tuple[int, ...] = ()
     cross_block_table: tuple[int, ...] = ()
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_generated: int = 0
+    source_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source_len = len(self.request.source_ids)
 
     @property
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
-
-    @property
-    def source_len(self) -> int:
-        """Source tokens, end token included."""
-        return len(self.request.source_ids)
 
     @property
     def num_blocks(self) -> int:

@@ -58,6 +58,7 @@ class Stepper:
         self._lost: list[str] = []
         self._last_decode_s = 0.0
         self._num_self_blocks = 0
+        self._num_deferred = 0
         self._is_occupancy_stale = True
 
     @property
@@ -105,11 +106,13 @@ class Stepper:
         if not self._queue or len(self._rows) == self._limits.max_num_seqs:
             return
         batch = schedule(
-            self._queue.peek(self._limits.max_num_seqs - len(self._rows)),
+            self._queue.peek(self._limits.max_overtaking),
             num_running=len(self._rows),
             num_free_blocks=self._pool.num_free,
             limits=self._limits,
+            num_deferred=self._num_deferred,
         )
+        self._num_deferred = batch.num_deferred
         for group in batch.encodes:
             self._encode(group)
 
