@@ -102,8 +102,9 @@ class Metrics:
         total = cache.num_self + cache.num_cross + cache.num_free
         self.kv_cache_usage.set((cache.num_self + cache.num_cross) / total)
         for use, num_blocks in (("self", cache.num_self), ("cross", cache.num_cross), ("free", cache.num_free)):
-            self.kv_cache_blocks.labels(use).set(num_blocks)
-            self.kv_cache_bytes.labels(use).set(num_blocks * cache.block_bytes)
+            blocks, num_bytes = self._kv_cache_parts[use]
+            blocks.set(num_blocks)
+            num_bytes.set(num_blocks * cache.block_bytes)
 
     def _note_workspace(self, report: EncodeReport) -> None:
         measured, predicted = report.peak_workspace_bytes, report.predicted_fused_bytes
@@ -164,6 +165,10 @@ class Metrics:
         self.kv_cache_bytes = self._gauge(
             "kv_cache_bytes", "Cache bytes kept for self-attention, for cross-attention, and free.", "use"
         )
+        self._kv_cache_parts = {
+            use: (self.kv_cache_blocks.labels(use), self.kv_cache_bytes.labels(use))
+            for use in ("self", "cross", "free")
+        }
 
     def _workspace(self) -> None:
         name = "encoder_workspace_"

@@ -112,7 +112,10 @@ class OutputStream:
 
 @dataclasses.dataclass(slots=True)
 class _Parcel:
-    """What one event loop gets of one step: token_ids[i] for streams[i], then terminal events."""
+    """What one event loop gets of one step: token_ids[i] for streams[i], then terminal events.
+
+    positions: of its streams among those of all loops; left empty for the only loop.
+    """
 
     streams: list[OutputStream]
     positions: list[int]
@@ -147,23 +150,29 @@ class Publisher:
             self._address(streams)
         for stream, event in finals:
             self._parcel(stream.loop).finals.append((stream, event))
-        is_only = len(self._parcels) == 1
         lost: list[OutputStream] = []
         for loop, parcel in self._parcels.items():
-            tokens = token_ids if is_only else [token_ids[i] for i in parcel.positions]
+            tokens = token_ids if len(parcel.streams) == len(token_ids) else [token_ids[i] for i in parcel.positions]
             lost += _send(loop, parcel, tokens)
         return lost
 
     def _address(self, streams: SequenceABC[OutputStream]) -> None:
         self._streams = streams
         self._parcels = {}
+        loops = {stream.loop for stream in streams}
+        if len(loops) == 1:
+            self._parcels[loops.pop()] = _Parcel(list(streams), [], [])
+            return
         for position, stream in enumerate(streams):
             parcel = self._parcel(stream.loop)
             parcel.streams.append(stream)
             parcel.positions.append(position)
 
     def _parcel(self, loop: asyncio.AbstractEventLoop) -> _Parcel:
-        return self._parcels.setdefault(loop, _Parcel([], [], []))
+        parcel = self._parcels.get(loop)
+        if parcel is None:
+            parcel = self._parcels[loop] = _Parcel([], [], [])
+        return parcel
 
 
 def _send(loop: asyncio.AbstractEventLoop, parcel: _Parcel, token_ids: list[int]) -> list[OutputStream]:
