@@ -8,6 +8,7 @@ is the concatenation of its tokens' bytes (after the leading space that marks a 
 from __future__ import annotations
 
 import codecs
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Tokenizer:
         for token, index in backend.get_vocab().items():
             if token not in specials:
                 self._token_bytes[index] = bytes(alphabet[char] for char in token)
+        self._longest_token = max(1, *map(len, self._token_bytes))
 
     def _special(self, token: str) -> int:
         index: int | None = self._backend.token_to_id(token)
@@ -94,8 +96,13 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, in parallel."""
+        """`encode` of many texts, in parallel; other threads run meanwhile."""
         return [item.ids for item in self._backend.encode_batch(texts, add_special_tokens=False)]
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that `encode` cannot stay below, found without tokenising."""
+        normal = " ".join(unicodedata.normalize("NFC", text).split())
+        return -(-len(normal.encode()) // self._longest_token)
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 bytes that tokens stand for, leading space included; special tokens stand for none."""

@@ -1,7 +1,7 @@
 """antiphon.v1.InferenceService: protobuf in, domain objects out, and back. Decides nothing.
 
-Limits are the engine's to check; here a message becomes a Request, events become messages, and a client that hangs
-up becomes a cancellation.
+Limits are the engine's to check, but for sources that are far too long to be worth tokenising; here a message becomes
+a Request, events become messages, and a client that hangs up becomes a cancellation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from antiphon.service.request import FinishReason, Request, SamplingParams, Timi
 from antiphon.service.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 
-# Above this many characters tokenising takes over a millisecond, too long for the event loop.
-MAX_INLINE_CHARACTERS = 2000
+# Above this many characters or ids the tokenizer takes over a millisecond, too long for the event loop.
+MAX_INLINE_LEN = 2000
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _GenerateRequest = pb.GenerateRequest | pb.GenerateUnaryRequest
@@ -103,7 +103,9 @@ class InferenceServicer:
         highest = self._tokenizer.vocab_size - 1
         if (found := max(message.token_ids, default=0)) > highest:
             raise InvalidArgument("token_ids", found, f"of token ids from 0 to {highest}")
-        return pb.DetokenizeResponse(text=self._tokenizer.decode(message.token_ids))
+        if len(message.token_ids) <= MAX_INLINE_LEN:
+            return pb.DetokenizeResponse(text=self._tokenizer.decode(message.token_ids))
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._tokenizer.decode, message.token_ids))
 
     async def get_model(self, message: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
         """Describe the model."""
@@ -141,17 +143,33 @@ class InferenceServicer:
         kind = message.WhichOneof("source")
         if kind is None:
             raise InvalidArgument("source", None, "set: text or token_ids")
-        ids = await self._encode(message.text) if kind == "text" else list(message.token_ids.ids)
+        if kind == "text":
+            await self._refuse_endless(message.text)
+            ids = await self._encode(message.text)
+        else:
+            self._refuse_over(len(message.token_ids.ids), kind)
+            ids = list(message.token_ids.ids)
         if not ids:
             found = message.text if kind == "text" else []
             raise InvalidArgument(kind, found, "not empty; white space alone counts as empty")
         eos_id = self._tokenizer.eos_id
         return (*ids,) if ids[-1] == eos_id else (*ids, eos_id)
 
+    async def _refuse_endless(self, text: str) -> None:
+        """Refuse a text that is certainly too long before it costs seconds of a core to count its tokens."""
+        if len(text) > MAX_INLINE_LEN:
+            self._refuse_over(await asyncio.to_thread(self._tokenizer.min_tokens, text), "text")
+
+    def _refuse_over(self, least: int, field: str) -> None:
+        limit = self._model.description.limits.max_source_len
+        if least > limit:
+            raise InvalidArgument(field, f"at least {least} tokens long", f"1 to {limit} tokens long")
+
     async def _encode(self, text: str) -> list[int]:
-        if len(text) <= MAX_INLINE_CHARACTERS:
+        if len(text) <= MAX_INLINE_LEN:
             return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+        # As a batch of one: `encode` keeps the interpreter lock, and with it the engine, until it is done.
+        return (await asyncio.to_thread(self._tokenizer.encode_batch, [text]))[0]
 
     def _check_model(self, message: _NamesModel) -> None:
         name = self._model.description.name

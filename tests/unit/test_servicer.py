@@ -150,6 +150,36 @@ async def test_generate_names_the_field_when_a_request_is_bad(fields: Any, field
         assert (await stub.GenerateUnary(asking_whole())).outputs
 
 
+async def test_generate_refuses_an_endless_source_without_tokenising_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of a megabyte once kept the interpreter lock for seconds while its tokens were counted."""
+    async with serving() as served:
+        tokenised: list[object] = []
+        for name in ("encode", "encode_batch"):
+            monkeypatch.setattr(served.tokenizer, name, tokenised.append)
+        stub = stub_of(served)
+        for text in ("x" * 900_000, "wort " * 180_000):
+            error = await refusal(stub.GenerateUnary(pb.GenerateUnaryRequest(text=text)))
+            assert (error.code(), details_of(error).field) == (grpc.StatusCode.INVALID_ARGUMENT, "text")
+        error = await refusal(stub.Generate(asking([5] * 300_000)))
+        assert (error.code(), details_of(error).field) == (grpc.StatusCode.INVALID_ARGUMENT, "token_ids")
+        assert not tokenised
+
+
+async def test_generate_takes_a_short_text_among_many_spaces() -> None:
+    async with serving() as served:
+        padded = await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest(text="cat" + " " * 100_000 + "sat"))
+        plain = await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest(text="cat sat"))
+    assert padded.outputs == plain.outputs
+
+
+async def test_detokenize_gives_back_a_long_text() -> None:
+    async with serving() as served:
+        stub = stub_of(served)
+        tokens = await stub.Tokenize(pb.TokenizeRequest(text="the cat " * 3000))
+        text = await stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
+    assert text.text == tokens.normalized_text == ("the cat " * 3000).strip()
+
+
 async def test_detokenize_names_the_id_when_it_is_not_in_the_vocabulary() -> None:
     async with serving() as served:
         error = await refusal(stub_of(served).Detokenize(pb.DetokenizeRequest(token_ids=[5, 999])))

@@ -47,6 +47,16 @@ def test_decode_inverts_encode(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == TOKENIZER.normalize(text)
 
 
+@given(st.text(max_size=60))
+def test_min_tokens_is_never_above_what_encode_takes(text: str) -> None:
+    assert TOKENIZER.min_tokens(text) <= len(TOKENIZER.encode(text))
+
+
+def test_min_tokens_grows_with_the_text_and_not_with_its_spaces() -> None:
+    assert TOKENIZER.min_tokens("x" * 20_000) == pytest.approx(2 * TOKENIZER.min_tokens("x" * 10_000), abs=1)
+    assert TOKENIZER.min_tokens("a" + " " * 10_000 + "b") == TOKENIZER.min_tokens("a b")
+
+
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.lists(st.integers(1, 5), max_size=40))
 def test_streamed_deltas_join_to_the_whole_text(ids: list[int], sizes: list[int]) -> None:
     """Any ids, cut anywhere: also bytes that are no UTF-8, special tokens and split characters."""
