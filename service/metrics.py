@@ -137,11 +137,8 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", REQUEST_BUCKETS_S
         )
-        self.inter_token_latency = CountedHistogram(
-            PREFIX + "inter_token_latency_seconds",
-            "From one token of a request to its next.",
-            buckets=TOKEN_BUCKETS_S,
-            registry=self._registry,
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "From one token of a request to its next.", TOKEN_BUCKETS_S
         )
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end of a full answer.", REQUEST_BUCKETS_S
@@ -200,8 +197,11 @@ class Metrics:
         self.workspace_measured_runs = self._histogram(
             f"{name}measured_run_bytes", "Of every encoder run.", WORKSPACE_BUCKETS_BYTES
         )
-        self.workspace_residual_runs = self._histogram(
-            f"{name}residual_ratio", "Measured less predicted over predicted, of every encoder run.", RESIDUAL_BUCKETS
+        self.workspace_residual_runs = Histogram(  # the client's own: ours renders no negative bounds
+            f"{PREFIX}{name}residual_ratio",
+            "Measured less predicted over predicted, of every encoder run.",
+            buckets=RESIDUAL_BUCKETS,
+            registry=self._registry,
         )
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
@@ -210,5 +210,5 @@ class Metrics:
     def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, documentation, labels, registry=self._registry)
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> CountedHistogram:
+        return CountedHistogram(PREFIX + name, documentation, buckets=buckets, registry=self._registry)

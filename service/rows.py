@@ -17,7 +17,10 @@ from antiphon.service.stream import OutputStream
 
 
 class RunningRows:
-    """Arrays of max_rows entries: the next input token, cached target tokens, source length, limit and deadline."""
+    """Arrays of max_rows entries: the next input token, cached target tokens, source length, limit and deadline.
+
+    params: sampling parameters of each row.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self.token_ids: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -27,31 +30,27 @@ class RunningRows:
         self.deadlines_s: NDArray[np.float64] = np.full(max_rows, math.inf)
         self._next_deadline_s = math.inf  # never later than the earliest deadline of a row
         self.sequences: list[Sequence] = []
-        self._is_indexed = True
-        self._params: list[SamplingParams] = []
-        self._sampled_rows: list[int] = []
-        self._streams: tuple[OutputStream, ...] = ()
+        self.params: list[SamplingParams] = []
+        self._num_sampled = 0
+        self._streams: list[OutputStream] = []
+        self._published: tuple[OutputStream, ...] | None = ()
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
-    def params(self) -> list[SamplingParams]:
-        """Sampling parameters of each row."""
-        self._index()
-        return self._params
-
-    @property
     def sampled_rows(self) -> list[int]:
         """Rows that are not greedy."""
-        self._index()
-        return self._sampled_rows
+        if not self._num_sampled:
+            return []
+        return [row for row, params in enumerate(self.params) if not params.is_greedy]
 
     @property
     def streams(self) -> tuple[OutputStream, ...]:
         """Stream of each row; the same object until a row is added or removed."""
-        self._index()
-        return self._streams
+        if self._published is None:
+            self._published = tuple(self._streams)
+        return self._published
 
     def append(self, sequences: Iterable[Sequence], bos_id: int) -> None:
         """Give sequences the rows after the last one, ready to decode from the begin token."""
@@ -66,20 +65,26 @@ class RunningRows:
             self._next_deadline_s = min(self._next_deadline_s, float(self.deadlines_s[row]))
             sequence.row = row
             self.sequences.append(sequence)
-        self._is_indexed = False
+            self.params.append(sequence.request.params)
+            self._streams.append(sequence.stream)
+            self._num_sampled += not sequence.request.params.is_greedy
+        self._published = None
 
     def remove(self, row: int) -> Sequence | None:
         """Vacate a row. The last row's sequence moves into the hole and is returned; None when `row` was the last."""
         self.sequences[row].row = None
-        last = self.sequences.pop()
+        self._num_sampled -= not self.params[row].is_greedy
+        last, last_params, last_stream = self.sequences.pop(), self.params.pop(), self._streams.pop()
         moved = None
         source = len(self.sequences)
         if source != row:
             for array in (self.token_ids, self.past_lens, self.source_lens, self.max_new_tokens, self.deadlines_s):
                 array[row] = array[source]
             self.sequences[row] = moved = last
+            self.params[row] = last_params
+            self._streams[row] = last_stream
             last.row = row
-        self._is_indexed = False
+        self._published = None
         return moved
 
     def expired(self, now_s: float) -> list[Sequence]:
@@ -90,11 +95,3 @@ class RunningRows:
         late = np.flatnonzero(deadlines_s <= now_s)
         self._next_deadline_s = float(np.min(deadlines_s, initial=math.inf, where=deadlines_s > now_s))
         return [self.sequences[row] for row in reversed(late.tolist())]
-
-    def _index(self) -> None:
-        if self._is_indexed:
-            return
-        self._params = [sequence.request.params for sequence in self.sequences]
-        self._sampled_rows = [row for row, params in enumerate(self._params) if not params.is_greedy]
-        self._streams = tuple(sequence.stream for sequence in self.sequences)
-        self._is_indexed = True
