@@ -91,6 +91,18 @@ sacreBLEU and chrF; --json for one object a system""",
         examples="""\
   antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it""",
     ),
+    "bench": Subcommand(
+        module="antiphon.service.bench.command",
+        extra="server",
+        summary="measure a bundle on this machine",
+        examples="""\
+  antiphon bench                            every section, with the shipped English-German model
+  antiphon bench BUNDLE --section engine --source test.en --json bench.json
+
+engine: continuous batching against static batches through the same graphs, outputs compared
+grpc_overhead: what a client sees over 64 streams, against the engine alone
+startup: time until ready, and resident memory""",
+    ),
 }
 
 

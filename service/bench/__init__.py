@@ -1,0 +1,1 @@
+"""Benchmarks of a bundle on this machine: `antiphon bench`."""
