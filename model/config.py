@@ -64,6 +64,11 @@ class ModelConfig(BaseModel):
             )
         if self.positions == "rope" and self.resolved_head_dim % 2:
             raise ValueError(f"head_dim={self.resolved_head_dim} must be even for rotary positions")
+        if self.positions == "t5_relative" and self.relative_max_distance <= self.relative_buckets // 2:
+            raise ValueError(
+                f"relative_max_distance={self.relative_max_distance} must be above half of "
+                f"relative_buckets={self.relative_buckets}, the distances that have buckets of their own"
+            )
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} must be even for sinusoidal positions")
         for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):

@@ -39,6 +39,13 @@ def test_rope_needs_an_even_head_width() -> None:
         preset("tiny", positions="rope", head_dim=7)
 
 
+def test_relative_distances_must_reach_beyond_their_exact_buckets() -> None:
+    """At half the buckets and below, the logarithm that spreads the rest is of 1 or less: no bucket at all."""
+    preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
+    with pytest.raises(ValidationError, match="relative_max_distance=16"):
+        preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)
+
+
 def test_unknown_preset_is_named_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"preset='huge'.*base, big, tiny"):
         preset("huge")
