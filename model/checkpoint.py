@@ -94,15 +94,23 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, "
             f"config.json says vocab_size={config.vocab_size}"
         )
-    provenance_path = path / "provenance.json"
-    provenance = Provenance.model_validate_json(provenance_path.read_bytes()) if provenance_path.is_file() else None
     return Checkpoint(
         config=config,
         model=model.eval(),
         tokenizer=tokenizer,
         tokenizer_path=path / "tokenizer.json",
-        provenance=provenance,
+        provenance=_read_provenance(path / "provenance.json"),
     )
+
+
+def _read_provenance(path: Path) -> Provenance | None:
+    if not path.is_file():
+        return None
+    try:
+        return Provenance.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _read_config(path: Path) -> ModelConfig:

@@ -73,6 +73,7 @@ def change_vocabulary(path: Path) -> None:
         (change_layers, r"missing tensors \['decoder\.layers\.2"),
         (change_vocabulary, r"tokenizer\.json has 26\d tokens"),
         (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+        (lambda path: (path / "provenance.json").write_text('{"source": 1}'), r"provenance\.json: source: "),
     ],
 )
 def test_spoilt_checkpoint_is_refused_by_name(tmp_path: Path, spoil: object, message: str) -> None:
