@@ -51,6 +51,15 @@ class Batch:
         source, source_lens, inputs, labels = moved
         return Batch(source=source, source_lens=source_lens, inputs=inputs, labels=labels)
 
+    def within(self, max_source: int, max_target: int) -> Batch:
+        """The same batch without columns beyond these lengths, which are padding where the examples keep to them."""
+        return Batch(
+            source=self.source[:, :max_source],
+            source_lens=self.source_lens,
+            inputs=self.inputs[:, :max_target],
+            labels=self.labels[:, :max_target],
+        )
+
 
 IGNORED_LABEL = -100
 

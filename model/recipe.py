@@ -100,7 +100,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         path = RECIPES / f"{name_or_path}.toml"
     try:
         recipe = Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        recipe.model_config_for(recipe.vocab_size)
+        architecture = recipe.model_config_for(recipe.vocab_size).architecture
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
         raise RecipeError(f"recipe {name_or_path!r} not found; recipes that come with Antiphon: {known}") from None
@@ -110,4 +110,6 @@ def load_recipe(name_or_path: str) -> Recipe:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "recipe"
         raise RecipeError(f"{path}: {field}: {first['msg']}") from None
+    if architecture != "encoder-decoder":
+        raise RecipeError(f"{path}: model.architecture is {architecture!r}; only encoder-decoder models are trained")
     return recipe

@@ -36,7 +36,7 @@ from antiphon.model.corpus import load_corpus
 from antiphon.model.data import IGNORED_LABEL, Batch, Example, collate, encode_pairs, plan_batches, rows_of
 from antiphon.model.loss import linear_cross_entropy
 from antiphon.model.recipe import Recipe, RecipeError, TrainConfig, load_recipe
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.tokenizer import Tokenizer, TokenizerError
 from antiphon.model.transformer import Transformer
 
 RESUMABLE_STATE = ("state.json", "optimizer.safetensors")
@@ -128,7 +128,9 @@ class Trainer:
         self.model.checkpoint_layers(self.config.gradient_checkpointing)
         self.batch_loss: nn.Module = BatchLoss(self.model)
         if group.size > 1:
-            self.batch_loss = DistributedDataParallel(self.batch_loss)
+            # The buffers are constants. Sending them at every forward would be a collective that processes with unequal
+            # numbers of validation batches do not all take part in.
+            self.batch_loss = DistributedDataParallel(self.batch_loss, forward_sync_buffers=False)
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), betas=(0.9, self.config.adam_beta2), eps=self.config.adam_epsilon, fused=True
         )
@@ -137,7 +139,9 @@ class Trainer:
         path = self.folder / "tokenizer.json"
         if not path.is_file() and self.group.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            Tokenizer.train(texts, self.recipe.vocab_size).save(path)
+            unfinished = path.with_suffix(".tmp")
+            Tokenizer.train(texts, self.recipe.vocab_size).save(unfinished)
+            unfinished.replace(path)
         if self.group.size > 1:
             torch.distributed.barrier()
         return Tokenizer.load(path)
@@ -231,20 +235,25 @@ class Trainer:
     def _batch(self, examples: list[Example], indices: list[int]) -> Batch:
         chosen = [examples[i] for i in indices]
         rows = rows_of(max(len(e.target) for e in chosen) + 1, self.config.batch_tokens)
-        return collate(chosen, self.tokenizer, rows).to(self.group.device)
+        config = self.model_config
+        batch = collate(chosen, self.tokenizer, rows).within(config.max_source_len, config.max_target_len)
+        return batch.to(self.group.device)
 
     def run(self) -> Path | None:
         """Train to the end; returns the averaged checkpoint (None on ranks other than 0)."""
         self.resume()
         self.model.train()
-        total = self._expected_steps()
-        with tqdm(total=total, initial=self.progress.step, unit="step", disable=self._quiet()) as bar:
+        last_step = self._last_step()
+        with tqdm(total=last_step, initial=self.progress.step, unit="step", disable=self._quiet()) as bar:
             while not self._finished():
-                self._run_epoch(bar)
+                self._run_epoch(bar, last_step)
         return self._average() if self.group.rank == 0 else None
 
-    def _expected_steps(self) -> int:
+    def _last_step(self) -> int:
+        """The step at which training ends unless it stops early; raises RecipeError where there is none."""
         per_epoch = len(plan_batches(self.train_examples, self.config.batch_tokens, seed=0)) // self.group.size
+        if per_epoch < 1:
+            raise RecipeError(f"data: {len(self.train_examples)} training pairs fill no batch for each process")
         return min(self.config.max_steps, per_epoch * self.config.max_epochs)
 
     def _quiet(self) -> bool:
@@ -258,7 +267,7 @@ class Trainer:
             or progress.bad_validations >= config.patience
         )
 
-    def _run_epoch(self, bar: tqdm[NoReturn]) -> None:
+    def _run_epoch(self, bar: tqdm[NoReturn], last_step: int) -> None:
         progress = self.progress
         plan = plan_batches(
             self.train_examples, self.config.batch_tokens, seed=self.config.seed * 1_000_003 + progress.epoch
@@ -270,7 +279,7 @@ class Trainer:
             progress.batch_in_epoch += 1
             bar.update()
             bar.set_postfix(epoch=progress.epoch, loss=f"{loss:.3f}")
-            if progress.step % self.config.checkpoint_every_steps == 0 or progress.step == self.config.max_steps:
+            if progress.step % self.config.checkpoint_every_steps == 0 or progress.step == last_step:
                 self._checkpoint(loss)
         if progress.batch_in_epoch >= rounds:
             progress.epoch += 1
@@ -340,7 +349,7 @@ def run(args: argparse.Namespace) -> int:
         group = Group.join()
         trainer = Trainer(recipe, args.data, args.output or Path("runs") / recipe.name, group)
         averaged = trainer.run()
-    except (RecipeError, CheckpointError) as error:
+    except (RecipeError, CheckpointError, TokenizerError, OSError) as error:
         print(f"antiphon train: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

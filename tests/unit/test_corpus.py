@@ -101,6 +101,14 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path) -> None:
         load_recipe(str(wrong))
 
 
+def test_recipe_for_half_a_transformer_is_refused(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "model/recipes/tatoeba-en-de.toml").read_text()
+    half = tmp_path / "half.toml"
+    half.write_text(text.replace('"encoder-decoder"', '"decoder"').replace("encoder_layers = 6", "encoder_layers = 0"))
+    with pytest.raises(RecipeError, match=r"model\.architecture is 'decoder'"):
+        load_recipe(str(half))
+
+
 @pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the training data")
 def test_shipped_recipes_data_splits_without_leakage() -> None:
     corpus = load_corpus(load_recipe("tatoeba-en-de").data, Path(str(DATA)))

@@ -47,6 +47,17 @@ def test_collate_shifts_targets_and_ignores_padding() -> None:
     assert batch.labels.tolist() == [[8, 9, eos, ignored], [8, eos, ignored, ignored], [ignored] * 4]
 
 
+def test_batch_within_the_models_limits_loses_padding_only() -> None:
+    """A limit that is no multiple of LENGTH_STEP: the padding must not reach positions the model does not have."""
+    longest = Example(source=[7] * 9 + [2], target=[8] * 9)
+    batch = collate([longest, Example(source=[7, 2], target=[8])], TOKENIZER)
+    cut = batch.within(10, 10)
+    assert (batch.source.shape[1], cut.source.shape[1], cut.inputs.shape[1], cut.labels.shape[1]) == (12, 10, 10, 10)
+    assert cut.source[0].tolist() == longest.source
+    assert cut.labels[0].tolist() == [*longest.target, TOKENIZER.eos_id]
+    assert (cut.source_lens == batch.source_lens).all()
+
+
 def test_batches_come_in_few_shapes() -> None:
     """Every new shape costs a compilation; there are about as many as (length steps of targets) x (of sources)."""
     made = examples(3000, seed=2)

@@ -14,7 +14,7 @@ import torch
 from antiphon.cli import main
 from antiphon.model.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.model.greedy import greedy
-from antiphon.model.recipe import Recipe, TrainConfig
+from antiphon.model.recipe import Recipe, RecipeError, TrainConfig
 from antiphon.model.train import Group, Trainer, learning_rate
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
@@ -146,6 +146,30 @@ def test_training_learns_the_language(tmp_path: Path) -> None:
     losses = [json.loads(line)["valid_loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.05
     assert (tmp_path / "run/loss.png").stat().st_size > 0
+
+
+def test_training_that_ends_with_its_epochs_keeps_their_last_step(tmp_path: Path) -> None:
+    """It once ended without a checkpoint: the steps since the last interval, here all of them, were lost."""
+    averaged = train(tmp_path, "run", max_epochs=2, max_steps=1000, checkpoint_every_steps=500, batch_tokens=2048)
+    (kept,) = (tmp_path / "run/checkpoints").iterdir()
+    assert json.loads((kept / "state.json").read_text())["step"] == int(kept.name.removeprefix("step-"))
+    assert load_checkpoint(averaged).config.d_model == 32
+
+
+def test_training_without_a_full_batch_says_so(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "run")
+    trainer.train_examples = []
+    with pytest.raises(RecipeError, match="0 training pairs"):
+        trainer.run()
+
+
+def test_training_keeps_to_lengths_that_are_no_multiple_of_the_padding(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, max_steps=5)
+    limits = dict(max_source_len=5, max_target_len=5)
+    recipe = recipe.model_copy(update=dict(model={**recipe.model, **limits}))
+    trainer = Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
+    assert max(len(example.source) for example in trainer.train_examples) == 5
+    assert trainer.run() is not None
 
 
 def test_early_stopping_ends_a_run_that_learns_no_more(tmp_path: Path) -> None:
