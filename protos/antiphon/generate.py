@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import os
 import sys
@@ -146,15 +147,22 @@ async def _lines(descriptor: int) -> AsyncIterator[Line]:
     """
     loop = asyncio.get_running_loop()
     wanted = threading.Semaphore(0)
-    arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+    arrived: asyncio.Queue[bytes | OSError | None] = asyncio.Queue()
+
+    def hand_over(item: bytes | OSError | None) -> None:
+        wanted.acquire()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads on
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
 
     def read() -> None:
-        with os.fdopen(descriptor, "rb", closefd=False) as stream:
-            for raw in stream:
-                wanted.acquire()
-                loop.call_soon_threadsafe(arrived.put_nowait, raw)
-        wanted.acquire()
-        loop.call_soon_threadsafe(arrived.put_nowait, None)
+        try:
+            with os.fdopen(descriptor, "rb", closefd=False) as stream:
+                for raw in stream:
+                    hand_over(raw)
+        except OSError as error:
+            hand_over(error)
+        else:
+            hand_over(None)
 
     threading.Thread(target=read, name="stdin", daemon=True).start()
     number = 0
@@ -163,6 +171,8 @@ async def _lines(descriptor: int) -> AsyncIterator[Line]:
         raw = await arrived.get()
         if raw is None:
             return
+        if isinstance(raw, OSError):
+            raise Stopped(f"standard input cannot be read: {raw.strerror}")
         number += 1
         yield Line(number=number, raw=raw.removesuffix(b"\n").removesuffix(b"\r"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -106,6 +107,21 @@ def test_generate_answers_a_line_before_the_next_one_comes(server: ServerProcess
             assert process.stdout.readline().decode() == f"{expected}\n"
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [("<&-", "standard input is closed"), ("0>/dev/null", "standard input cannot be read")],
+)
+def test_generate_says_so_when_it_cannot_read(server: ServerProcess, redirection: str, message: str) -> None:
+    command = shlex.join([*ANTIPHON, "generate", "--target", server.target])
+    result = subprocess.run(
+        f"{command} {redirection}", shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, env=environment(), timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert message in line
 
 
 def test_generate_is_quiet_when_its_reader_leaves(server: ServerProcess) -> None:
