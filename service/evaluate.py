@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.corpus import Pair, load_corpus
+from antiphon.model.graph import GraphError
+from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.recipe import RecipeError, load_recipe
 from antiphon.model.tokenizer import Tokenizer, TokenizerError
 from antiphon.service.engine import Engine, EngineConfig
@@ -84,8 +86,12 @@ def run(args: argparse.Namespace) -> int:
                 raise EvaluationError(f"--{option} is {getattr(args, option)}; it must be at least 1")
         test_set = _test_set(args)
         is_bundle = (args.model / MANIFEST_NAME).is_file()
+        if is_bundle and args.ctranslate2:
+            raise EvaluationError("--ctranslate2 compares a checkpoint's weights; give the checkpoint, not a bundle")
+        if args.output is not None and not args.output.parent.is_dir():
+            raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
         scores = _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
-    except (EvaluationError, RecipeError, BundleError, TokenizerError) as error:
+    except (EvaluationError, RecipeError, BundleError, TokenizerError, GraphError, WorkspaceError, OSError) as error:
         print(f"antiphon evaluate: {error}", file=sys.stderr)
         return 2
     for score in scores:
@@ -178,7 +184,8 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
     limit = checkpoint.config.max_source_len
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
-        return _in_batches(sources, args.rows, lambda part: greedy(checkpoint.model, part, limit))
+        max_new_tokens = checkpoint.config.max_target_len
+        return _in_batches(sources, args.rows, lambda part: greedy(checkpoint.model, part, max_new_tokens))
 
     systems: list[tuple[str, Decode]] = [("pytorch float32", decode)]
     with TemporaryDirectory() as folder:
@@ -191,7 +198,10 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
 
 
 def _twins(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
-    import ctranslate2
+    try:
+        import ctranslate2
+    except ModuleNotFoundError:
+        raise EvaluationError("--ctranslate2: it is not installed; run: pip install ctranslate2") from None
 
     from antiphon.model.checkpoint import Checkpoint, CheckpointError
     from antiphon.model.ctranslate2_twin import save_twin, translate

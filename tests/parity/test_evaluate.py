@@ -62,6 +62,8 @@ def test_source_beyond_the_limit_counts_as_untranslated(
         (["--source", "/nowhere/a", "--reference", "/nowhere/b"], "/nowhere/a cannot be read"),
         (["--rows", "0"], "--rows is 0; it must be at least 1"),
         (["--recipe", "no-such", "--data", "."], "recipe 'no-such' not found"),
+        (["--source", __file__, "--reference", __file__, "--ctranslate2"], "give the checkpoint, not a bundle"),
+        (["--source", __file__, "--reference", __file__, "--output", "/nowhere/out"], "no directory /nowhere"),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],
 )
