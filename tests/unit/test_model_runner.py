@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
-from antiphon.model.graph import GraphError
+from antiphon.model.graph import GraphError, has_vnni
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.model_runner import ModelRunner
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
@@ -254,3 +254,11 @@ def test_runner_names_what_a_graph_lacks(tmp_path: Path, model: TinyModel) -> No
 def test_runner_refuses_a_precision_the_bundle_lacks(bundle: Bundle) -> None:
     with pytest.raises(BundleError, match="no contrib graphs at precision int8"):
         ModelRunner(bundle, max_rows=1, threads=1, precision="int8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fma avx2 avx512_vnni", True), ("avx2 avx_vnni", True), ("amx_int8", True), ("avx2 avx512f", False), ("", False)],
+)
+def test_has_vnni_reads_the_processors_flags(flags: str, expected: bool) -> None:
+    assert has_vnni(f"processor\t: 0\nvendor_id\t: x\nflags\t\t: fpu {flags}\nbugs\t: avx512_vnni\n") is expected
