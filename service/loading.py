@@ -1,4 +1,4 @@
-"""From a bundle on disk to an engine that can start: every reason not to is found here, before any port opens."""
+"""From a bundle on disk to an engine that can start: every reason not to is found here, before gRPC's port opens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.kv_cache import blocks_for
 from antiphon.service.metrics import Metrics
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.servicer import ServedModel, default_options
@@ -39,6 +40,7 @@ def load(config: ServerConfig, metrics: Metrics) -> Loaded:
         tokenizer = _tokenizer(bundle)
         runner = ModelRunner(bundle, max_rows=config.max_num_seqs, threads=config.threads, precision=config.precision)
         runner.warm_up()
+        _check_blocks(config, runner)
         engine = Engine(runner, _engine_config(config), metrics)
     except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
         raise StartupError(str(error)) from error
@@ -59,6 +61,17 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
         if found != expected:
             raise BundleError(f"{path}: {name} is {found}; the model's is {expected}")
     return tokenizer
+
+
+def _check_blocks(config: ServerConfig, runner: ModelRunner) -> None:
+    """A pool below one longest sequence would start, and then refuse every request that sets no limit."""
+    size = config.block_size
+    needed = blocks_for(runner.max_source_len, size) + blocks_for(runner.max_target_len, size)
+    if config.kv_cache_blocks is not None and config.kv_cache_blocks < needed:
+        raise StartupError(
+            f"kv_cache_blocks is {config.kv_cache_blocks}; it must be at least {needed}, "
+            f"what one sequence of {runner.max_source_len} source and {runner.max_target_len} target tokens needs"
+        )
 
 
 def _engine_config(config: ServerConfig) -> EngineConfig:

@@ -59,7 +59,7 @@ class Stepper:
         self._last_decode_s = 0.0
         self._num_self_blocks = 0
         self._num_deferred = 0
-        self._is_occupancy_stale = True
+        self._report_occupancy()  # before the first request: an empty cache must not look like a full one
 
     @property
     def num_running(self) -> int:

@@ -110,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
+    if sys.stdout is None:
+        print("antiphon: standard output is closed", file=sys.stderr)
+        return EXIT_USER_ERROR
     try:
         parser = _parser(chosen)
         parsed = parser.parse_args(arguments)

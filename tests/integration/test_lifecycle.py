@@ -250,6 +250,18 @@ def test_serve_stops_with_the_fields_name_when_a_setting_is_malformed(
     assert message in one_line(result)
 
 
+def test_serve_refuses_a_cache_below_one_longest_sequence(bundle: Path) -> None:
+    result = antiphon("serve", str(bundle), "--kv-cache-blocks", "143", "--port", "0", "--metrics-port", "0")
+    assert result.returncode == 2
+    assert "kv_cache_blocks is 143; it must be at least 144" in one_line(result)
+
+
+def test_command_says_that_standard_output_is_closed() -> None:
+    code = "import sys; sys.stdout = None; from antiphon.cli import main; sys.exit(main(['generate', 'x']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "antiphon: standard output is closed\n")
+
+
 def test_server_never_imports_torch() -> None:
     code = "import sys, antiphon.service.server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -328,6 +328,12 @@ def test_step_measures_latencies_by_the_clock(bench: Bench) -> None:
     assert bench.sample("e2e_request_latency_seconds_sum") == 4.0
 
 
+def test_stepper_reports_an_empty_cache_before_the_first_request(bench: Bench) -> None:
+    """It used to read 0 free blocks until then, as if the cache were full."""
+    assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
+    assert bench.sample("kv_cache_usage_ratio") == 0
+
+
 def test_step_reports_cache_use_self_and_cross_apart(bench: Bench) -> None:
     bench.add("a", source_of(target_len=9, length=9), SamplingParams(max_new_tokens=4))
     bench.step()
