@@ -1,8 +1,8 @@
 """The baseline: static batches through the same graphs and the same sampler.
 
-A batch is formed, encoded and decoded until its last row has ended; then the next one starts. Sources are sorted by
-length first, which live traffic cannot be: encoder runs are as large as they get, and rows of a batch end together as
-nearly as the sources allow.
+A batch is formed, encoded and decoded until its last row has ended; then the next one starts. In order of arrival that
+is what a server without continuous batching does. Sorted by length first, which live traffic cannot be, it is at its
+best: encoder runs are as large as they get, and the rows of a batch end as nearly together as the sources allow.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from antiphon.service.runner import Runner
 
 
 def translate_static(
-    runner: Runner, sources: Sequence[Sequence[int]], rows: int, max_new_tokens: int
+    runner: Runner, sources: Sequence[Sequence[int]], *, rows: int, max_new_tokens: int, is_sorted: bool
 ) -> list[list[int]]:
-    """Greedy target ids of each source, in order, the end token included where it came."""
-    order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+    """Greedy target ids of each source, in order, the end token included where it came.
+
+    is_sorted: batches are formed of neighbours in length, not of neighbours in arrival.
+    """
+    order = list(range(len(sources)))
+    if is_sorted:
+        order.sort(key=lambda index: len(sources[index]))
     targets: dict[int, list[int]] = {}
     for start in range(0, len(order), rows):
-        members = order[start : start + rows]
+        members = sorted(order[start : start + rows], key=lambda index: len(sources[index]))
         batch = [sources[index] for index in members]
         _encode(runner, batch)
         targets.update(zip(members, _decode(runner, batch, max_new_tokens), strict=True))

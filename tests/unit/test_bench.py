@@ -102,7 +102,9 @@ def test_static_batches_and_the_engine_give_what_each_source_gives_alone(
     for source in sources:
         tokens, _ = runner.answer(source, max_new_tokens)
         expected.append(tokens if len(tokens) == max_new_tokens else [*tokens, EOS_ID])
-    assert translate_static(runner, sources, rows, max_new_tokens) == expected
+    for is_sorted in (False, True):
+        batches = translate_static(runner, sources, rows=rows, max_new_tokens=max_new_tokens, is_sorted=is_sorted)
+        assert batches == expected
     offline = translate_offline(FakeRunner(), sources, rows=rows, concurrency=2 * rows, max_new_tokens=max_new_tokens)
     assert offline == expected
 
