@@ -15,7 +15,7 @@ from pathlib import Path
 
 from antiphon.model.bundle import Bundle
 from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.bench.offline import translate_offline
+from antiphon.service.bench.offline import Offline
 from antiphon.service.bench.report import BenchFailure, Finding, Speed, compare
 from antiphon.service.bench.server import BenchServer, run_client
 from antiphon.service.bench.sources import load_texts, tokenize
@@ -80,25 +80,19 @@ def engine(setup: Setup) -> list[Finding]:
 def _engine_against_static(
     runner: ModelRunner, setup: Setup, case: str, sources: Sequence[list[int]], max_new_tokens: int
 ) -> list[Finding]:
-    def ours() -> Targets:
-        return translate_offline(
-            runner, sources, rows=setup.rows, concurrency=len(sources), max_new_tokens=max_new_tokens
-        )
-
-    def theirs(*, is_sorted: bool) -> Targets:
+    def static(*, is_sorted: bool) -> Targets:
         return translate_static(runner, sources, rows=setup.rows, max_new_tokens=max_new_tokens, is_sorted=is_sorted)
 
-    arriving, sorted_first = partial(theirs, is_sorted=False), partial(theirs, is_sorted=True)
-    if not ours() == arriving() == sorted_first():
-        raise BenchFailure(f"engine, {case}: the engine and the static batches disagree on tokens")
-    runs = [(_timed(ours), _timed(arriving), _timed(sorted_first)) for _ in range(setup.repeat)]
+    arriving, sorted_first = partial(static, is_sorted=False), partial(static, is_sorted=True)
+    with Offline(runner, rows=setup.rows) as offline:
+        ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=max_new_tokens)
+        if not ours() == arriving() == sorted_first():
+            raise BenchFailure(f"engine, {case}: the engine and the static batches disagree on tokens")
+        runs = [(_timed(ours), _timed(arriving), _timed(sorted_first)) for _ in range(setup.repeat)]
     return [
-        *compare(
-            "engine", case, setup.rows, [(run[0], run[1]) for run in runs], against="static batches as they arrive"
-        ),
-        *compare(
-            "engine", case, setup.rows, [(run[0], run[2]) for run in runs], against="static batches sorted by length"
-        ),
+        finding
+        for side, against in ((1, "static batches as they arrive"), (2, "static batches sorted by length"))
+        for finding in compare("engine", case, setup.rows, [(run[0], run[side]) for run in runs], against=against)
     ]
 
 
@@ -106,14 +100,13 @@ def grpc_overhead(setup: Setup) -> list[Finding]:
     """What a client gets over concurrent streams, against the engine alone with as many requests under way."""
     texts = setup.texts(GRPC_TEXTS)
     sources, limit = setup.sources(texts), setup.max_new_tokens
-    runner = setup.runner(GRPC_STREAMS)
-
-    def alone() -> Targets:
-        return translate_offline(runner, sources, rows=GRPC_STREAMS, concurrency=GRPC_STREAMS, max_new_tokens=limit)
-
-    expected = [setup.tokenizer.decode(target) for target in alone()]
     pairs = []
-    with BenchServer(setup.bundle.path, rows=GRPC_STREAMS, threads=setup.threads) as server:
+    with (
+        Offline(setup.runner(GRPC_STREAMS), rows=GRPC_STREAMS) as offline,
+        BenchServer(setup.bundle.path, rows=GRPC_STREAMS, threads=setup.threads) as server,
+    ):
+        alone = partial(offline.translate, sources, concurrency=GRPC_STREAMS, max_new_tokens=limit)
+        expected = [setup.tokenizer.decode(target) for target in alone()]
         run_client(server.target, texts, streams=GRPC_STREAMS, max_new_tokens=limit)
         for _ in range(setup.repeat):
             speed, answers = run_client(server.target, texts, streams=GRPC_STREAMS, max_new_tokens=limit)

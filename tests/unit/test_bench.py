@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.service.bench import command
-from antiphon.service.bench.offline import translate_offline
+from antiphon.service.bench.offline import Offline
 from antiphon.service.bench.report import BenchError, Finding, Speed, compare, table, to_json
 from antiphon.service.bench.sources import EVERYDAY, load_texts, tokenize
 from antiphon.service.bench.static import translate_static
@@ -105,8 +105,10 @@ def test_static_batches_and_the_engine_give_what_each_source_gives_alone(
     for is_sorted in (False, True):
         batches = translate_static(runner, sources, rows=rows, max_new_tokens=max_new_tokens, is_sorted=is_sorted)
         assert batches == expected
-    offline = translate_offline(FakeRunner(), sources, rows=rows, concurrency=2 * rows, max_new_tokens=max_new_tokens)
-    assert offline == expected
+    with Offline(FakeRunner(), rows=rows) as offline:
+        for concurrency in (1, 2 * rows):
+            answers = offline.translate(sources, concurrency=concurrency, max_new_tokens=max_new_tokens)
+            assert answers == expected
 
 
 @pytest.mark.parametrize(
