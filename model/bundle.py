@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,8 @@ MANIFEST_NAME = "manifest.json"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Precision = Literal["float32", "int8"]
-Lowering = Literal["contrib", "eager"]
+Lowering = Literal["native", "contrib", "eager"]
+CacheType = Literal["float32", "float16"]
 
 
 class BundleError(Exception):
@@ -47,24 +49,40 @@ class FileEntry(_Strict):
 class GraphSet(_Strict):
     """File names of the graphs that together run the model at one precision and lowering.
 
-    encoder: input_ids [B,S] int64 -> present.{i}.encoder.key/value [B,H,S,D] float32 for each decoder layer i.
-        Every row has length S: the contrib lowering takes no padding.
-    decoder: input_ids [B,1] int64, past_lens [B] int32, source_lens [B] int32,
-        past_key_values.{i}.decoder.key/value [B,H,C,D], past_key_values.{i}.encoder.key/value [B,H,E,D] float32
-        -> logits [B,V] float32, present.{i}.decoder.key/value (bind to the past buffers: written in place).
-        past_lens[b] tokens are cached in row b already; the new token takes position past_lens[b].
+    Contrib and eager. The arrays of a row lie together:
+        encoder: input_ids [B,S] int64 -> present.{i}.encoder.key/value [B,H,S,D] float32 for each decoder layer i.
+            Every row has length S: the contrib lowering takes no padding.
+        decoder: input_ids [B,1] int64, past_lens [B] int32, source_lens [B] int32,
+            past_key_values.{i}.decoder.key/value [B,H,C,D], past_key_values.{i}.encoder.key/value [B,H,E,D] float32
+            -> logits [B,V] float32, present.{i}.decoder.key/value (bind to the past buffers: written in place).
+            past_lens[b] tokens are cached in row b already; the new token takes position past_lens[b].
+
+    Native. Tokens are packed, N of a run; caches are blocks of one pool, named by tables [rows, X] and [rows, Y]:
+        cache [num_blocks, L, 2, H, 16*Dp] of the type `cache`, Dp = D rounded up to 16; changed in place. Block b of a
+            table holds positions 16 b to 16 b + 15. Of a (block, layer, head), index 0 holds keys [Dp][16], 1 values
+            [16][Dp]; rows from D on are unused. Unused table entries may be anything.
+        encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32 (source b is tokens offsets[b] to
+            offsets[b+1]), block_tables [B,X] int32, cache -> written [1] int32, tokens written.
+        decoder: input_ids [N] int64, positions [N] int32, offsets [R+1] int32 (the new tokens of row r, at least one),
+            self_tables [R,X], cross_tables [R,Y], source_lens [R] int32, cache, temperatures [R] float32 (0 greedy),
+            top_ks [R] int32 (0 off), top_ps [R] float32 (1 off), seeds [R] int64 (bits of a uint64), num_logprobs [1]
+            int32 (-1 none, 0 of the chosen token, k also of the k likeliest)
+            -> token_ids [R] int64 (-1: logits not finite), logprobs [R] float32 (0 where not asked),
+            top_ids [R,k] int64, top_logprobs [R,k] float32, likeliest first.
     """
 
     precision: Precision
     lowering: Lowering
     encoder: str
     decoder: str
+    cache: CacheType | None = None
 
 
 class MemoryFit(_Strict):
     """Peak workspace of one encoder run, fitted: bytes = a + B * (b * T + c * T^2).
 
-    T is the source length in tokens, B the number of rows. residual is the largest relative error of the
+    T is the source length in tokens, B the number of rows; packed graphs know only the tokens of a run, so theirs has
+    c = 0 and B * T stands for any mix of that many tokens. residual is the largest relative error of the
     fit over the measured grid, exponent the slope of log(bytes - a) against log(T) at the longest lengths.
     """
 
@@ -121,15 +139,20 @@ class Bundle:
         """Absolute path of a file listed in the manifest."""
         return self.path / name
 
-    def graph_set(self, precision: Precision | None = None, lowering: Lowering = "contrib") -> GraphSet:
-        """The graphs of a precision; None prefers int8. Raises BundleError naming what the bundle has."""
-        wanted = (precision,) if precision else ("int8", "float32")
-        for choice in wanted:
-            for graphs in self.manifest.graphs:
-                if graphs.precision == choice and graphs.lowering == lowering:
-                    return graphs
-        held = ", ".join(f"{g.lowering}-{g.precision}" for g in self.manifest.graphs)
-        raise BundleError(f"{self.path}: no {lowering} graphs at precision {precision or 'any'}; it holds {held}")
+    def graph_set(self, precision: Precision | None = None, lowering: Lowering | None = None) -> GraphSet:
+        """The graphs to run: None prefers int8, then native before contrib; eager comes only when asked for.
+
+        Raises BundleError naming what the bundle has.
+        """
+        precisions = (precision,) if precision else ("int8", "float32")
+        lowerings = (lowering,) if lowering else ("native", "contrib")
+        held = {(graphs.precision, graphs.lowering): graphs for graphs in reversed(self.manifest.graphs)}
+        for choice in product(precisions, lowerings):
+            if choice in held:
+                return held[choice]
+        names = ", ".join(f"{g.lowering}-{g.precision}" for g in self.manifest.graphs)
+        wanted = lowering or "servable"
+        raise BundleError(f"{self.path}: no {wanted} graphs at precision {precision or 'any'}; it holds {names}")
 
 
 def file_entry(path: Path) -> FileEntry:
