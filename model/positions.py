@@ -52,6 +52,12 @@ def rotary_tables(positions: Tensor, width: int, theta: float) -> tuple[Tensor, 
     return angle.cos()[..., None, :], angle.sin()[..., None, :]
 
 
+def rotary_table(length: int, width: int, theta: float) -> Tensor:
+    """[length, width] float32: of each position cos of its width / 2 angles, then sin, as `rotary_tables`."""
+    cos, sin = rotary_tables(torch.arange(length), width, theta)
+    return torch.cat((cos, sin), dim=-1)[:, 0]
+
+
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the halves of each head vector [B, T, H, D] against each other by its position's angles."""
     first, second = vectors.chunk(2, dim=-1)
@@ -113,3 +119,18 @@ class RelativeBias(nn.Module):
             distance, bidirectional=self.bidirectional, buckets=self.buckets, max_distance=self.max_distance
         )
         return self.weight[bucket].permute(0, 3, 1, 2)
+
+    def by_distance(self, reach: int) -> Tensor | None:
+        """T5's bias as [H, 2 * reach + 1], by key position minus query position from -reach; None for other kinds.
+
+        Distances from max_distance on share their buckets, so a reach that far tells all there is.
+        """
+        if self.kind != "t5_relative":
+            return None
+        bucket = relative_bucket(
+            torch.arange(-reach, reach + 1),
+            bidirectional=self.bidirectional,
+            buckets=self.buckets,
+            max_distance=self.max_distance,
+        )
+        return self.weight.detach()[bucket].T.contiguous()

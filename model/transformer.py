@@ -231,6 +231,8 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """What encoder and decoder share: embedding, positions, score bias, layers, the last norm of pre-norm stacks."""
 
+    relative_bias: RelativeBias
+
     def __init__(self, config: ModelConfig, embedding: nn.Embedding, layers: Sequence[nn.Module], max_len: int) -> None:
         super().__init__()
         self.embedding = embedding

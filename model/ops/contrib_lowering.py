@@ -24,7 +24,8 @@ from antiphon.model.ops.graph_edit import (
     static_dim,
     take_over,
 )
-from antiphon.model.ops.onnx_translation import ATTENTION, CACHED_ATTENTION, DOMAIN
+from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.onnx_translation import ATTENTION, CACHED_ATTENTION
 
 CONTRIB = "com.microsoft"
 

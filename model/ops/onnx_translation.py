@@ -2,7 +2,8 @@
 
 `torch.onnx.export` takes `TRANSLATIONS` as its custom_translation_table and leaves one node of domain `antiphon`
 wherever the model called an operator. Those nodes say what is wanted, not how: a lowering (`contrib_lowering.py`)
-replaces them by operators that a runtime has kernels for. Knows nothing of runtimes.
+replaces them by operators that a runtime has kernels for. Operators that have kernels of our own are in
+native_translation.py. Knows nothing of runtimes.
 """
 
 from __future__ import annotations
@@ -10,64 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import onnx
 import torch
-from onnxscript.values import Op, Opset
 
 from antiphon.model.ops import attention_ops  # noqa: F401  registers the operators that the table names
+from antiphon.model.ops.native_translation import NATIVE_TRANSLATIONS
+from antiphon.model.ops.onnx_schema import operator
 
-DOMAIN = "antiphon"
 ATTENTION = "Attention"
 CACHED_ATTENTION = "CachedAttention"
 
-_Parameter = onnx.defs.OpSchema.FormalParameter
-_OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
-
-
-def _schema(name: str, inputs: list[tuple[str, str]], outputs: list[str], attributes: list[Any]) -> Op:
-    formal = [
-        _Parameter(label.rstrip("?"), kind, param_option=_OPTIONAL) if label.endswith("?") else _Parameter(label, kind)
-        for label, kind in inputs
-    ]
-    schema = onnx.defs.OpSchema(
-        name,
-        DOMAIN,
-        1,
-        inputs=formal,
-        outputs=[_Parameter(label, "T") for label in outputs],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=attributes,
-    )
-    return Op(Opset(DOMAIN, 1), name, schema)
-
-
-_INT = onnx.defs.OpSchema.AttrType.INT
-_FLOAT = onnx.defs.OpSchema.AttrType.FLOAT
-_LENS = "tensor(int32)"
-
 # [B, T, H, D] operands, as the PyTorch operators.
-_attention = _schema(
-    ATTENTION,
-    [("query", "T"), ("key", "T"), ("value", "T"), ("key_lens?", _LENS), ("bias?", "T")],
-    ["output"],
-    [
-        onnx.defs.OpSchema.Attribute("causal", _INT, "1: bottom-right causal mask", required=True),
-        onnx.defs.OpSchema.Attribute("scale", _FLOAT, "factor on query-key products", required=True),
-    ],
-)
-_cached_attention = _schema(
+_attention = operator(ATTENTION, "query:T key:T value:T key_lens?:ints bias?:T", "output:T", causal=int, scale=float)
+_cached_attention = operator(
     CACHED_ATTENTION,
-    [
-        ("query", "T"),
-        ("key", "T"),
-        ("value", "T"),
-        ("cache_key", "T"),
-        ("cache_value", "T"),
-        ("cache_lens", _LENS),
-        ("bias?", "T"),
-    ],
-    ["output", "present_key", "present_value"],
-    [onnx.defs.OpSchema.Attribute("scale", _FLOAT, "factor on query-key products", required=True)],
+    "query:T key:T value:T cache_key:T cache_value:T cache_lens:ints bias?:T",
+    "output:T present_key:T present_value:T",
+    scale=float,
 )
 
 
@@ -86,4 +45,5 @@ def _translate_cached_attention(
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.antiphon.attention.default: _translate_attention,
     torch.ops.antiphon.cached_attention.default: _translate_cached_attention,
+    **NATIVE_TRANSLATIONS,
 }

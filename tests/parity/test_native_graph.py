@@ -1,0 +1,98 @@
+"""The packed encoder and the paged decoder against the Transformer they say again, in PyTorch, for every variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.native_graph import PackedEncoder, PagedDecoder, PagedRows
+from antiphon.model.ops.cache_pool import blocks_for, pool_axes
+from antiphon.model.transformer import Transformer
+from tests.parity.conftest import VARIANTS
+from tests.parity.exports import random_model, small_config
+
+ALL_VARIANTS: dict[str, dict[str, object]] = {
+    "paper": {},
+    **VARIANTS,
+    "none_untied": dict(
+        positions="none", tie_output=False, tie_source_target=False, scale_embeddings=False, head_dim=10
+    ),
+    "t5_post_short_reach": dict(
+        positions="t5_relative", relative_buckets=8, relative_max_distance=12, activation="gelu", attention_scale=0.7
+    ),
+    "rope_gated_post": dict(positions="rope", gated=True, norm="rmsnorm", head_dim=6),
+    "alibi_six_heads": dict(positions="alibi", num_heads=6, head_dim=8, bias=False, norm_placement="pre"),
+}  # fmt: skip
+SOURCE_LENS = (1, 16, 33, 7)
+# New tokens of each row in each step: prefixes beside single tokens.
+CHUNKS = ((1, 4, 17, 2), (3, 1, 1, 1), (1, 1, 2, 14))
+TOLERANCE = 1e-5  # float32 in another order, two layers deep
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def ramp(lens: Sequence[int]) -> Tensor:
+    return ints([0, *torch.tensor(lens).cumsum(0).tolist()])
+
+
+class Pool:
+    """A pool full of NaN, and tables of shuffled blocks in it; unused entries point outside."""
+
+    def __init__(self, config: ModelConfig, lens: Sequence[int], targets: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        wanted = [blocks_for(length) for length in lens] + [blocks_for(targets)] * len(lens)
+        order = iter(torch.randperm(sum(wanted) + 3, generator=generator).tolist())
+        tables = [[next(order) for _ in range(count)] for count in wanted]
+        self.cross_tables = self._padded(tables[: len(lens)])
+        self.self_tables = self._padded(tables[len(lens) :])
+        self.cache = torch.full((sum(wanted) + 3, *pool_axes(config)), float("nan"))
+
+    def _padded(self, tables: list[list[int]]) -> Tensor:
+        width = max(map(len, tables)) + 1
+        padded = [[*table, *[-(10**9)] * (width - len(table))] for table in tables]
+        return torch.tensor(padded, dtype=torch.int32)
+
+
+def expected_logits(model: Transformer, sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(source[None], target[None])[0] for source, target in zip(sources, targets, strict=True)]
+
+
+@pytest.mark.parametrize("name", ALL_VARIANTS)
+def test_packed_and_paged_modules_equal_the_transformer(name: str) -> None:
+    config = small_config(max_target_len=40, **ALL_VARIANTS[name])
+    model = random_model(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    sources = [torch.randint(4, config.vocab_size, (length,), generator=generator) for length in SOURCE_LENS]
+    totals = [sum(counts) for counts in zip(*CHUNKS, strict=True)]
+    targets = [torch.randint(4, config.vocab_size, (total,), generator=generator) for total in totals]
+    pool = Pool(config, SOURCE_LENS, max(totals))
+    encoder, decoder = PackedEncoder(model).eval(), PagedDecoder(model).eval()
+    positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in SOURCE_LENS])
+    with torch.no_grad():
+        written, cache = encoder(torch.cat(sources), positions, ramp(SOURCE_LENS), pool.cross_tables, pool.cache)
+    assert written.tolist() == [sum(SOURCE_LENS)]
+    wanted = expected_logits(model, sources, targets)
+    held = [0] * len(sources)
+    for counts in CHUNKS:
+        pieces = [range(start, start + count) for start, count in zip(held, counts, strict=True)]
+        rows = PagedRows(
+            positions=ints([position for piece in pieces for position in piece]),
+            offsets=ramp(counts),
+            self_tables=pool.self_tables,
+            cross_tables=pool.cross_tables,
+            source_lens=ints(SOURCE_LENS),
+            cache=cache,
+        )
+        ids = torch.cat([target[piece.start : piece.stop] for target, piece in zip(targets, pieces, strict=True)])
+        with torch.no_grad():
+            logits = model.logits(decoder.step(ids, rows))
+        cache, held = rows.cache, [piece.stop for piece in pieces]
+        reference = torch.cat([row[piece.start : piece.stop] for row, piece in zip(wanted, pieces, strict=True)])
+        torch.testing.assert_close(logits, reference, atol=TOLERANCE, rtol=TOLERANCE)
