@@ -6,18 +6,26 @@
 #include <mutex>
 #include <string>
 
-#include "counting_allocator.h"
+#include "kernels.h"
+#include "operators.h"
 #include "ort_abi.h"
+#include "workspace.h"
 
 #define ANTIPHON_EXPORT extern "C" __attribute__((visibility("default")))
 
-namespace {
+namespace antiphon {
 
-antiphon::CountingAllocator& Workspace() {
+CountingAllocator& Workspace() {
   // Never destroyed: the environment may free its last block after static destructors have run.
-  static auto* workspace = new antiphon::CountingAllocator;
+  static auto* workspace = new CountingAllocator;
   return *workspace;
 }
+
+}  // namespace antiphon
+
+namespace {
+
+using antiphon::Workspace;
 
 OrtMemoryInfo* g_memory_info = nullptr;
 
@@ -53,9 +61,40 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   return nullptr;
 }
 
+// One domain for the process: operators have no state of their own, sessions share them.
+OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
+  static OrtCustomOpDomain* domain = nullptr;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (domain == nullptr) {
+    OrtCustomOpDomain* built = nullptr;
+    if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
+    for (const auto& room : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::AttentionOperators(),
+                             antiphon::SelectOperators()}) {
+      for (const OrtCustomOp* op : room) {
+        if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
+      }
+    }
+    domain = built;
+  }
+  *out = domain;
+  return nullptr;
+}
+
+OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
+  try {
+    antiphon::ActiveKernels();  // a wrong ANTIPHON_CPU is found here, not in the first run
+  } catch (const std::exception& error) {
+    return api->CreateStatus(kOrtFail, error.what());
+  }
+  OrtCustomOpDomain* domain = nullptr;
+  if (OrtStatus* failed = BuildDomain(api, &domain)) return failed;
+  return api->AddCustomOpDomain(options, domain);
+}
+
 }  // namespace
 
-ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions*, const OrtApiBase* base) {
+ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(kOrtApiVersion);
   if (api == nullptr) return nullptr;  // older than any release that could create a status for us; never registered
   const char* version = base->GetVersionString();
@@ -64,7 +103,17 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions*, const OrtApiBas
                                 kSupportedRuntime + "x, not " + version;
     return api->CreateStatus(kOrtFail, message.c_str());
   }
-  return RegisterOnce(api);
+  if (OrtStatus* failed = RegisterOnce(api)) return failed;
+  return AddOperators(api, options);
+}
+
+// The kernels this process runs: amx, avx512, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
+ANTIPHON_EXPORT const char* antiphon_kernels() {
+  try {
+    return antiphon::ActiveKernels().name;
+  } catch (const std::exception&) {
+    return "";
+  }
 }
 
 ANTIPHON_EXPORT void antiphon_workspace_stats(antiphon::WorkspaceStats* out) { *out = Workspace().Stats(); }

@@ -1,0 +1,217 @@
+// Attention of one head: packed sequences (encoder) and paged caches (decoder). Included by one file per instruction
+// set; see simd.h for what that demands.
+//
+// Neither forms a score matrix: the packed kernel keeps the scores of sixteen queries, the paged one those of one. The
+// order of every sum depends on the row's own length and positions only.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace antiphon {
+namespace {
+
+ANTIPHON_INLINE float BiasOf(const ScoreBias& bias, int64_t distance) {
+  float value = 0.0f;
+  if (bias.table != nullptr) {
+    const int64_t low = distance < -bias.reach ? -bias.reach : distance;
+    value = bias.table[(low > bias.reach ? bias.reach : low) + bias.reach];
+  }
+  return value - bias.slope * static_cast<float>(distance < 0 ? -distance : distance);
+}
+
+ANTIPHON_INLINE bool HasBias(const ScoreBias& bias) { return bias.table != nullptr || bias.slope != 0.0f; }
+
+// tile[d][16]: sixteen query vectors side by side, scaled; lanes beyond the sequence are 0.
+ANTIPHON_INLINE void PackQueries(const PackedHead& head, int64_t first, float* tile) {
+  const int64_t count = head.length - first < kQueryTile ? head.length - first : kQueryTile;
+  for (int64_t d = 0; d < head.width; d += kLanes) {
+    const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
+    F32 rows[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      rows[lane] = lane < count ? LoadPart(head.query + (first + lane) * head.stride + d, part) * head.scale : F32{};
+    }
+    Transpose(rows);
+    for (int row = 0; row < part; ++row) Store(tile + (d + row) * kLanes, rows[row]);
+  }
+}
+
+// Scores of `Keys` keys from `key` on against the tile: [Keys][16].
+template <int Keys>
+ANTIPHON_INLINE void ScoreKeys(const PackedHead& head, int64_t key, const float* tile, float* scores) {
+  const float* from = head.key + key * head.stride;
+  F32 sums[Keys] = {};
+  for (int64_t d = 0; d < head.width; ++d) {
+    const F32 queries = Load(tile + d * kLanes);
+    for (int k = 0; k < Keys; ++k) sums[k] = Fma(queries, Splat(from[k * head.stride + d]), sums[k]);
+  }
+  for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, sums[k]);
+}
+
+// Adds bias and mask to a key's sixteen scores, query lanes standing at first .. first + 15.
+ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key, F32 scores) {
+  if (HasBias(head.bias)) {
+    float added[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) added[lane] = BiasOf(head.bias, key - first - lane);
+    scores += Load(added);
+  }
+  if (head.causal) {
+    const I32 earliest = Iota() * 0 + static_cast<int32_t>(key - first);  // lanes below it stand before the key
+    scores = Iota() < earliest ? Splat(-kInfinity) : scores;
+  }
+  return scores;
+}
+
+// scores [keys][16] -> exp(score - largest), lane by lane; returns 1 / sum.
+ANTIPHON_INLINE F32 SoftmaxLanes(const PackedHead& head, int64_t first, int64_t keys, float* scores) {
+  F32 largest = Splat(-kInfinity), sum = {};
+  const bool is_plain = !head.causal && !HasBias(head.bias);
+  for (int64_t key = 0; key < keys; ++key) {
+    F32 score = Load(scores + key * kLanes);
+    if (!is_plain) {
+      score = Adjusted(head, first, key, score);
+      Store(scores + key * kLanes, score);
+    }
+    largest = Max(score, largest);
+  }
+  for (int64_t key = 0; key < keys; ++key) {
+    const F32 weight = Exp(Load(scores + key * kLanes) - largest);
+    Store(scores + key * kLanes, weight);
+    sum += weight;
+  }
+  return 1.0f / sum;
+}
+
+// out[lane][d ..] of `Queries` lanes and `Vectors` vectors of head width; `part` floats of the last vector.
+template <int Queries, int Vectors>
+ANTIPHON_INLINE void MixValues(const PackedHead& head, int64_t keys, const float* scores, F32 inverse, int64_t first,
+                               int64_t lane, int64_t d, int part) {
+  F32 sums[Queries][Vectors] = {};
+  for (int64_t key = 0; key < keys; ++key) {
+    const float* from = head.value + key * head.stride + d;
+    F32 values[Vectors];
+    for (int v = 0; v < Vectors - 1; ++v) values[v] = Load(from + v * kLanes);
+    values[Vectors - 1] = LoadPart(from + (Vectors - 1) * kLanes, part);
+    for (int q = 0; q < Queries; ++q) {
+      const F32 weight = Splat(scores[key * kLanes + lane + q]);
+      for (int v = 0; v < Vectors; ++v) sums[q][v] = Fma(weight, values[v], sums[q][v]);
+    }
+  }
+  for (int q = 0; q < Queries; ++q) {
+    float* to = head.out + (first + lane + q) * head.out_stride + d;
+    for (int v = 0; v < Vectors - 1; ++v) Store(to + v * kLanes, sums[q][v] * inverse[lane + q]);
+    StorePart(to + (Vectors - 1) * kLanes, sums[q][Vectors - 1] * inverse[lane + q], part);
+  }
+}
+
+template <int Queries>
+ANTIPHON_INLINE void MixRow(const PackedHead& head, int64_t keys, const float* scores, F32 inverse, int64_t first,
+                            int64_t lane) {
+  int64_t d = 0;
+  for (; head.width - d >= 4 * kLanes; d += 4 * kLanes) {
+    MixValues<Queries, 4>(head, keys, scores, inverse, first, lane, d, kLanes);
+  }
+  for (; d < head.width; d += kLanes) {
+    const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
+    MixValues<Queries, 1>(head, keys, scores, inverse, first, lane, d, part);
+  }
+}
+
+void PackedAttention(const PackedHead& head, int64_t first, float* scores, float* tile) {
+  const int64_t count = head.length - first < kQueryTile ? head.length - first : kQueryTile;
+  const int64_t keys = head.causal ? first + count : head.length;
+  PackQueries(head, first, tile);
+  int64_t key = 0;
+  for (; keys - key >= 8; key += 8) ScoreKeys<8>(head, key, tile, scores);
+  for (; key < keys; ++key) ScoreKeys<1>(head, key, tile, scores);
+  const F32 inverse = SoftmaxLanes(head, first, keys, scores);
+  int64_t lane = 0;
+  for (; count - lane >= 4; lane += 4) MixRow<4>(head, keys, scores, inverse, first, lane);
+  for (; lane < count; ++lane) MixRow<1>(head, keys, scores, inverse, first, lane);
+}
+
+template <typename Element>
+void AppendPosition(const PagedHead<Element>& head, int64_t position, const float* key, const float* value) {
+  const int64_t lane = position % kBlockSize;
+  const int64_t padded = (head.width + kLanes - 1) / kLanes * kLanes;
+  Element* keys = head.blocks[position / kBlockSize] + head.offset;
+  Element* values = keys + head.values + lane * padded;
+  for (int64_t d = 0; d < head.width; ++d) StoreElement(keys + d * kBlockSize + lane, key[d]);
+  for (int64_t d = 0; d < head.width; ++d) StoreElement(values + d, value[d]);
+}
+
+// Scores of one block's sixteen positions, in four chains so that additions do not wait for each other.
+template <typename Element>
+ANTIPHON_INLINE F32 ScoreBlock(const Element* keys, const float* query, int64_t width) {
+  F32 sums[4] = {};
+  int64_t d = 0;
+  for (; width - d >= 4; d += 4) {
+    for (int64_t chain = 0; chain < 4; ++chain) {
+      sums[chain] = Fma(LoadElements(keys + (d + chain) * kBlockSize), Splat(query[d + chain]), sums[chain]);
+    }
+  }
+  for (; d < width; ++d) sums[0] = Fma(LoadElements(keys + d * kBlockSize), Splat(query[d]), sums[0]);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+ANTIPHON_INLINE F32 BlockBias(const ScoreBias& bias, int64_t first, int64_t position) {
+  float added[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) added[lane] = BiasOf(bias, first + lane - position);
+  return Load(added);
+}
+
+// out[d ..] of `Vectors` vectors: even and odd positions in chains of their own.
+template <typename Element, int Vectors>
+ANTIPHON_INLINE void MixPages(const PagedHead<Element>& head, int64_t length, int64_t padded, const float* weights,
+                              float inverse, int64_t d, int part, float* out) {
+  F32 sums[2][Vectors] = {};
+  for (int64_t first = 0; first < length; first += kBlockSize) {
+    const Element* values = head.blocks[first / kBlockSize] + head.offset + head.values + d;
+    const int64_t count = length - first < kBlockSize ? length - first : kBlockSize;
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const F32 weight = Splat(weights[first + lane]);
+      for (int v = 0; v < Vectors; ++v) {
+        F32& sum = sums[lane & 1][v];
+        sum = Fma(weight, LoadElements(values + lane * padded + v * kLanes), sum);
+      }
+    }
+  }
+  for (int v = 0; v < Vectors; ++v) {
+    const F32 mixed = (sums[0][v] + sums[1][v]) * inverse;
+    StorePart(out + d + v * kLanes, mixed, v == Vectors - 1 ? part : kLanes);
+  }
+}
+
+template <typename Element>
+void PagedAttend(const PagedHead<Element>& head, const float* query, int64_t length, int64_t position,
+                 const ScoreBias& bias, float* scores, float* out) {
+  F32 largest = Splat(-kInfinity);
+  for (int64_t first = 0; first < length; first += kBlockSize) {
+    F32 score = ScoreBlock<Element>(head.blocks[first / kBlockSize] + head.offset, query, head.width) * head.scale;
+    if (HasBias(bias)) score += BlockBias(bias, first, position);
+    // Positions nobody has written hold anything, NaN included.
+    if (length - first < kBlockSize) score = Iota() < static_cast<int32_t>(length - first) ? score : Splat(-kInfinity);
+    Store(scores + first, score);
+    largest = Max(score, largest);
+  }
+  const float top = Largest(largest);
+  F32 sum = {};
+  for (int64_t first = 0; first < length; first += kBlockSize) {
+    const F32 weight = Exp(Load(scores + first) - top);
+    Store(scores + first, weight);
+    sum += weight;
+  }
+  const float inverse = 1.0f / Sum(sum);
+  const int64_t padded = (head.width + kLanes - 1) / kLanes * kLanes;
+  int64_t d = 0;
+  for (; head.width - d >= 4 * kLanes; d += 4 * kLanes) {
+    MixPages<Element, 4>(head, length, padded, scores, inverse, d, kLanes, out);
+  }
+  for (; d < head.width; d += kLanes) {
+    const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
+    MixPages<Element, 1>(head, length, padded, scores, inverse, d, part, out);
+  }
+}
+
+}  // namespace
+}  // namespace antiphon

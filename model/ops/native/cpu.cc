@@ -1,0 +1,77 @@
+// Which instruction sets this processor and its operating system offer, and so which kernels run.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace antiphon {
+
+namespace {
+
+struct Candidate {
+  const char* name;
+  bool (*is_supported)();
+  const Kernels& (*table)();
+};
+
+bool Always() { return true; }
+
+#if defined(__x86_64__)
+bool HasAvx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool HasAvx512() {
+  return HasAvx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+// Linux gives a process the tile registers only when it asks (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA).
+bool HasAmx() {
+  constexpr long kRequestPermission = 0x1023;
+  constexpr long kTileData = 18;
+  return HasAvx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+constexpr Candidate kCandidates[] = {
+    {"amx", HasAmx, AmxKernels},
+    {"avx512", HasAvx512, Avx512Kernels},
+    {"avx2", HasAvx2, Avx2Kernels},
+    {"portable", Always, PortableKernels},
+};
+#else
+constexpr Candidate kCandidates[] = {{"portable", Always, PortableKernels}};
+#endif
+
+const Kernels& Choose() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  const char* wanted = std::getenv("ANTIPHON_CPU");
+  const bool is_free = wanted == nullptr || *wanted == '\0';
+  std::string names;
+  for (const Candidate& candidate : kCandidates) {
+    names += std::string(names.empty() ? "" : ", ") + candidate.name;
+    if (!is_free && std::string(wanted) != candidate.name) continue;
+    if (candidate.is_supported()) return candidate.table();
+    if (!is_free) throw std::runtime_error("ANTIPHON_CPU is " + std::string(wanted) + ", which this processor lacks");
+  }
+  throw std::runtime_error("ANTIPHON_CPU is " + std::string(wanted) + "; it must be one of " + names);
+}
+
+}  // namespace
+
+const Kernels& ActiveKernels() {
+  static const Kernels& chosen = Choose();
+  return chosen;
+}
+
+}  // namespace antiphon

@@ -1,0 +1,34 @@
+// The table of the instruction set this file is compiled for. See simd.h for what including it demands.
+#pragma once
+
+#include "attention_kernels.h"
+#include "kernels.h"
+#include "linear_kernels.h"
+#include "row_kernels.h"
+
+namespace antiphon {
+namespace {
+
+constexpr Kernels MakeTable(const char* name) {
+  Kernels table{};
+  table.name = name;
+  table.quantize = Quantize;
+  table.quantized_product = QuantizedProduct;
+  table.float_product = FloatProduct;
+  table.layer_norm = LayerNorm;
+  table.rms_norm = RmsNorm;
+  table.gate = GateRow;
+  table.embed = EmbedFloat;
+  table.quantized_embed = EmbedQuantized;
+  table.rotate = Rotate;
+  table.packed_attention = PackedAttention;
+  table.paged_float32 = {AppendPosition<float>, PagedAttend<float>};
+  table.paged_float16 = {AppendPosition<uint16_t>, PagedAttend<uint16_t>};
+  table.summarize = Summarize;
+  table.boltzmann = Boltzmann;
+  table.at_least = AtLeast;
+  return table;
+}
+
+}  // namespace
+}  // namespace antiphon

@@ -1,0 +1,144 @@
+// The inner loops of every operator behind one table, and which table this processor gets.
+//
+// A table's functions read and write nothing beyond what their arguments say, allocate nothing and cannot fail:
+// operators check, divide the work into tasks and bring the memory. All numbers are float32 unless said otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace antiphon {
+
+constexpr int64_t kPanel = 16;      // columns of a product that lie together in its packed weight
+constexpr int64_t kDepth = 64;      // int8 products are padded to a multiple of this many inputs
+constexpr int64_t kBlockSize = 16;  // positions of a cache block
+constexpr int64_t kQueryTile = 16;  // queries that packed attention takes at once
+
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
+
+inline int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// One product's packed weight. Panel p holds columns 16 p .. 16 p + 15.
+struct FloatWeight {
+  const float* data;  // [panels, inputs, 16]
+  const float* bias;  // [outputs] or null
+  int64_t inputs;
+  int64_t outputs;
+};
+
+struct QuantizedWeight {
+  const int8_t* data;          // [panels, padded_inputs / 4, 16, 4]
+  const float* scales;         // [panels * 16]
+  const int32_t* column_sums;  // [panels * 16]
+  const float* bias;           // [outputs] or null
+  int64_t padded_inputs;       // multiple of 64
+  int64_t outputs;
+};
+
+// Rows of activations, one scale and zero point each: value = (integer - zero) * step.
+struct QuantizedRows {
+  uint8_t* data;  // [rows rounded up to 16, padded_inputs]
+  float* steps;   // [rows]
+  int32_t* zeros;
+  int64_t rows;
+};
+
+// Added to the score of query position q and key position k of one head; both parts may be absent.
+struct ScoreBias {
+  const float* table;  // [2 reach + 1] by k - q, or null
+  int64_t reach;
+  float slope;  // subtracts slope * |k - q|
+};
+
+// One head of one packed sequence: query t at query + t * stride, keys and values likewise.
+struct PackedHead {
+  const float* query;
+  const float* key;
+  const float* value;
+  float* out;  // row t at out + t * out_stride
+  int64_t stride;
+  int64_t out_stride;
+  int64_t length;
+  int64_t width;  // D
+  float scale;
+  bool causal;
+  ScoreBias bias;
+};
+
+// One head of one row's cache: `offset` elements into block b of the row, at blocks[b], are the keys [Dp][16];
+// `values` elements further the values [16][Dp].
+template <typename Element>
+struct PagedHead {
+  Element* const* blocks;
+  int64_t offset;
+  int64_t values;
+  int64_t width;  // D
+  float scale;
+};
+
+template <typename Element>
+struct PagedKernels {
+  // Writes key and value [D] of one position.
+  void (*append)(const PagedHead<Element>&, int64_t position, const float* key, const float* value);
+  // softmax(scale * query keys + bias) values over positions 0 .. length - 1. scores: [length rounded up to 16].
+  // The query stands at `position` for the bias.
+  void (*attend)(const PagedHead<Element>&, const float* query, int64_t length, int64_t position, const ScoreBias&,
+                 float* scores, float* out);
+};
+
+// Of one row's logits in some columns.
+struct LogitSummary {
+  float largest;
+  int32_t index;    // of the largest, lowest on ties; relative to the first column
+  float sum;        // of exp(logit - largest); 0 unless asked for
+  int32_t invalid;  // not 0 when there is a NaN
+};
+
+struct Kernels {
+  const char* name;
+
+  // int8: quantise rows [rows, inputs] into rows.data, padding with zeros; rows.rows and the buffers are given.
+  void (*quantize)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows);
+  // out[r, c] for columns of panels begin .. end - 1; column c of the product lies at out[r * stride + c - 16 begin].
+  void (*quantized_product)(const QuantizedRows&, const QuantizedWeight&, Activation, int64_t begin, int64_t end,
+                            float* out, int64_t stride);
+  void (*float_product)(const float* x, int64_t rows, const FloatWeight&, Activation, int64_t begin, int64_t end,
+                        float* out, int64_t stride);
+
+  // normed = norm(x + residual) * weight + bias, sum = x + residual; residual, weight, bias and sum may be null.
+  void (*layer_norm)(const float* x, const float* residual, const float* weight, const float* bias, float epsilon,
+                     int64_t width, float* normed, float* sum);
+  void (*rms_norm)(const float* x, const float* residual, const float* weight, const float* bias, float epsilon,
+                   int64_t width, float* normed, float* sum);
+  // out[i] = act(gate[i]) * linear[i]
+  void (*gate)(const float* gate, const float* linear, Activation, int64_t width, float* out);
+  // Token embeddings: out[i] = column of the packed weight * scale (* scales[column]) + position[i] (or null).
+  void (*embed)(const FloatWeight&, int64_t column, float scale, const float* position, float* out);
+  void (*quantized_embed)(const QuantizedWeight&, int64_t inputs, int64_t column, float scale, const float* position,
+                          float* out);
+  // Turns the halves of a head vector [width] against each other: table = cos [width / 2], sin [width / 2].
+  void (*rotate)(float* vector, const float* table, int64_t width);
+
+  // Queries first .. first + 15 of a head (those there are). scores: [16 length], tile: [16 width].
+  void (*packed_attention)(const PackedHead&, int64_t first, float* scores, float* tile);
+  PagedKernels<float> paged_float32;
+  PagedKernels<uint16_t> paged_float16;
+
+  // Summary of [columns] logits.
+  LogitSummary (*summarize)(const float* logits, int64_t columns, bool with_sum);
+  // weights[i] = exp((logits[i] - largest) * inverse_temperature)
+  void (*boltzmann)(const float* logits, int64_t columns, float largest, float inverse_temperature, float* weights);
+  // Indices of the logits >= threshold, rising; returns how many, writes at most `room`.
+  int64_t (*at_least)(const float* logits, int64_t columns, float threshold, int32_t* indices, int64_t room);
+};
+
+const Kernels& PortableKernels();
+const Kernels& Avx2Kernels();    // x86 with AVX2, FMA and F16C
+const Kernels& Avx512Kernels();  // AVX-512 F, BW, DQ, VL and VNNI
+const Kernels& AmxKernels();     // those of AVX-512, int8 products in AMX tiles
+
+// The best table this processor runs, or the one ANTIPHON_CPU (portable, avx2, avx512, amx) names. Throws
+// std::runtime_error for another name, or one the processor cannot run.
+const Kernels& ActiveKernels();
+
+}  // namespace antiphon

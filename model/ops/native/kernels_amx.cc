@@ -1,0 +1,160 @@
+// int8 products in AMX tiles; everything else as for AVX-512. Intel's Architecture Instruction Set Extensions
+// Programming Reference, chapter 3.
+//
+// A tile of activations is 16 rows of 64 bytes, a tile of weights 16 columns by 64 inputs exactly as packed, and a
+// tile of sums 16 by 16. Two by two tiles of sums share their operands: four products for four loads.
+#include "kernel_table.h"
+
+namespace antiphon {
+namespace {
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kFewRows = 2;  // below this, loading tiles costs more than the vector products (measured)
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t bytes_per_row[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
+// Sums in tiles 0..3, activations in 4 and 5, weights in 6 and 7.
+void Configure(int64_t rows) {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.bytes_per_row[tile] = 64;
+    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kTileRows);
+  }
+  _tile_loadconfig(&config);
+}
+
+struct Operands {
+  const uint8_t* rows;  // of the first tile of activations
+  int64_t stride;
+  const int8_t* weights;  // of the first panel
+  int64_t depth;          // tiles along the inputs
+};
+
+// One tile row of activations and two panels. sums: [2][16][16].
+ANTIPHON_INLINE void OneByTwo(const Operands& in, int32_t* sums) {
+  const int8_t* second = in.weights + in.depth * kTileBytes;
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t k = 0; k < in.depth; ++k) {
+    _tile_loadd(4, in.rows + k * kDepth, in.stride);
+    _tile_loadd(6, in.weights + k * kTileBytes, 64);
+    _tile_loadd(7, second + k * kTileBytes, 64);
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+}
+
+ANTIPHON_INLINE void OneByOne(const Operands& in, int32_t* sums) {
+  _tile_zero(0);
+  for (int64_t k = 0; k < in.depth; ++k) {
+    _tile_loadd(4, in.rows + k * kDepth, in.stride);
+    _tile_loadd(6, in.weights + k * kTileBytes, 64);
+    _tile_dpbusd(0, 4, 6);
+  }
+  _tile_stored(0, sums, 64);
+}
+
+// Two tile rows and two panels. sums: [2 tile rows][2][16][16].
+ANTIPHON_INLINE void TwoByTwo(const Operands& in, int32_t* sums) {
+  const uint8_t* below = in.rows + kTileRows * in.stride;
+  const int8_t* second = in.weights + in.depth * kTileBytes;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < in.depth; ++k) {
+    _tile_loadd(4, in.rows + k * kDepth, in.stride);
+    _tile_loadd(6, in.weights + k * kTileBytes, 64);
+    _tile_dpbusd(0, 4, 6);
+    _tile_loadd(7, second + k * kTileBytes, 64);
+    _tile_dpbusd(1, 4, 7);
+    _tile_loadd(5, below + k * kDepth, in.stride);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
+struct Product {
+  const QuantizedRows& rows;
+  const QuantizedWeight& weight;
+  Activation activation;
+  float* out;
+  int64_t stride;
+  int64_t begin;
+
+  // Outputs of up to 16 rows and one panel from their sums.
+  ANTIPHON_INLINE void Emit(const int32_t* sums, int64_t row, int64_t panel) const {
+    const int64_t end = row + kTileRows < rows.rows ? row + kTileRows : rows.rows;
+    for (int64_t r = row; r < end; ++r, sums += kPanel) {
+      I32 loaded;
+      memcpy(&loaded, sums, sizeof(loaded));
+      Dequantize(loaded, rows, r, weight, activation, panel, out + r * stride + (panel - begin) * kPanel);
+    }
+  }
+
+  ANTIPHON_INLINE Operands At(int64_t row, int64_t panel) const {
+    const int64_t depth = weight.padded_inputs;
+    return {rows.data + row * depth, depth, weight.data + panel * depth * kPanel, depth / kDepth};
+  }
+
+  ANTIPHON_INLINE void PanelPair(int64_t panel, int32_t* sums) const {
+    int64_t row = 0;
+    for (; rows.rows - row > kTileRows; row += 2 * kTileRows) {
+      TwoByTwo(At(row, panel), sums);
+      for (int tile = 0; tile < 4; ++tile) Emit(sums + 256 * tile, row + tile / 2 * kTileRows, panel + tile % 2);
+    }
+    if (row < rows.rows) {
+      OneByTwo(At(row, panel), sums);
+      for (int tile = 0; tile < 2; ++tile) Emit(sums + 256 * tile, row, panel + tile);
+    }
+  }
+
+  ANTIPHON_INLINE void SinglePanel(int64_t panel, int32_t* sums) const {
+    for (int64_t row = 0; row < rows.rows; row += kTileRows) {
+      OneByOne(At(row, panel), sums);
+      Emit(sums, row, panel);
+    }
+  }
+};
+
+void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Activation activation, int64_t begin,
+                  int64_t end, float* out, int64_t stride) {
+  if (rows.rows <= kFewRows) {
+    QuantizedProduct(rows, weight, activation, begin, end, out, stride);
+    return;
+  }
+  alignas(64) int32_t sums[4 * 256];
+  Configure(rows.rows < kTileRows ? rows.rows : kTileRows);
+  const Product product{rows, weight, activation, out, stride, begin};
+  int64_t panel = begin;
+  for (; end - panel >= 2; panel += 2) product.PanelPair(panel, sums);
+  if (panel < end) product.SinglePanel(panel, sums);
+  _tile_release();
+}
+
+}  // namespace
+
+const Kernels& AmxKernels() {
+  static constexpr Kernels table = [] {
+    Kernels built = MakeTable("amx");
+    built.quantized_product = TiledProduct;
+    return built;
+  }();
+  return table;
+}
+
+}  // namespace antiphon

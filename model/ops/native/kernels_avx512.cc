@@ -1,0 +1,10 @@
+#include "kernel_table.h"
+
+namespace antiphon {
+
+const Kernels& Avx512Kernels() {
+  static constexpr Kernels table = MakeTable("avx512");
+  return table;
+}
+
+}  // namespace antiphon

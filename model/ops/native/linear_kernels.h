@@ -1,0 +1,215 @@
+// Products with packed weights: float32 with one accumulator per output, int8 with exact sums, and the activation
+// functions that follow them. Included by one file per instruction set; see simd.h for what that demands.
+//
+// An output is the sum over inputs in rising order (float32), or an integer sum (int8), whatever the number of rows,
+// so a row's result cannot depend on its neighbours.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace antiphon {
+namespace {
+
+// erf by Abramowitz and Stegun 7.1.26: absolute error below 1.5e-7.
+ANTIPHON_INLINE F32 Erf(F32 x) {
+  const F32 size = Abs(x);
+  const F32 t = 1.0f / Fma(size, Splat(0.3275911f), Splat(1.0f));
+  F32 p = Fma(t, Splat(1.061405429f), Splat(-1.453152027f));
+  p = Fma(p, t, Splat(1.421413741f));
+  p = Fma(p, t, Splat(-0.284496736f));
+  p = Fma(p, t, Splat(0.254829592f));
+  const F32 y = 1.0f - p * t * Exp(-size * size);
+  return x < 0.0f ? -y : y;
+}
+
+ANTIPHON_INLINE F32 Tanh(F32 x) {
+  const F32 bounded = Min(Max(x, Splat(-20.0f)), Splat(20.0f));
+  return 1.0f - 2.0f / (Exp(bounded * 2.0f) + 1.0f);
+}
+
+ANTIPHON_INLINE F32 Activate(F32 x, Activation activation) {
+  switch (activation) {
+    case Activation::kRelu:
+      return x < 0.0f ? F32{} : x;
+    case Activation::kGelu:
+      return x * 0.5f * (1.0f + Erf(x * 0.70710678f));
+    case Activation::kGeluTanh:
+      return x * 0.5f * (1.0f + Tanh((x + x * x * x * 0.044715f) * 0.79788456f));
+    case Activation::kNone:
+      break;
+  }
+  return x;
+}
+
+ANTIPHON_INLINE int PanelWidth(int64_t outputs, int64_t panel) {
+  const int64_t left = outputs - panel * kPanel;
+  return static_cast<int>(left < kPanel ? left : kPanel);
+}
+
+ANTIPHON_INLINE void Finish(F32 value, const float* bias, Activation activation, int64_t panel, int width, float* out) {
+  if (bias != nullptr) value += LoadPart(bias + panel * kPanel, width);
+  StorePart(out, Activate(value, activation), width);
+}
+
+// Rows x Panels outputs at once: as many accumulators as hide the latency of a fused multiply-add.
+template <int Rows, int Panels>
+ANTIPHON_INLINE void FloatTile(const float* x, const FloatWeight& weight, Activation activation, int64_t panel,
+                               float* out, int64_t stride) {
+  const float* columns[Panels];
+  for (int p = 0; p < Panels; ++p) columns[p] = weight.data + (panel + p) * weight.inputs * kPanel;
+  F32 sums[Rows][Panels] = {};
+  for (int64_t k = 0; k < weight.inputs; ++k) {
+    F32 loaded[Panels];
+    for (int p = 0; p < Panels; ++p) loaded[p] = Load(columns[p] + k * kPanel);
+    for (int r = 0; r < Rows; ++r) {
+      const F32 value = Splat(x[r * weight.inputs + k]);
+      for (int p = 0; p < Panels; ++p) sums[r][p] = Fma(value, loaded[p], sums[r][p]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int p = 0; p < Panels; ++p) {
+      const int width = PanelWidth(weight.outputs, panel + p);
+      Finish(sums[r][p], weight.bias, activation, panel + p, width, out + r * stride + p * kPanel);
+    }
+  }
+}
+
+template <int Panels>
+ANTIPHON_INLINE void FloatColumns(const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
+                                  int64_t panel, float* out, int64_t stride) {
+  constexpr int kRows = 16 / Panels < 6 ? 16 / Panels : 6;
+  int64_t row = 0;
+  for (; rows - row >= kRows; row += kRows) {
+    FloatTile<kRows, Panels>(x + row * weight.inputs, weight, activation, panel, out + row * stride, stride);
+  }
+  for (; row < rows; ++row) {
+    FloatTile<1, Panels>(x + row * weight.inputs, weight, activation, panel, out + row * stride, stride);
+  }
+}
+
+void FloatProduct(const float* x, int64_t rows, const FloatWeight& weight, Activation activation, int64_t begin,
+                  int64_t end, float* out, int64_t stride) {
+  int64_t panel = begin;
+  for (; end - panel >= 4; panel += 4) {
+    FloatColumns<4>(x, rows, weight, activation, panel, out + (panel - begin) * kPanel, stride);
+  }
+  for (; panel < end; ++panel) {
+    FloatColumns<1>(x, rows, weight, activation, panel, out + (panel - begin) * kPanel, stride);
+  }
+}
+
+// Rows that are nowhere negative use all 256 levels from 0 up; others 255 levels around 128.
+ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, uint8_t* to, float* step,
+                                 int32_t* zero) {
+  F32 low = Splat(kInfinity), high = Splat(-kInfinity);
+  int64_t k = 0;
+  for (; inputs - k >= kLanes; k += kLanes) {
+    const F32 v = Load(x + k);
+    low = Min(v, low);
+    high = Max(v, high);
+  }
+  if (k < inputs) {
+    const int part = static_cast<int>(inputs - k);
+    const F32 v = LoadPart(x + k, part);  // the zeros beyond change neither sign nor size
+    low = Min(v, low);
+    high = Max(v, high);
+  }
+  const float least = -Largest(-low), most = Largest(high);
+  const bool is_positive = least >= 0.0f;
+  const float size = -least > most ? -least : most;
+  const float levels = is_positive ? 255.0f : 127.0f;
+  // A row of zeros keeps step 0 and integers `zero`; so does one too small for float32 to divide by.
+  const float inverse = size > 1e-35f ? levels / size : 0.0f;
+  *step = size > 1e-35f ? size / levels : 0.0f;
+  *zero = is_positive ? 0 : 128;
+  for (k = 0; k < padded; k += kLanes) {
+    const int64_t left = inputs - k;
+    const F32 v = left >= kLanes ? Load(x + k) : (left > 0 ? LoadPart(x + k, static_cast<int>(left)) : F32{});
+    const F32 scaled = Fma(v, Splat(inverse), Splat(12582912.0f));  // 1.5 * 2^23: rounds to nearest, ties to even
+    I32 integers = reinterpret_cast<I32>(scaled) - 0x4b400000 + *zero;
+    integers = integers < 0 ? I32{} : (integers > 255 ? I32{} + 255 : integers);  // NaN and infinity, too, must be bytes
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
+#else
+    for (int lane = 0; lane < kLanes; ++lane) to[k + lane] = static_cast<uint8_t>(integers[lane]);
+#endif
+  }
+}
+
+void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows) {
+  for (int64_t row = 0; row < rows.rows; ++row) {
+    QuantizeRow(x + row * inputs, inputs, padded, rows.data + row * padded, rows.steps + row, rows.zeros + row);
+  }
+}
+
+// From integer sums to outputs: (sum - zero * column sum) * step * scale, bias, activation.
+ANTIPHON_INLINE void Dequantize(I32 sums, const QuantizedRows& rows, int64_t row, const QuantizedWeight& weight,
+                                Activation activation, int64_t panel, float* out) {
+  I32 column_sums;
+  memcpy(&column_sums, weight.column_sums + panel * kPanel, sizeof(column_sums));
+  const F32 scales = Load(weight.scales + panel * kPanel) * rows.steps[row];
+  const F32 value = ToFloat(sums - column_sums * rows.zeros[row]) * scales;
+  Finish(value, weight.bias, activation, panel, PanelWidth(weight.outputs, panel), out);
+}
+
+// Sums of one row and panel. Four chains over the inputs: integers may be added in any order.
+ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t padded) {
+#if defined(__AVX512VNNI__)
+  __m512i sums[4] = {};
+  for (int64_t k = 0; k < padded; k += 16) {
+    for (int64_t chain = 0; chain < 4; ++chain) {
+      int32_t four;
+      memcpy(&four, row + k + 4 * chain, sizeof(four));
+      const __m512i weights = _mm512_loadu_si512(panel + (k + 4 * chain) * kPanel);
+      sums[chain] = _mm512_dpbusd_epi32(sums[chain], _mm512_set1_epi32(four), weights);
+    }
+  }
+  return reinterpret_cast<I32>(
+      _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3])));
+#elif defined(__AVX2__)
+  // Widened to 16 bits: the 8-bit multiply of AVX2 would saturate.
+  __m256i sums[4] = {};
+  for (int64_t k = 0; k < padded; k += 4) {
+    int32_t four;
+    memcpy(&four, row + k, sizeof(four));
+    const __m256i inputs = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+    for (int64_t quarter = 0; quarter < 4; ++quarter) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel + k * kPanel + 16 * quarter));
+      sums[quarter] = _mm256_add_epi32(sums[quarter], _mm256_madd_epi16(_mm256_cvtepi8_epi16(bytes), inputs));
+    }
+  }
+  I32 result;
+  for (int64_t quarter = 0; quarter < 4; ++quarter) {
+    int32_t pairs[8];
+    memcpy(pairs, &sums[quarter], sizeof(pairs));
+    for (int64_t column = 0; column < 4; ++column) result[4 * quarter + column] = pairs[2 * column] + pairs[2 * column + 1];
+  }
+  return result;
+#else
+  int32_t sums[kPanel] = {};
+  for (int64_t k = 0; k < padded; k += 4) {
+    const int8_t* weights = panel + k * kPanel;
+    for (int64_t column = 0; column < kPanel; ++column) {
+      for (int64_t j = 0; j < 4; ++j) sums[column] += static_cast<int32_t>(row[k + j]) * weights[4 * column + j];
+    }
+  }
+  I32 result;
+  memcpy(&result, sums, sizeof(result));
+  return result;
+#endif
+}
+
+void QuantizedProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Activation activation, int64_t begin,
+                      int64_t end, float* out, int64_t stride) {
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const int8_t* columns = weight.data + panel * weight.padded_inputs * kPanel;
+    for (int64_t row = 0; row < rows.rows; ++row) {
+      const I32 sums = DotPanel(rows.data + row * weight.padded_inputs, columns, weight.padded_inputs);
+      Dequantize(sums, rows, row, weight, activation, panel, out + row * stride + (panel - begin) * kPanel);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace antiphon

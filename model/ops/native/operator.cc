@@ -1,0 +1,101 @@
+#include "operator.h"
+
+#include <algorithm>
+
+namespace antiphon {
+
+namespace {
+
+// More batches than threads, so that one slow task does not leave the others' thread waiting.
+constexpr size_t kMaxBatches = 32;
+
+void Check(const OrtApi* api, OrtStatus* status, const std::string& what) {
+  if (status == nullptr) return;
+  const std::string message = what + ": " + api->GetErrorMessage(status);
+  api->ReleaseStatus(status);
+  throw OperatorError(message);
+}
+
+Tensor Describe(const OrtApi* api, const OrtValue* value, const char* name) {
+  Tensor tensor;
+  OrtTensorTypeAndShapeInfo* shape = nullptr;
+  Check(api, api->GetTensorTypeAndShape(value, &shape), name);
+  // These two cannot fail on a shape just got, and must not leak it.
+  OrtStatus* failed = api->GetTensorElementType(shape, &tensor.type);
+  if (failed == nullptr) failed = api->GetDimensionsCount(shape, &tensor.rank);
+  if (failed == nullptr && tensor.rank <= Tensor::kMaxRank) {
+    failed = api->GetDimensions(shape, tensor.dims.data(), tensor.rank);
+  }
+  api->ReleaseTensorTypeAndShapeInfo(shape);
+  Check(api, failed, name);
+  if (tensor.rank > Tensor::kMaxRank) throw OperatorError(std::string(name) + " has too many dimensions");
+  Check(api, api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor.data), name);
+  return tensor;
+}
+
+}  // namespace
+
+int64_t Tensor::size() const {
+  int64_t product = 1;
+  for (size_t axis = 0; axis < rank; ++axis) product *= dims[axis];
+  return product;
+}
+
+int64_t Attributes::Int(const char* name) const {
+  int64_t value = 0;
+  Check(api_, api_->KernelInfoGetAttribute_int64(info_, name, &value), name);
+  return value;
+}
+
+float Attributes::Float(const char* name) const {
+  float value = 0;
+  Check(api_, api_->KernelInfoGetAttribute_float(info_, name, &value), name);
+  return value;
+}
+
+std::string Attributes::String(const char* name) const {
+  char text[32];
+  size_t size = sizeof(text);
+  Check(api_, api_->KernelInfoGetAttribute_string(info_, name, text, &size), name);
+  return std::string(text);
+}
+
+Tensor Call::OptionalInput(size_t index, const char* name, size_t rank) const {
+  size_t count = 0;
+  Check(api_, api_->KernelContext_GetInputCount(context_, &count), name);
+  if (index >= count) return {};
+  const OrtValue* value = nullptr;
+  Check(api_, api_->KernelContext_GetInput(context_, index, &value), name);
+  if (value == nullptr) return {};
+  Tensor tensor = Describe(api_, value, name);
+  if (tensor.rank != rank) {
+    throw OperatorError(std::string(name) + " has " + std::to_string(tensor.rank) + " dimensions; it must have " +
+                        std::to_string(rank));
+  }
+  return tensor;
+}
+
+Tensor Call::Input(size_t index, const char* name, size_t rank) const {
+  Tensor tensor = OptionalInput(index, name, rank);
+  if (!tensor) throw OperatorError(std::string(name) + " is missing");
+  return tensor;
+}
+
+void* Call::Output(size_t index, std::initializer_list<int64_t> dims) const {
+  OrtValue* value = nullptr;
+  Check(api_, api_->KernelContext_GetOutput(context_, index, dims.begin(), dims.size(), &value), "output");
+  if (value == nullptr) return nullptr;  // nobody reads it
+  void* data = nullptr;
+  Check(api_, api_->GetTensorMutableData(value, &data), "output");
+  return data;
+}
+
+void Call::RunParallel(size_t count, void (*run)(void*, size_t), void* user) const {
+  Check(api_, api_->KernelContext_ParallelFor(context_, run, count, std::min(count, kMaxBatches), user), "threads");
+}
+
+void Require(bool ok, const char* name, int64_t value, const std::string& allowed) {
+  if (!ok) throw OperatorError(std::string(name) + " is " + std::to_string(value) + "; " + allowed);
+}
+
+}  // namespace antiphon

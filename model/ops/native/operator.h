@@ -1,0 +1,164 @@
+// What an operator of this library is written against: typed inputs, outputs, attributes, tasks, and errors that say
+// which operator refuses which value. Hides ONNX Runtime's C interface; knows no operator.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <initializer_list>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "ort_abi.h"
+
+namespace antiphon {
+
+// A call that cannot be served: the message names the value and what was allowed. Becomes an OrtStatus.
+class OperatorError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A tensor of a call, or an optional input left out (data null, rank 0).
+struct Tensor {
+  static constexpr size_t kMaxRank = 8;
+
+  void* data = nullptr;
+  int type = kAnyElement;
+  size_t rank = 0;
+  std::array<int64_t, kMaxRank> dims{};
+
+  explicit operator bool() const { return data != nullptr || rank != 0; }
+  int64_t size() const;
+  template <typename T>
+  const T* as() const {
+    return static_cast<const T*>(data);
+  }
+};
+
+class Attributes {
+ public:
+  Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+  int64_t Int(const char* name) const;
+  float Float(const char* name) const;
+  std::string String(const char* name) const;
+  const OrtApi* api() const { return api_; }
+
+ private:
+  const OrtApi* api_;
+  const OrtKernelInfo* info_;
+};
+
+// One run of one node.
+class Call {
+ public:
+  Call(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
+
+  // An input of that rank. Throws OperatorError naming it, when rank or presence differ.
+  Tensor Input(size_t index, const char* name, size_t rank) const;
+  Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
+  void* Output(size_t index, std::initializer_list<int64_t> dims) const;
+
+  // Runs task(0) .. task(count - 1) on the session's threads and waits; the first exception of a task is thrown here.
+  template <typename Task>
+  void Parallel(size_t count, const Task& task) const {
+    if (count <= 1) {
+      for (size_t index = 0; index < count; ++index) task(index);
+      return;
+    }
+    Guarded<Task> guarded{&task, {}, nullptr};
+    RunParallel(count, &Guarded<Task>::Run, &guarded);
+    if (guarded.failure) std::rethrow_exception(guarded.failure);
+  }
+
+ private:
+  template <typename Task>
+  struct Guarded {
+    const Task* task;
+    std::mutex mutex;
+    std::exception_ptr failure;
+
+    static void Run(void* self, size_t index) noexcept {
+      auto* guarded = static_cast<Guarded*>(self);
+      try {
+        (*guarded->task)(index);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(guarded->mutex);
+        if (!guarded->failure) guarded->failure = std::current_exception();
+      }
+    }
+  };
+
+  void RunParallel(size_t count, void (*run)(void*, size_t), void* user) const;
+
+  const OrtApi* api_;
+  OrtKernelContext* context_;
+};
+
+// Throws OperatorError "<name> is <value>; <allowed>" unless ok.
+void Require(bool ok, const char* name, int64_t value, const std::string& allowed);
+
+struct Port {
+  ElementType type;
+  int characteristic = kRequired;
+};
+
+// Makes an OrtCustomOp of an Operator class, which has
+//   static constexpr const char* kName; static constexpr Port kInputs[], kOutputs[];
+//   explicit Operator(const Attributes&);  void Run(const Call&) const;
+template <typename Operator>
+class Registration : public OrtCustomOp {
+ public:
+  Registration() : OrtCustomOp{} {
+    version = kOrtApiVersion;
+    GetName = [](const OrtCustomOp*) { return Operator::kName; };
+    GetExecutionProviderType = [](const OrtCustomOp*) { return "CPUExecutionProvider"; };
+    GetInputType = [](const OrtCustomOp*, size_t index) -> int { return Operator::kInputs[index].type; };
+    GetInputTypeCount = [](const OrtCustomOp*) { return std::size(Operator::kInputs); };
+    GetOutputType = [](const OrtCustomOp*, size_t index) -> int { return Operator::kOutputs[index].type; };
+    GetOutputTypeCount = [](const OrtCustomOp*) { return std::size(Operator::kOutputs); };
+    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return Operator::kInputs[index].characteristic; };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) { return Operator::kOutputs[index].characteristic; };
+    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kOrtMemTypeDefault; };
+    GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+    GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+    GetStartVersion = GetEndVersion = [](const OrtCustomOp*) { return 1; };
+    CreateKernelV2 = &Create;
+    KernelComputeV2 = &Compute;
+    KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  }
+
+ private:
+  struct Kernel {
+    const OrtApi* api;
+    Operator op;
+  };
+
+  static OrtStatus* Create(const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+    return Guard(api, [&] { *kernel = new Kernel{api, Operator(Attributes(api, info))}; });
+  }
+
+  static OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
+    const auto* self = static_cast<const Kernel*>(kernel);
+    return Guard(self->api, [&] { self->op.Run(Call(self->api, context)); });
+  }
+
+  template <typename Body>
+  static OrtStatus* Guard(const OrtApi* api, const Body& body) {
+    try {
+      body();
+      return nullptr;
+    } catch (const OperatorError& error) {
+      return api->CreateStatus(kOrtInvalidArgument, Message(error).c_str());
+    } catch (const std::exception& error) {
+      return api->CreateStatus(kOrtFail, Message(error).c_str());
+    }
+  }
+
+  static std::string Message(const std::exception& error) {
+    return std::string("antiphon.") + Operator::kName + ": " + error.what();
+  }
+};
+
+}  // namespace antiphon

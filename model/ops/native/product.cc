@@ -1,0 +1,136 @@
+#include "product.h"
+
+#include <algorithm>
+
+namespace antiphon {
+
+namespace {
+
+// Rates of one core, measured on a Xeon with AMX; they only decide how finely work is cut.
+constexpr double kBytesPerNs = 20.0;           // weights streamed
+constexpr double kQuantizedMacsPerNs = 500.0;  // int8 products
+constexpr double kFloatMacsPerNs = 40.0;
+constexpr double kQuantizedPerNs = 8.0;  // activations quantised
+constexpr double kTaskNs = 5000.0;       // starting a task costs about 1 us
+constexpr size_t kMaxTasks = 32;
+
+// With so many rows each task takes some of them and every column, as long as the weights stay in its core's cache.
+constexpr int64_t kRowBlock = 64;
+constexpr int64_t kCachedWeightBytes = 3 << 19;
+
+constexpr int64_t kMaxInputs = 65536;  // 65536 * 255 * 127 still fits the 32-bit sums
+
+void CheckDims(const Tensor& tensor, const char* name, std::initializer_list<int64_t> dims) {
+  size_t axis = 0;
+  for (const int64_t dim : dims) {
+    Require(tensor.dims[axis] == dim, (std::string(name) + " dimension " + std::to_string(axis)).c_str(),
+            tensor.dims[axis], "it must be " + std::to_string(dim));
+    ++axis;
+  }
+}
+
+const float* CheckedBias(const Tensor& bias, int64_t outputs) {
+  if (!bias) return nullptr;
+  CheckDims(bias, "bias", {outputs});
+  return bias.as<float>();
+}
+
+// Calls body(begin, end) for even shares of 0 .. count - 1, each a multiple of `step` but the last.
+template <typename Body>
+void Share(const Call& call, int64_t count, int64_t step, size_t tasks, const Body& body) {
+  const int64_t steps = (count + step - 1) / step;
+  const int64_t share = (steps + static_cast<int64_t>(tasks) - 1) / static_cast<int64_t>(tasks) * step;
+  call.Parallel(static_cast<size_t>((count + share - 1) / share), [&](size_t task) {
+    const int64_t begin = static_cast<int64_t>(task) * share;
+    body(begin, std::min(begin + share, count));
+  });
+}
+
+}  // namespace
+
+size_t TasksFor(double nanoseconds) {
+  return std::clamp(static_cast<size_t>(nanoseconds / kTaskNs), size_t{1}, kMaxTasks);
+}
+
+Activation ActivationNamed(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  throw OperatorError("activation is " + name + "; it must be none, relu, gelu or gelu_tanh");
+}
+
+FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs) {
+  CheckDims(weight, "weight", {RoundUp(outputs, kPanel) / kPanel, inputs, kPanel});
+  return {weight.as<float>(), CheckedBias(bias, outputs), inputs, outputs};
+}
+
+QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
+                              int64_t inputs, int64_t outputs) {
+  Require(inputs <= kMaxInputs, "inputs", inputs, "it must be at most " + std::to_string(kMaxInputs));
+  const int64_t columns = RoundUp(outputs, kPanel), padded = RoundUp(inputs, kDepth);
+  CheckDims(weight, "weight", {columns / kPanel, padded / 4, kPanel, 4});
+  CheckDims(scales, "scales", {columns});
+  if (column_sums) CheckDims(column_sums, "column_sums", {columns});
+  return {weight.as<int8_t>(), scales.as<float>(), column_sums.as<int32_t>(), CheckedBias(bias, outputs), padded,
+          outputs};
+}
+
+QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs)
+    : data_(static_cast<size_t>(RoundUp(rows, kPanel) * padded_inputs)),
+      steps_(static_cast<size_t>(rows)),
+      zeros_(static_cast<size_t>(rows)),
+      rows_{data_.data(), steps_.data(), zeros_.data(), rows} {}
+
+void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows) {
+  const Kernels& kernels = ActiveKernels();
+  const size_t tasks = TasksFor(static_cast<double>(rows.rows * padded_inputs) / kQuantizedPerNs);
+  Share(call, rows.rows, 1, tasks, [&](int64_t begin, int64_t end) {
+    const QuantizedRows part{rows.data + begin * padded_inputs, rows.steps + begin, rows.zeros + begin, end - begin};
+    kernels.quantize(x + begin * inputs, inputs, padded_inputs, part);
+  });
+}
+
+void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
+              float* out) {
+  const Kernels& kernels = ActiveKernels();
+  const int64_t panels = RoundUp(weight.outputs, kPanel) / kPanel;
+  const double macs = static_cast<double>(rows) * static_cast<double>(panels * kPanel * weight.inputs);
+  const double bytes = 4.0 * static_cast<double>(panels * kPanel * weight.inputs);
+  if (rows >= 2 * kRowBlock && bytes <= kCachedWeightBytes) {
+    Share(call, rows, kRowBlock, kMaxTasks, [&](int64_t begin, int64_t end) {
+      kernels.float_product(x + begin * weight.inputs, end - begin, weight, activation, 0, panels,
+                            out + begin * weight.outputs, weight.outputs);
+    });
+    return;
+  }
+  const size_t tasks = TasksFor(std::max(macs / kFloatMacsPerNs, bytes / kBytesPerNs));
+  Share(call, panels, 4, tasks, [&](int64_t begin, int64_t end) {
+    kernels.float_product(x, rows, weight, activation, begin, end, out + begin * kPanel, weight.outputs);
+  });
+}
+
+void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const QuantizedWeight& weight,
+              Activation activation, float* out) {
+  const Kernels& kernels = ActiveKernels();
+  const int64_t panels = RoundUp(weight.outputs, kPanel) / kPanel;
+  const int64_t weight_bytes = panels * kPanel * weight.padded_inputs;
+  if (rows >= 2 * kRowBlock && weight_bytes <= kCachedWeightBytes) {
+    Share(call, rows, kRowBlock, kMaxTasks, [&](int64_t begin, int64_t end) {
+      const QuantizedBuffer buffer(end - begin, weight.padded_inputs);
+      kernels.quantize(x + begin * inputs, inputs, weight.padded_inputs, buffer.rows());
+      kernels.quantized_product(buffer.rows(), weight, activation, 0, panels, out + begin * weight.outputs,
+                                weight.outputs);
+    });
+    return;
+  }
+  const QuantizedBuffer buffer(rows, weight.padded_inputs);
+  QuantizeAll(call, x, inputs, weight.padded_inputs, buffer.rows());
+  const double macs = static_cast<double>(rows) * static_cast<double>(weight_bytes);
+  const size_t tasks = TasksFor(std::max(macs / kQuantizedMacsPerNs, static_cast<double>(weight_bytes) / kBytesPerNs));
+  Share(call, panels, 2, tasks, [&](int64_t begin, int64_t end) {
+    kernels.quantized_product(buffer.rows(), weight, activation, begin, end, out + begin * kPanel, weight.outputs);
+  });
+}
+
+}  // namespace antiphon

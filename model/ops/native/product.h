@@ -1,0 +1,46 @@
+// How the work of a product is divided into tasks. Knows tensors and tasks, not what the numbers mean.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels.h"
+#include "operator.h"
+#include "workspace.h"
+
+namespace antiphon {
+
+// Throws OperatorError for another name than none, relu, gelu, gelu_tanh.
+Activation ActivationNamed(const std::string& name);
+
+// The packed weights of a call, checked against `inputs` and `outputs`; bias may be an absent Tensor.
+FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs);
+QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
+                              int64_t inputs, int64_t outputs);
+
+// out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided so that no task waits for another.
+void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
+              float* out);
+void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const QuantizedWeight& weight,
+              Activation activation, float* out);
+
+// Quantised rows and the memory they lie in.
+class QuantizedBuffer {
+ public:
+  QuantizedBuffer(int64_t rows, int64_t padded_inputs);
+  QuantizedRows rows() const { return rows_; }
+
+ private:
+  Scratch<uint8_t> data_;
+  Scratch<float> steps_;
+  Scratch<int32_t> zeros_;
+  QuantizedRows rows_;
+};
+
+// All rows of x, quantised on this thread or, where they are many, on all.
+void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows);
+
+// Tasks worth starting for work that takes one thread about so many nanoseconds.
+size_t TasksFor(double nanoseconds);
+
+}  // namespace antiphon
