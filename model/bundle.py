@@ -154,6 +154,11 @@ class Bundle:
         wanted = lowering or "servable"
         raise BundleError(f"{self.path}: no {wanted} graphs at precision {precision or 'any'}; it holds {names}")
 
+    def memory_fit(self, graphs: GraphSet) -> MemoryFit | None:
+        """What was measured of these graphs; None where nothing was."""
+        memory = self.manifest.memory
+        return memory.fits.get(f"{graphs.lowering}-{graphs.precision}") if memory else None
+
 
 def file_entry(path: Path) -> FileEntry:
     """Describe a file as the manifest lists it."""

@@ -70,13 +70,14 @@ class Graph:
         self.run_bound(binding)
         return [value.numpy() for value in binding.get_outputs()]
 
-    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], rows: int) -> Any:
-        """Bind the first rows of each array, by address: the arrays must outlive the binding and stay in place."""
+    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> Any:
+        """Bind contiguous arrays by address: they must outlive the binding and stay in place."""
         binding = self._session.io_binding()
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
-                view = array[:rows]
-                bind(name, "cpu", 0, view.dtype.type, list(view.shape), view.ctypes.data)
+                if not array.flags.c_contiguous:
+                    raise ValueError(f"{name} is not contiguous in memory")
+                bind(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
         return binding
 
     def run_bound(self, binding: Any) -> None:

@@ -23,6 +23,7 @@ CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 SHIPPED_BUNDLE = Path(__file__).parent.parent / "model" / "bundles" / "en-de"
 
 PrecisionChoice = Literal["float32", "int8"]
+LoweringChoice = Literal["native", "contrib"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -50,6 +51,9 @@ class ServerConfig(BaseSettings):
     precision: PrecisionChoice | None = Field(
         default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
     )
+    lowering: LoweringChoice | None = Field(
+        default=None, description="Operators of the graphs to run; unset takes native where the bundle has them."
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
     port: Port = Field(default=50051, description="Port that gRPC listens on; 0 takes any free one.")
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Address that /metrics listens on.")
@@ -65,9 +69,14 @@ class ServerConfig(BaseSettings):
     max_queued_tokens: int = Field(
         default=131_072, ge=1, le=100_000_000, description="Most source tokens of waiting requests together."
     )
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one cache block.")
     kv_cache_blocks: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="Cache blocks; unset is enough for max_num_seqs longest ones."
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones.",
+    )
+    workspace_limit_bytes: int | None = Field(
+        default=None, ge=1, le=2**50, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
     )
     coalesce_ms: float = Field(
         default=20.0, ge=0, le=1000, description="Least time between two messages of a stream after its first."

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from antiphon.service.admission import AdmissionLimits, admit
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
-from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import Request
 from antiphon.service.request_queue import QueueLimits, RequestQueue
@@ -35,18 +35,14 @@ class EngineConfig:
     """Budgets of one engine.
 
     max_num_seqs: sequences that run together; None is as many as the runner has rows.
-    max_num_batched_tokens: source tokens encoded in one step.
+    max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
     max_queued_requests, max_queued_tokens: bounds of the waiting queue.
-    block_size: tokens of a cache block.
-    kv_cache_blocks: blocks in the pool; None is enough for max_num_seqs of the longest sequences.
     """
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 1024
     max_queued_tokens: int = 131_072
-    block_size: int = 16
-    kv_cache_blocks: int | None = None
 
 
 class Engine:
@@ -60,7 +56,7 @@ class Engine:
     ) -> None:
         max_num_seqs = _max_num_seqs(runner, config)
         limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
-        self._pool = _pool(runner, config, max_num_seqs)
+        self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._admission = _admission(runner, self._pool)
         self._queue = _queue(config)
         self._live: dict[str, Sequence] = {}
@@ -222,14 +218,6 @@ def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
     if not 1 <= wanted <= runner.max_rows:
         raise ValueError(f"max_num_seqs is {wanted}; it must be 1 to {runner.max_rows}, the rows of the model's caches")
     return wanted
-
-
-def _pool(runner: Runner, config: EngineConfig, max_num_seqs: int) -> BlockPool:
-    size = config.block_size
-    if config.kv_cache_blocks is not None:
-        return BlockPool(config.kv_cache_blocks, size)
-    longest = blocks_for(runner.max_source_len, size) + blocks_for(runner.max_target_len, size)
-    return BlockPool(max_num_seqs * longest, size)
 
 
 def _queue(config: EngineConfig) -> RequestQueue:

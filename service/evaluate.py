@@ -29,8 +29,9 @@ from antiphon.model.recipe import RecipeError, load_recipe
 from antiphon.model.tokenizer import Tokenizer, TokenizerError
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.metrics import Metrics
-from antiphon.service.model_runner import ModelRunner
 from antiphon.service.request import Request, SamplingParams
+from antiphon.service.runner import Runner
+from antiphon.service.runners import open_runner
 from antiphon.service.stream import OutputStream
 
 Decode = Callable[[Sequence[list[int]]], list[list[int]]]
@@ -71,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, help="or: a file of sources, one a line, plain or .gz")
     parser.add_argument("--reference", type=Path, help="and its references, line by line")
     parser.add_argument("--precision", choices=("float32", "int8"), help="graphs of the bundle (default: int8 if held)")
+    parser.add_argument(
+        "--lowering", choices=("native", "contrib"), help="operators of the graphs (default: native if held)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
     parser.add_argument("--ctranslate2", action="store_true", help="for a checkpoint: also CTranslate2, same weights")
@@ -140,7 +144,9 @@ def _read(path: Path) -> list[str]:
 def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
     tokenizer = Tokenizer.load(bundle.file(bundle.manifest.tokenizer))
-    runner = ModelRunner(bundle, max_rows=args.rows, threads=args.threads, precision=args.precision)
+    runner = open_runner(
+        bundle, max_rows=args.rows, threads=args.threads, precision=args.precision, lowering=args.lowering
+    )
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
         return asyncio.run(run_engine(runner, sources))
@@ -149,7 +155,7 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     return [_score(f"antiphon {runner.precision}", decode, tokenizer, limit, test_set, args.output)]
 
 
-async def run_engine(runner: ModelRunner, sources: Sequence[list[int]]) -> list[list[int]]:
+async def run_engine(runner: Runner, sources: Sequence[list[int]]) -> list[list[int]]:
     """Greedy target ids of sources (end token included), in their order, all asked for at once."""
     tokens = sum(len(source) for source in sources)
     config = EngineConfig(max_queued_requests=len(sources) + 1, max_queued_tokens=tokens + 1)

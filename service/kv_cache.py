@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+CACHE_BLOCK_SIZE = 16  # tokens; the native graphs are made for it
+
 
 class OutOfBlocks(Exception):
     """More blocks were asked for than are free; nothing was allocated."""
@@ -15,6 +17,11 @@ class OutOfBlocks(Exception):
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that `num_tokens` tokens take, the last one perhaps in part."""
     return -(-num_tokens // block_size)
+
+
+def blocks_of_longest(max_source_len: int, max_target_len: int, block_size: int) -> int:
+    """Blocks that one sequence of the longest source and the longest target takes."""
+    return blocks_for(max_source_len, block_size) + blocks_for(max_target_len, block_size)
 
 
 class BlockPool:

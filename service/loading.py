@@ -10,9 +10,9 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
-from antiphon.service.kv_cache import blocks_for
+from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.metrics import Metrics
-from antiphon.service.model_runner import ModelRunner
+from antiphon.service.runners import AnyRunner, open_runner
 from antiphon.service.servicer import ServedModel, default_options
 from antiphon.v1 import inference_pb2 as pb
 
@@ -38,9 +38,8 @@ def load(config: ServerConfig, metrics: Metrics) -> Loaded:
     try:
         bundle = load_bundle(config.bundle)
         tokenizer = _tokenizer(bundle)
-        runner = ModelRunner(bundle, max_rows=config.max_num_seqs, threads=config.threads, precision=config.precision)
+        runner = _runner(bundle, config)
         runner.warm_up()
-        _check_blocks(config, runner)
         engine = Engine(runner, _engine_config(config), metrics)
     except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
         raise StartupError(str(error)) from error
@@ -63,14 +62,27 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
     return tokenizer
 
 
-def _check_blocks(config: ServerConfig, runner: ModelRunner) -> None:
+def _runner(bundle: Bundle, config: ServerConfig) -> AnyRunner:
+    _check_blocks(bundle, config)
+    return open_runner(
+        bundle,
+        max_rows=config.max_num_seqs,
+        threads=config.threads,
+        precision=config.precision,
+        lowering=config.lowering,
+        num_blocks=config.kv_cache_blocks,
+        workspace_limit_bytes=config.workspace_limit_bytes,
+    )
+
+
+def _check_blocks(bundle: Bundle, config: ServerConfig) -> None:
     """A pool below one longest sequence would start, and then refuse every request that sets no limit."""
-    size = config.block_size
-    needed = blocks_for(runner.max_source_len, size) + blocks_for(runner.max_target_len, size)
+    model = bundle.manifest.model
+    needed = blocks_of_longest(model.max_source_len, model.max_target_len, CACHE_BLOCK_SIZE)
     if config.kv_cache_blocks is not None and config.kv_cache_blocks < needed:
         raise StartupError(
             f"kv_cache_blocks is {config.kv_cache_blocks}; it must be at least {needed}, "
-            f"what one sequence of {runner.max_source_len} source and {runner.max_target_len} target tokens needs"
+            f"what one sequence of {model.max_source_len} source and {model.max_target_len} target tokens needs"
         )
 
 
@@ -80,8 +92,6 @@ def _engine_config(config: ServerConfig) -> EngineConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        block_size=config.block_size,
-        kv_cache_blocks=config.kv_cache_blocks,
     )
 
 

@@ -66,7 +66,7 @@ class Metrics:
         """Note an encoder run over sources of so many tokens together, padding not counted."""
         self.encode_batch_size.observe(report.rows)
         self.prompt_tokens.inc(num_source_tokens)
-        self.padding_tokens.inc(report.rows * report.length - num_source_tokens)
+        self.padding_tokens.inc(report.num_tokens - num_source_tokens)
         self._note_workspace(report)
 
     def first_token(self, since_arrival_s: float) -> None:
@@ -171,7 +171,7 @@ class Metrics:
         name = "encoder_workspace_"
         self.workspace_materialised = self._gauge(
             f"{name}predicted_materialised_bytes",
-            "Score matrix of one layer, had the last encoder run written it out: B * H * T^2 * w.",
+            "Score matrices of one layer, had the last encoder run written them out: the sum of H * S^2 * w.",
         )
         self.workspace_fused = self._gauge(
             f"{name}predicted_fused_bytes", "Workspace that the bundle's fit predicts for the last encoder run."

@@ -1,34 +1,37 @@
-"""Runs the graphs of a bundle: batches in, logits out, caches in place.
+"""Runs the contrib graphs of a bundle: a row's caches are contiguous, and sampling is NumPy's.
 
-Owns the key and value arrays of every row, and the buffers bound to them. Refuses to know
-requests, text, blocks or sampling. One thread calls it: the arrays of a step are reused by the next.
+Owns the key and value arrays of every row, and the buffers bound to them; cache blocks are numbers to it, of which it
+has enough. Refuses to know requests and text. One thread calls it: the arrays of a step are reused by the next.
 
-Axes: B rows of this step, S source length, H heads, D head width, C self cache capacity, E cross cache capacity,
+Axes: B rows of this run, S source length, H heads, D head width, C self cache capacity, E cross cache capacity,
 V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.bundle import Bundle, GraphSet, Lowering, MemoryFit, Precision
+from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.graph import Graph, GraphError
+from antiphon.model.graph import Graph
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.runner import EncodeReport
+from antiphon.service import sampler
+from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
+from antiphon.service.reserve import reserve
+from antiphon.service.runner import DecodeBatch, Draw, EncodeReport
 
 
 class ModelRunner:
     """The encoder and decoder graphs of one bundle, with caches for `max_rows` sequences.
 
-    threads counts the cores one run may use. workspace_limit_bytes bounds what ONNX Runtime may hold beside weights;
-    a run that needs more raises GraphError and leaves the runner usable.
+    threads counts the cores one run may use. num_blocks bounds what runs together; None is as much as the caches hold.
+    workspace_limit_bytes bounds what ONNX Runtime may hold beside weights; a run that needs more raises GraphError and
+    leaves the runner usable.
     Raises GraphError, BundleError (no such precision) or WorkspaceError.
     """
 
@@ -40,6 +43,7 @@ class ModelRunner:
         threads: int,
         precision: Precision | None = None,
         lowering: Lowering = "contrib",
+        num_blocks: int | None = None,
         workspace_limit_bytes: int | None = None,
     ) -> None:
         model = bundle.manifest.model
@@ -51,9 +55,12 @@ class ModelRunner:
         self.bos_id = model.bos_id
         self.eos_id = model.eos_id
         self.precision = graphs.precision
+        self.block_size = CACHE_BLOCK_SIZE
+        longest = blocks_of_longest(model.max_source_len, model.max_target_len, CACHE_BLOCK_SIZE)
+        self.num_blocks = num_blocks or max_rows * longest
         self.cache_bytes_per_token = 2 * model.decoder_layers * model.attention_width * 4
         self._num_heads = model.num_heads
-        self._fit = _fit_of(bundle, graphs)
+        self._fit = bundle.memory_fit(graphs)
         self._workspace = Workspace()
         self.self_kv = _reserve(model, max_rows, model.max_target_len)
         self.cross_kv = _reserve(model, max_rows, model.max_source_len)
@@ -65,36 +72,46 @@ class ModelRunner:
         self._workspace.trim()  # what loading worked in
         self._workspace.limit_growth(workspace_limit_bytes)
 
-    def encode(self, sources: Sequence[Sequence[int]], first_row: int) -> EncodeReport:
-        """Encode sources of one length; their cross keys and values land in rows first_row and following.
+    def encode(
+        self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]] = ()
+    ) -> EncodeReport:
+        """Encode sources, those of one length in one run; their keys and values land in rows first_row and following.
 
-        Raises ValueError when lengths differ or rows do not fit, GraphError when the graph fails.
+        block_tables mean nothing here. Raises ValueError when a source or the rows do not fit, GraphError when a
+        graph fails.
         """
-        rows, length = len(sources), len(sources[0]) if sources else 0
-        input_ids = self._checked_sources(sources, rows, length, first_row)
-        self._workspace.reset_peak()
-        before = self._workspace.stats().in_use_bytes
-        outputs = self._encoder.run({"input_ids": input_ids}, self._cross_outputs)
-        peak = self._workspace.stats().peak_bytes - before
-        for layer, output in enumerate(outputs):
-            self.cross_kv[layer, first_row : first_row + rows, :, :length] = output
+        self._check_sources(sources, first_row)
+        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        groups = [list(group) for _, group in groupby(order, key=lambda index: len(sources[index]))]
+        peaks = [self._encode_group([sources[i] for i in group], [first_row + i for i in group]) for group in groups]
+        shapes = [(len(group), len(sources[group[0]])) for group in groups]
+        predictions = [self._fit.predict(rows, length) for rows, length in shapes] if self._fit else [None]
         return EncodeReport(
-            rows=rows,
-            length=length,
-            peak_workspace_bytes=peak,
-            predicted_fused_bytes=self._fit.predict(rows, length) if self._fit else None,
-            predicted_materialised_bytes=rows * self._num_heads * length * length * 4,
+            rows=len(sources),
+            num_tokens=sum(rows * length for rows, length in shapes),
+            longest=shapes[-1][1],
+            peak_workspace_bytes=max(peaks),
+            predicted_fused_bytes=max(p for p in predictions if p is not None) if self._fit else None,
+            predicted_materialised_bytes=sum(rows * self._num_heads * length**2 * 4 for rows, length in shapes),
         )
 
-    def decode(
-        self, token_ids: NDArray[np.int64], past_lens: NDArray[np.int32], source_lens: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Feed one token to each of rows 0 to B-1; its key and value are appended at past_lens[b].
+    def decode(self, batch: DecodeBatch) -> Draw:
+        """Feed every row its new tokens, one a run of the graph, and sample.
 
-        token_ids, past_lens, source_lens: [B], tokens. Returns logits [B, V], a view valid until the next decode.
         Raises ValueError when a length lies outside its cache, GraphError when the graph fails.
         """
-        return self._decoder.run(token_ids, past_lens, source_lens)
+        return sampler.sample(self.logits(batch), batch)
+
+    def logits(self, batch: DecodeBatch) -> NDArray[np.float32]:
+        """Logits [R, V] after each row's last new token: a view, valid until the next call. Raises as decode does."""
+        if batch.num_tokens == batch.num_rows:
+            return self._decoder.run(batch.token_ids, batch.positions, batch.source_lens)
+        first, last = batch.offsets[:-1], batch.offsets[1:] - 1
+        for step in range(int((last - first).max()) + 1):
+            # A row without a further token feeds its last one again, which writes the same key and value.
+            fed = np.minimum(first + step, last)
+            logits = self._decoder.run(batch.token_ids[fed], batch.positions[fed], batch.source_lens)
+        return logits
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Copy the live part of a row's caches over another row: self_len and source_len tokens."""
@@ -107,18 +124,25 @@ class ModelRunner:
         Overwrites the row's caches: call it before any sequence runs.
         """
         self.encode([[self.eos_id]], 0)
-        self.decode(np.array([self.bos_id], np.int64), np.array([0], np.int32), np.array([1], np.int32))
+        self._decoder.run(np.array([self.bos_id], np.int64), np.array([0], np.int32), np.array([1], np.int32))
 
-    def _checked_sources(
-        self, sources: Sequence[Sequence[int]], rows: int, length: int, first_row: int
-    ) -> NDArray[np.int64]:
-        if not 0 < length <= self.max_source_len:
-            raise ValueError(f"source length is {length}; it must be 1 to {self.max_source_len}")
-        if first_row < 0 or first_row + rows > self.max_rows:
-            raise ValueError(f"rows {first_row} to {first_row + rows - 1} do not fit max_rows={self.max_rows}")
-        if any(len(source) != length for source in sources):
-            raise ValueError(f"sources of one run must have one length; got {sorted({len(s) for s in sources})}")
-        return np.array(sources, np.int64)
+    def _encode_group(self, sources: list[Sequence[int]], rows: list[int]) -> int:
+        """Encode sources of one length into rows; returns the peak workspace in bytes."""
+        self._workspace.reset_peak()
+        before = self._workspace.stats().in_use_bytes
+        outputs = self._encoder.run({"input_ids": np.array(sources, np.int64)}, self._cross_outputs)
+        peak = self._workspace.stats().peak_bytes - before
+        for cache, output in zip(self.cross_kv, outputs, strict=True):
+            cache[rows, :, : len(sources[0])] = output
+        return peak
+
+    def _check_sources(self, sources: Sequence[Sequence[int]], first_row: int) -> None:
+        lengths = [len(source) for source in sources]
+        if not lengths or min(lengths) < 1 or max(lengths) > self.max_source_len:
+            raise ValueError(f"source lengths are {lengths}; each must be 1 to {self.max_source_len}")
+        if first_row < 0 or first_row + len(sources) > self.max_rows:
+            last = first_row + len(sources) - 1
+            raise ValueError(f"rows {first_row} to {last} do not fit max_rows={self.max_rows}")
 
 
 class DecoderStep:
@@ -154,13 +178,16 @@ class DecoderStep:
     def run(
         self, token_ids: NDArray[np.int64], past_lens: NDArray[np.int32], source_lens: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """One step over rows 0 to B-1; see ModelRunner.decode."""
+        """Feed one token to each of rows 0 to B-1; its key and value are appended at past_lens[b].
+
+        token_ids, past_lens, source_lens: [B]. Returns logits [B, V], a view valid until the next run.
+        """
         rows = token_ids.shape[0]
         # The graph writes through raw pointers: nothing out of range may reach it.
         if not 0 < rows <= self._max_rows:
             raise ValueError(f"decode of {rows} rows; it must be 1 to {self._max_rows}")
         if past_lens.min() < 0 or past_lens.max() >= self._capacities[0]:
-            raise ValueError(f"past_lens is {past_lens.tolist()}; each must be 0 to {self._capacities[0] - 1}")
+            raise ValueError(f"positions are {past_lens.tolist()}; each must be 0 to {self._capacities[0] - 1}")
         if source_lens.min() < 1 or source_lens.max() > self._capacities[1]:
             raise ValueError(f"source_lens is {source_lens.tolist()}; each must be 1 to {self._capacities[1]}")
         self._token_ids[:rows, 0] = token_ids
@@ -168,14 +195,13 @@ class DecoderStep:
         self._source_lens[:rows] = source_lens
         binding = self._bindings.get(rows)
         if binding is None:
-            binding = self._bindings[rows] = self._graph.bind(self._inputs, self._outputs, rows)
+            binding = self._bindings[rows] = self._graph.bind(_head(self._inputs, rows), _head(self._outputs, rows))
         self._graph.run_bound(binding)
         return self._logits[:rows]
 
 
-def _fit_of(bundle: Bundle, graphs: GraphSet) -> MemoryFit | None:
-    memory = bundle.manifest.memory
-    return memory.fits.get(f"{graphs.lowering}-{graphs.precision}") if memory else None
+def _head(arrays: dict[str, NDArray[Any]], rows: int) -> dict[str, NDArray[Any]]:
+    return {name: array[:rows] for name, array in arrays.items()}
 
 
 def _self_names(prefix: str, layers: int) -> list[str]:
@@ -187,12 +213,6 @@ def _cross_names(prefix: str, layers: int) -> list[str]:
 
 
 def _reserve(model: ModelConfig, max_rows: int, capacity: int) -> NDArray[np.float32]:
-    """Key and value arrays [2 L, rows, H, capacity, D], resident only where written."""
+    """Key and value arrays [2 L, rows, H, capacity, D]."""
     shape = (2 * model.decoder_layers, max_rows, model.num_heads, capacity, model.resolved_head_dim)
-    num_bytes = 4 * math.prod(shape)
-    # Not np.zeros: it asks for huge pages, and one token would make two megabytes resident.
-    try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise GraphError(f"caches for {max_rows} rows need {num_bytes} bytes of address space: {error}") from error
-    return np.frombuffer(pages, np.float32).reshape(shape)
+    return reserve(shape, np.dtype(np.float32), f"caches for {max_rows} rows")

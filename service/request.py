@@ -63,6 +63,7 @@ class Request:
     """One immutable ask, already validated and tokenised.
 
     source_ids: source tokens, end token included.
+    prefix_ids: first target tokens, given and not generated; without the begin token.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
     """
 
@@ -71,6 +72,7 @@ class Request:
     params: SamplingParams
     arrival_s: float
     deadline_s: float | None = None
+    prefix_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,6 @@ class RequestQueue:
         self._limits = limits
         self._lock = threading.Lock()
         self._waiting: dict[str, Sequence] = {}  # insertion order is arrival order
-        self._tickets = itertools.count()
         self._num_source_tokens = 0
         self._next_deadline_s = math.inf  # never later than the earliest deadline that waits
         self._is_closed = False
@@ -60,7 +59,6 @@ class RequestQueue:
             if self._is_closed:
                 raise Unavailable("the server is shutting down and takes no new requests")
             self._check_room(sequence.source_len, now_s)
-            sequence.ticket = next(self._tickets)
             self._waiting[sequence.request_id] = sequence
             self._num_source_tokens += sequence.source_len
             if sequence.request.deadline_s is not None:

@@ -1,7 +1,10 @@
 """What the engine asks of a model, and nothing of how it is run.
 
-The protocol is the whole boundary: on this side rows, token ids and lengths; on the other arrays, graphs and devices.
-`model_runner.py` implements it with ONNX Runtime, `tests/fakes.py` with arithmetic.
+The protocol is the whole boundary: on this side rows, token ids, lengths and the ids of cache blocks; on the other
+arrays, graphs and devices. `native_runner.py` and `model_runner.py` implement it with ONNX Runtime, `tests/fakes.py`
+with arithmetic.
+
+Axes: N new tokens of a step, R rows, X and Y widths of the block tables.
 """
 
 from __future__ import annotations
@@ -16,31 +19,85 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeReport:
-    """What one encoder run cost, beside what it was predicted to cost.
+    """What encoding some sources cost, beside what it was predicted to cost.
 
-    rows, length: shape of the run, in sources and tokens of each.
-    peak_workspace_bytes: measured peak of the allocator above its level before the run; None where not measured.
+    rows, num_tokens, longest: sources, tokens computed for them together, and tokens of the longest.
+    peak_workspace_bytes: measured peak of the allocator above its level before; None where not measured.
     predicted_fused_bytes: the bundle's fit for the fused graph; None where the bundle carries no profile.
-    predicted_materialised_bytes: what the score matrices alone would cost, B * H * T^2 * w of one layer.
+    predicted_materialised_bytes: what the score matrices of one layer alone would cost, the sum of H * S^2 * w.
     """
 
     rows: int
-    length: int
+    num_tokens: int
+    longest: int
     peak_workspace_bytes: int | None
     predicted_fused_bytes: float | None
     predicted_materialised_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeBatch:
+    """The new tokens of rows 0 .. R-1, packed, and how each row's next token is chosen.
+
+    token_ids [N] int64, positions [N] int32: target tokens to feed and where they stand, rows one after the other.
+    offsets [R+1] int32: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one.
+    self_tables [R, X], cross_tables [R, Y] int32: block b of a row holds its positions block_size * b and following;
+        entries beyond its length mean nothing.
+    source_lens [R] int32: tokens of each row's source.
+    temperatures [R] float32: 0 is greedy. top_ks [R] int32: 0 is off. top_ps [R] float32: 1 is off.
+    seeds [R] uint64: key of the row's random numbers; the counter is the position of its last new token.
+    num_logprobs: -1 asks for no log-probabilities, 0 for the chosen token's, k also for the k likeliest.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    self_tables: NDArray[np.int32]
+    cross_tables: NDArray[np.int32]
+    source_lens: NDArray[np.int32]
+    temperatures: NDArray[np.float32]
+    top_ks: NDArray[np.int32]
+    top_ps: NDArray[np.float32]
+    seeds: NDArray[np.uint64]
+    num_logprobs: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.source_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The token chosen for each row, and log-probabilities (natural, of the model's own distribution) as asked.
+
+    token_ids [R] int64: -1 where the row's logits are not finite.
+    logprobs [R] float32: of the chosen tokens; 0 where not asked.
+    top_ids [R, k] int64, top_logprobs [R, k] float32: the likeliest tokens, likeliest first, lowest id among equals.
+    Valid until the next decode.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+
+
 class Runner(Protocol):
-    """A model whose running sequences occupy rows 0 .. B-1 of its caches. Used from one thread only."""
+    """A model whose running sequences are rows 0 .. R-1 of every step. Used from one thread only."""
 
     @property
     def max_rows(self) -> int:
-        """Rows the caches hold."""
+        """Most rows of a step."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of a row of logits; token ids are below it."""
+        """Token ids are below it."""
 
     @property
     def max_source_len(self) -> int:
@@ -59,20 +116,24 @@ class Runner(Protocol):
         """Token that ends a target."""
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a cache block."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks, for self and cross attention together; their ids are below it."""
+
+    @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values one token takes, all layers; the same for self and cross attention."""
 
-    def encode(self, sources: Sequence[Sequence[int]], first_row: int) -> EncodeReport:
-        """Encode sources of one common length; their cross caches land in rows from `first_row` on."""
+    def encode(
+        self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]]
+    ) -> EncodeReport:
+        """Encode sources of any lengths; source i fills the cross blocks block_tables[i], for row first_row + i."""
 
-    def decode(
-        self, token_ids: NDArray[np.int64], past_lens: NDArray[np.int32], source_lens: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Feed one token to each of rows 0 .. B-1 and return their logits.
-
-        token_ids, past_lens, source_lens: [B]; row b caches past_lens[b] target tokens already.
-        Returns [B, V], valid until the next decode.
-        """
+    def decode(self, batch: DecodeBatch) -> Draw:
+        """Feed every row its new tokens and choose its next one. Positions fed before may be fed again."""
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
-        """Copy the caches of row `source` over those of row `target`: that many target and source tokens."""
+        """Row `source`, of so many cached target and source tokens, goes on as row `target`."""

@@ -24,10 +24,9 @@ class SequenceState(enum.Enum):
 class Sequence:
     """Growing generation state of a request.
 
-    max_new_tokens: most target tokens, the end token included; never above the model's limit.
-    num_self_blocks, num_cross_blocks: reserved at admission for the longest target and for the source.
+    max_new_tokens: most target tokens to produce, the end token included; never above what the model has room for.
+    num_self_blocks, num_cross_blocks: to be reserved for the prefix and longest target, and for the source.
     row: index in the runner's batch while running.
-    ticket: number of its arrival, given by the queue.
     source_len: source tokens, end token included.
     num_generated: target tokens produced; up to date once finished (until then the rows count).
     """
@@ -38,7 +37,6 @@ class Sequence:
     num_self_blocks: int
     num_cross_blocks: int
     state: SequenceState = SequenceState.WAITING
-    ticket: int = 0
     row: int | None = None
     self_block_table: tuple[int, ...] = ()
     cross_block_table: tuple[int, ...] = ()
@@ -59,6 +57,11 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks it must have before it may run."""
         return self.num_self_blocks + self.num_cross_blocks
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Source and prefix tokens to compute before its first one is chosen."""
+        return self.source_len + len(self.request.prefix_ids)
 
     def timing(self, now_s: float) -> Timing:
         """Seconds since its arrival at which things happened, the end being now."""

@@ -1,4 +1,4 @@
-"""One iteration of continuous batching: drop, schedule, encode, decode, sample, commit, publish.
+"""One iteration of continuous batching: drop, schedule, encode, decode, commit, publish.
 
 Owns the running rows and the cache blocks, and is the only place where either is given up. Has no thread, no lock and
 no loop of its own: the engine calls it, from one thread, and a test may as well.
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service import sampler
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
-from antiphon.service.kv_cache import BlockPool
+from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.metrics import CacheUse, Metrics
 from antiphon.service.request import FinishReason, TokenEvent
 from antiphon.service.request_queue import RequestQueue
 from antiphon.service.rows import RunningRows
-from antiphon.service.runner import Runner
-from antiphon.service.scheduler import EncodeBatch, SchedulerLimits, schedule
+from antiphon.service.runner import Draw, Runner
+from antiphon.service.scheduler import SchedulerLimits, schedule
 from antiphon.service.sequence import Sequence, SequenceState
 from antiphon.service.stream import OutputStream, Publisher
 
@@ -52,7 +51,7 @@ class Stepper:
         self._metrics = parts.metrics
         self._live = parts.live
         self._clock = parts.clock
-        self._rows = RunningRows(parts.limits.max_num_seqs)
+        self._rows = _empty_rows(parts)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
         self._lost: list[str] = []
@@ -106,28 +105,34 @@ class Stepper:
         if not self._queue or len(self._rows) == self._limits.max_num_seqs:
             return
         batch = schedule(
-            self._queue.peek(self._limits.max_overtaking),
+            self._queue.peek(1 + self._limits.max_num_seqs - len(self._rows)),
             num_running=len(self._rows),
             num_free_blocks=self._pool.num_free,
             limits=self._limits,
             num_deferred=self._num_deferred,
         )
         self._num_deferred = batch.num_deferred
-        for group in batch.encodes:
-            self._encode(group)
+        if batch.joining:
+            now_s = self._clock()
+            for sequence in batch.joining:
+                self._reserve(sequence, now_s)
+            self._encode(batch.joining)
 
-    def _encode(self, group: EncodeBatch[Sequence]) -> None:
-        now_s = self._clock()
-        for sequence in group.sequences:
-            self._reserve(sequence, now_s)
-        sources = [sequence.request.source_ids for sequence in group.sequences]
+    def _encode(self, sequences: tuple[Sequence, ...]) -> None:
+        sources = [sequence.request.source_ids for sequence in sequences]
+        tables = [sequence.cross_block_table for sequence in sequences]
         try:
-            report = self._runner.encode(sources, len(self._rows))
+            report = self._runner.encode(sources, len(self._rows), tables)
         except Exception as fault:
-            self._fail(group.sequences, "encode", fault)
+            if len(sequences) == 1:
+                self._fail(sequences, "encode", fault)
+                return
+            log.warning("encoding %d sources together failed; trying each alone", len(sequences), exc_info=fault)
+            for sequence in sequences:
+                self._encode((sequence,))
             return
         self._metrics.encoded(report, sum(map(len, sources)))
-        self._rows.append(group.sequences, self._runner.bos_id)
+        self._rows.append(sequences, self._runner.bos_id)
 
     def _reserve(self, sequence: Sequence, now_s: float) -> None:
         self._queue.remove(sequence.request_id)
@@ -141,16 +146,12 @@ class Stepper:
 
     def _decode(self, num_before: int) -> tuple[tuple[OutputStream, ...], list[int]]:
         """Decode every row, the ones from `num_before` on for the first time; returns what is to be published."""
-        rows, num_rows = self._rows, len(self._rows)
-        past_lens = rows.past_lens[:num_rows]
         try:
-            logits = self._runner.decode(rows.token_ids[:num_rows], past_lens, rows.source_lens[:num_rows])
-            draw = sampler.sample(logits, rows.params, past_lens, rows.sampled_rows)
+            draw = self._runner.decode(self._rows.batch())
         except Exception as fault:
-            self._fail(rows.sequences, "decode", fault)
+            self._fail(self._rows.sequences, "decode", fault)
             return (), []
-        rows.token_ids[:num_rows] = draw.token_ids
-        past_lens += 1
+        self._rows.advance(draw.token_ids)
         self._time_tokens(num_before)
         return self._commit(draw)
 
@@ -162,31 +163,28 @@ class Stepper:
         self._metrics.decoded(len(self._rows), num_before, now_s - self._last_decode_s)
         self._last_decode_s = now_s
 
-    def _commit(self, draw: sampler.Draw) -> tuple[tuple[OutputStream, ...], list[int]]:
+    def _commit(self, draw: Draw) -> tuple[tuple[OutputStream, ...], list[int]]:
         """End the rows that are done; returns the streams that get a token of this step, and the tokens."""
         rows, num_rows = self._rows, len(self._rows)
         streams, token_ids = rows.streams, draw.token_ids.tolist()
-        is_silent = draw.token_ids == self._runner.eos_id
-        if draw.invalid_rows:
-            is_silent[draw.invalid_rows] = True
-            rows.past_lens[draw.invalid_rows] -= 1
-        is_done = is_silent | (rows.past_lens[:num_rows] >= rows.max_new_tokens[:num_rows])
+        is_silent = (draw.token_ids == self._runner.eos_id) | (draw.token_ids < 0)
+        is_done = is_silent | (rows.positions[:num_rows] >= rows.end_positions[:num_rows])
         if is_done.any():
             if is_silent.any():
                 heard = np.flatnonzero(~is_silent).tolist()
                 streams = tuple(streams[row] for row in heard)
                 token_ids = [token_ids[row] for row in heard]
-            self._end_rows(np.flatnonzero(is_done), draw)
+            self._end_rows(np.flatnonzero(is_done), draw.token_ids)
         return streams, token_ids
 
-    def _end_rows(self, done: NDArray[np.int64], draw: sampler.Draw) -> None:
+    def _end_rows(self, done: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         # From the last row down: the row that moves into a hole is then one that stays.
         for row in reversed(done.tolist()):
             sequence = self._rows.sequences[row]
-            if row in draw.invalid_rows:
+            if token_ids[row] < 0:
                 log.error("request %s: the model's logits are not finite", sequence.request_id)
                 self._end(sequence, FinishReason.ERROR, EngineFault("the model produced no valid token"))
-            elif draw.token_ids[row] == self._runner.eos_id:
+            elif token_ids[row] == self._runner.eos_id:
                 self._end(sequence, FinishReason.STOP)
             else:
                 self._end(sequence, FinishReason.LENGTH)
@@ -220,7 +218,7 @@ class Stepper:
     def _release(self, sequence: Sequence) -> None:
         self._queue.remove(sequence.request_id)
         if sequence.row is not None:
-            sequence.num_generated = int(self._rows.past_lens[sequence.row])
+            sequence.num_generated = self._rows.num_generated(sequence.row)
             self._vacate(sequence.row)
         if sequence.self_block_table:
             self._num_self_blocks -= len(sequence.self_block_table)
@@ -233,7 +231,7 @@ class Stepper:
         if moved is None:
             return
         try:
-            self._runner.move_row(len(self._rows), row, int(self._rows.past_lens[row]), moved.source_len)
+            self._runner.move_row(len(self._rows), row, int(self._rows.positions[row]), moved.source_len)
         except Exception as fault:
             self._fail((moved,), "move a row", fault)
 
@@ -253,3 +251,12 @@ class Stepper:
         if token_ids or finals:
             lost = self._publisher.publish(streams, token_ids, finals)
             self._lost = [stream.request_id for stream in lost]
+
+
+def _empty_rows(parts: StepParts) -> RunningRows:
+    runner, block_size = parts.runner, parts.pool.block_size
+    return RunningRows(
+        parts.limits.max_num_seqs,
+        self_width=blocks_for(runner.max_target_len, block_size),
+        cross_width=blocks_for(runner.max_source_len, block_size),
+    )

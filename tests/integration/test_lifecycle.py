@@ -222,14 +222,14 @@ def test_serve_names_the_precision_when_the_bundle_lacks_it(bundle: Path, tmp_pa
 
 def test_print_config_shows_flags_over_environment_over_toml(tmp_path: Path) -> None:
     file = tmp_path / "antiphon.toml"
-    file.write_text('port = 1\nmetrics_port = 1\nblock_size = 8\nlog_level = "debug"\n')
+    file.write_text('port = 1\nmetrics_port = 1\nmax_num_seqs = 8\nlog_level = "debug"\n')
     result = antiphon(
         "serve", "--print-config", "--config", str(file), "--port", "3",
         env={"ANTIPHON_PORT": "2", "ANTIPHON_METRICS_PORT": "2"},
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, b"")
     printed = tomllib.loads(result.stdout.decode())
-    assert (printed["port"], printed["metrics_port"], printed["block_size"]) == (3, 2, 8)
+    assert (printed["port"], printed["metrics_port"], printed["max_num_seqs"]) == (3, 2, 8)
     file.write_bytes(result.stdout)
     assert antiphon("serve", "--print-config", "--config", str(file)).stdout == result.stdout
 

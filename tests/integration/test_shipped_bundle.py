@@ -14,7 +14,7 @@ from antiphon.model.bundle import Bundle, load_bundle
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.config import ServerConfig
 from antiphon.service.evaluate import run_engine
-from antiphon.service.model_runner import ModelRunner
+from antiphon.service.runners import open_runner
 
 BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
 DATA = os.environ.get("ANTIPHON_DATA")
@@ -58,7 +58,7 @@ def test_answers_do_not_depend_on_the_crowd(bundle: Bundle) -> None:
     sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in SENTENCES]
 
     def answers(rows: int, threads: int) -> list[list[int]]:
-        return asyncio.run(run_engine(ModelRunner(bundle, max_rows=rows, threads=threads), sources))
+        return asyncio.run(run_engine(open_runner(bundle, max_rows=rows, threads=threads), sources))
 
     alone = answers(rows=1, threads=1)
     assert alone == answers(rows=len(sources), threads=1) == answers(rows=4, threads=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from antiphon.model.bundle import Bundle, GraphSet, Precision
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.verify import TOLERANCES, compare
 from antiphon.service.model_runner import ModelRunner
+from tests.batches import batch_of
 
 SOURCE_LENS = (1, 5, 5, 9, 17, 17, 17, 48)
 STEPS = 24
@@ -20,7 +19,7 @@ Logits = NDArray[np.float32]
 
 
 def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Sources sorted by length, and [B, STEPS] tokens to feed."""
+    """Sources, and [B, STEPS] tokens to feed."""
     generator = np.random.default_rng(7)
     sources = [[int(i) for i in generator.integers(4, vocab_size, length)] for length in SOURCE_LENS]
     tokens = generator.integers(4, vocab_size, (len(sources), STEPS))
@@ -29,20 +28,18 @@ def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
 
 
 def run_batch(runner: ModelRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
-    """Logits [B, STEPS, V] of sources that are encoded in groups of one length and decode together."""
-    row = 0
-    for _, group in groupby(sources, len):
-        row += runner.encode(list(group), row).rows
-    source_lens = np.array([len(source) for source in sources], np.int32)
+    """Logits [B, STEPS, V] of sources that decode together."""
+    runner.encode(sources, 0)
+    source_lens = [len(source) for source in sources]
     steps = [
-        runner.decode(tokens[:, step], np.full(len(sources), step, np.int32), source_lens).copy()
+        runner.logits(batch_of(tokens[:, step : step + 1].tolist(), [step] * len(sources), source_lens)).copy()
         for step in range(STEPS)
     ]
     return np.stack(steps, axis=1)
 
 
 def graph_sets(bundle: Bundle, precision: Precision) -> list[GraphSet]:
-    return [graphs for graphs in bundle.manifest.graphs if graphs.precision == precision]
+    return [graphs for graphs in bundle.manifest.graphs if graphs.precision == precision and graphs.cache is None]
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])

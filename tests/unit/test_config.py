@@ -31,12 +31,12 @@ def test_load_config_takes_defaults_when_nothing_is_given() -> None:
 
 def test_load_config_prefers_flags_to_environment_to_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "antiphon.toml"
-    file.write_text("port = 1\nmetrics_port = 1\nblock_size = 1\n")
+    file.write_text("port = 1\nmetrics_port = 1\nmax_num_seqs = 1\n")
     monkeypatch.setenv("ANTIPHON_CONFIG", str(file))
     monkeypatch.setenv("ANTIPHON_PORT", "2")
     monkeypatch.setenv("ANTIPHON_METRICS_PORT", "2")
     loaded = load("--port", "3")
-    assert (loaded.port, loaded.metrics_port, loaded.block_size) == (3, 2, 1)
+    assert (loaded.port, loaded.metrics_port, loaded.max_num_seqs) == (3, 2, 1)
 
 
 def test_load_config_prefers_config_flag_to_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

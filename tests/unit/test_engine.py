@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ async def arrive(gate: Gate) -> None:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench(FakeRunner(max_rows=4), EngineConfig(block_size=4))
+    bench = Bench(FakeRunner(max_rows=4, block_size=4), EngineConfig())
     bench.engine.start()
     yield bench
     bench.engine.stop()
@@ -96,7 +96,7 @@ def gate(bench: Bench) -> Iterator[Gate]:
 
 @pytest.fixture
 def endless() -> Iterator[Bench]:
-    bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000), EngineConfig(block_size=4096))
+    bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000, block_size=4096), EngineConfig())
     bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.vocab_size, 9, dtype=np.float32)[0]
     bench.engine.start()
     yield bench
@@ -181,8 +181,8 @@ async def test_engine_ends_only_the_requests_of_a_faulty_encoder_run(
 ) -> None:
     poison = source_of(target_len=4, length=7)
 
-    def fail_on_poison(sources: object) -> None:
-        if sources == [poison]:
+    def fail_on_poison(sources: Sequence[Sequence[int]]) -> None:
+        if poison in sources:
             raise RuntimeError("out of memory")
 
     bench.runner.before_encode = fail_on_poison
@@ -265,7 +265,7 @@ async def test_engine_ends_every_request_when_it_dies_of_its_own_fault(bench: Be
 
 
 async def test_engine_refuses_a_request_it_could_never_run() -> None:
-    bench = Bench(FakeRunner(max_rows=2), EngineConfig(block_size=4, kv_cache_blocks=4))
+    bench = Bench(FakeRunner(max_rows=2, block_size=4, num_blocks=4), EngineConfig())
     bench.engine.start()
     cases = [
         ((), None, "source"),

@@ -12,7 +12,12 @@ from antiphon.service.request import FinishReason, Timing
 from antiphon.service.runner import EncodeReport
 
 REPORT = EncodeReport(
-    rows=3, length=10, peak_workspace_bytes=900, predicted_fused_bytes=1000.0, predicted_materialised_bytes=4000
+    rows=3,
+    num_tokens=30,
+    longest=10,
+    peak_workspace_bytes=900,
+    predicted_fused_bytes=1000.0,
+    predicted_materialised_bytes=4000,
 )
 TIMING = Timing(queued_s=0.1, first_token_s=0.2, total_s=0.5)
 

@@ -11,11 +11,14 @@ from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile,
 from antiphon.model.graph import GraphError, has_vnni
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.model_runner import ModelRunner
+from antiphon.service.request import SamplingParams
+from antiphon.service.sampler import sample
+from tests.batches import batch_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 
 # float32 sums in another order than NumPy's, over products of width 16.
 TOLERANCE = 1e-5
-SOURCES = ((5, 6, 7, 2), (8, 9, 10, 2), (3, 4, 5, 6, 7, 8, 2))
+SOURCES = ((5, 6, 7, 2), (3, 4, 5, 6, 7, 8, 2), (8, 9, 10, 2))
 
 
 @pytest.fixture(scope="module")
@@ -33,36 +36,27 @@ def runner(bundle: Bundle) -> ModelRunner:
     return ModelRunner(bundle, max_rows=4, threads=1)
 
 
-def encode_all(runner: ModelRunner) -> np.ndarray:
-    runner.encode(SOURCES[:2], 0)
-    runner.encode(SOURCES[2:], 2)
-    return np.array([len(source) for source in SOURCES], np.int32)
+def encode_all(runner: ModelRunner) -> list[int]:
+    runner.encode(SOURCES, 0)
+    return [len(source) for source in SOURCES]
 
 
 def feed(runner: ModelRunner, rows: list[list[int]], past_lens: list[int], source_lens: list[int]) -> np.ndarray:
-    """Feed the tokens of each row after its past, one step a token; returns the last logits."""
-    tokens = np.array(rows, np.int64)
-    past = np.array(past_lens, np.int32)
-    for step in range(tokens.shape[1]):
-        logits = runner.decode(tokens[:, step], past + np.int32(step), np.array(source_lens, np.int32))
-    return logits.copy()
+    """Feed the tokens of each row after its past; returns the logits after its last one."""
+    return runner.logits(batch_of(rows, past_lens, source_lens)).copy()
 
 
 def test_runner_decodes_ragged_rows_like_the_network_recomputed(runner: ModelRunner, model: TinyModel) -> None:
     source_lens = encode_all(runner)
     targets = [[1, 4, 9], [1], [1, 11]]
-    # A row at its end feeds its last token again, which writes the same key and value.
-    for past in range(3):
-        tokens = np.array([t[min(past, len(t) - 1)] for t in targets], np.int64)
-        past_lens = np.array([min(past, len(t) - 1) for t in targets], np.int32)
-        logits = runner.decode(tokens, past_lens, source_lens)
+    logits = feed(runner, targets, [0] * 3, source_lens)
     for row, target in enumerate(targets):
         np.testing.assert_allclose(logits[row], model.logits(SOURCES[row], target), atol=TOLERANCE)
 
 
 def test_runner_eager_graphs_agree_with_contrib(runner: ModelRunner, bundle: Bundle) -> None:
     eager = ModelRunner(bundle, max_rows=4, threads=1, lowering="eager")
-    lens = encode_all(runner).tolist()
+    lens = encode_all(runner)
     encode_all(eager)
     tokens = [[1, 4], [1, 5], [1, 6]]
     np.testing.assert_allclose(feed(runner, tokens, [0] * 3, lens), feed(eager, tokens, [0] * 3, lens), atol=TOLERANCE)
@@ -71,8 +65,8 @@ def test_runner_eager_graphs_agree_with_contrib(runner: ModelRunner, bundle: Bun
 def test_runner_appends_in_place_and_nowhere_else(runner: ModelRunner) -> None:
     lens = encode_all(runner)
     self_before, cross_before = runner.self_kv.copy(), runner.cross_kv.copy()
-    past_lens = np.array([3, 0, 23], np.int32)
-    runner.decode(np.array([4, 5, 6], np.int64), past_lens, lens)
+    past_lens = [3, 0, 23]
+    feed(runner, [[4], [5], [6]], past_lens, lens)
     changed = (runner.self_kv != self_before).any(axis=(0, 2, 4))  # [rows, C]
     expected = np.zeros_like(changed)
     expected[np.arange(3), past_lens] = True
@@ -85,12 +79,12 @@ def test_runner_encode_writes_only_its_rows_and_tokens(runner: ModelRunner) -> N
     runner.encode(SOURCES[:2], 1)
     written = (runner.cross_kv != 7.0).any(axis=(0, 2, 4))
     expected = np.zeros_like(written)
-    expected[1:3, : len(SOURCES[0])] = True
+    expected[1, : len(SOURCES[0])] = expected[2, : len(SOURCES[1])] = True
     np.testing.assert_array_equal(written, expected)
 
 
 def test_runner_row_does_not_depend_on_its_neighbours(runner: ModelRunner, bundle: Bundle) -> None:
-    lens = encode_all(runner).tolist()
+    lens = encode_all(runner)
     tokens = [[1, 4, 5], [1, 9, 9], [1, 7, 2]]
     together = feed(runner, tokens, [0] * 3, lens)
     alone = ModelRunner(bundle, max_rows=1, threads=1)
@@ -100,7 +94,7 @@ def test_runner_row_does_not_depend_on_its_neighbours(runner: ModelRunner, bundl
 
 
 def test_runner_moved_row_continues_as_if_it_had_stayed(runner: ModelRunner, model: TinyModel) -> None:
-    lens = encode_all(runner).tolist()
+    lens = encode_all(runner)
     feed(runner, [[1, 4], [1, 5], [1, 6]], [0] * 3, lens)
     runner.move_row(2, 0, self_len=2, source_len=lens[2])
     logits = feed(runner, [[8], [9]], [2, 2], [lens[2], lens[1]])
@@ -117,10 +111,31 @@ def test_runner_move_row_copies_live_tokens_only(runner: ModelRunner) -> None:
         assert (cache[:, 0, :, live:] == 0).all()
 
 
+def test_runner_samples_what_the_batch_asks(runner: ModelRunner) -> None:
+    lens = encode_all(runner)
+    params = [SamplingParams(), SamplingParams(temperature=2.0, seed=5), SamplingParams(temperature=1.0, top_k=1)]
+    batch = batch_of([[1, 4], [1], [1, 5, 6]], [0] * 3, lens, params=params, num_logprobs=3)
+    drawn, logits = runner.decode(batch), runner.logits(batch)
+    expected = sample(logits, batch)
+    for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(drawn, name), getattr(expected, name))
+    assert drawn.top_ids.shape == (3, 3)
+
+
+def test_runner_feeds_several_tokens_as_it_would_one_by_one(runner: ModelRunner) -> None:
+    lens = encode_all(runner)
+    at_once = feed(runner, [[1, 4, 9], [1], [1, 11]], [0] * 3, lens)
+    encode_all(runner)
+    feed(runner, [[1], [1], [1]], [0] * 3, lens)
+    feed(runner, [[4], [1], [11]], [1, 0, 1], lens)
+    one_by_one = feed(runner, [[9], [1], [11]], [2, 0, 1], lens)
+    np.testing.assert_array_equal(at_once, one_by_one)
+
+
 def test_runner_decode_reuses_one_logits_buffer(runner: ModelRunner) -> None:
     lens = encode_all(runner)
-    first = runner.decode(np.array([1, 1, 1], np.int64), np.zeros(3, np.int32), lens)
-    second = runner.decode(np.array([1, 1], np.int64), np.ones(2, np.int32), lens[:2])
+    first = runner.logits(batch_of([[1]] * 3, [0] * 3, lens))
+    second = runner.logits(batch_of([[1]] * 2, [1] * 2, lens[:2]))
     assert first.shape == (3, 24)
     assert second.shape == (2, 24)
     assert np.shares_memory(first, second)
@@ -132,7 +147,7 @@ def test_runner_keeps_pages_it_never_wrote_out_of_memory(tmp_path: Path) -> None
     assert runner.self_kv.nbytes + runner.cross_kv.nbytes == 2 * 512 * 16384 * runner.cache_bytes_per_token
     before = resident_bytes()
     runner.encode([[5, 2]] * 512, 0)
-    runner.decode(np.ones(512, np.int64), np.zeros(512, np.int32), np.full(512, 2, np.int32))
+    runner.decode(batch_of([[1]] * 512, [0] * 512, [2] * 512))
     # A page for each layer, key or value, row and head, in both caches.
     assert resident_bytes() - before < 2 * 4 * 512 * 2 * 4096 + (32 << 20)
 
@@ -146,10 +161,10 @@ def test_runner_reports_measurement_beside_predictions(bundle: Bundle, tmp_path:
     fit = MemoryFit(a=100.0, b=10.0, c=1.0, residual=0.0, exponent=1.0, max_len=8, max_rows=2)
     memory = MemoryProfile(fits={"contrib-float32": fit}, machine="here")
     write_manifest(profiled.path, profiled.manifest.model_copy(update={"memory": memory}))
-    report = ModelRunner(load_bundle(profiled.path), max_rows=4, threads=1).encode(SOURCES[:2], 0)
-    assert (report.rows, report.length) == (2, 4)
-    assert report.predicted_fused_bytes == 100 + 2 * (10 * 4 + 16)
-    assert report.predicted_materialised_bytes == 2 * 2 * 4 * 4 * 4
+    report = ModelRunner(load_bundle(profiled.path), max_rows=4, threads=1).encode(SOURCES, 0)
+    assert (report.rows, report.num_tokens, report.longest) == (3, 4 + 7 + 4, 7)
+    assert report.predicted_fused_bytes == 100 + max(2 * (10 * 4 + 16), 10 * 7 + 49)
+    assert report.predicted_materialised_bytes == 2 * 4 * (4 * 4 + 7 * 7 + 4 * 4)
     outputs = 2 * 4 * 16 * 4 * 4  # rows x length x width x float32 x (2 layers, key and value)
     assert report.peak_workspace_bytes is not None
     assert report.peak_workspace_bytes >= outputs
@@ -157,7 +172,7 @@ def test_runner_reports_measurement_beside_predictions(bundle: Bundle, tmp_path:
 
 
 def test_runner_measures_the_same_peak_every_time(runner: ModelRunner) -> None:
-    peaks = [runner.encode(SOURCES[first:last], 0).peak_workspace_bytes for first, last in ((0, 2), (2, 3)) * 3]
+    peaks = [runner.encode(SOURCES[first:last], 0).peak_workspace_bytes for first, last in ((0, 1), (1, 2)) * 3]
     assert peaks[:2] * 3 == peaks
 
 
@@ -175,7 +190,7 @@ def test_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path: Path) 
     with pytest.raises(GraphError, match=r"encoder\.eager\.onnx: the encoder graph failed: .*workspace limit reached"):
         runner.encode([[5] * 2048], 0)
     assert runner.encode([[5] * 16], 0).rows == 1
-    runner.decode(np.array([1], np.int64), np.array([0], np.int32), np.array([16], np.int32))
+    runner.decode(batch_of([[1]], [0], [16]))
 
 
 def test_runner_warm_up_runs_both_graphs_on_one_row(runner: ModelRunner) -> None:
@@ -189,8 +204,8 @@ def test_runner_warm_up_runs_both_graphs_on_one_row(runner: ModelRunner) -> None
 @pytest.mark.parametrize(
     ("past_lens", "source_lens", "message"),
     [
-        ([24], [1], r"past_lens is \[24\]; each must be 0 to 23"),
-        ([-1], [1], r"past_lens is \[-1\]"),
+        ([24], [1], r"positions are \[24\]; each must be 0 to 23"),
+        ([-1], [1], r"positions are \[-1\]"),
         ([0], [0], r"source_lens is \[0\]; each must be 1 to 24"),
         ([0], [25], r"source_lens is \[25\]"),
         ([0] * 5, [1] * 5, r"decode of 5 rows; it must be 1 to 4"),
@@ -201,15 +216,15 @@ def test_runner_refuses_a_step_outside_its_caches(
     runner: ModelRunner, past_lens: list[int], source_lens: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        runner.decode(np.ones(len(past_lens), np.int64), np.array(past_lens, np.int32), np.array(source_lens, np.int32))
+        runner.decode(batch_of([[1]] * len(past_lens), past_lens, source_lens))
 
 
 @pytest.mark.parametrize(
     ("sources", "first_row", "message"),
     [
-        ([], 0, "source length is 0; it must be 1 to 24"),
-        ([[5] * 25], 0, "source length is 25"),
-        ([[5, 2], [5]], 0, r"one length; got \[1, 2\]"),
+        ([], 0, r"source lengths are \[\]; each must be 1 to 24"),
+        ([[5] * 25], 0, r"source lengths are \[25\]"),
+        ([[5, 2], []], 0, r"source lengths are \[2, 0\]"),
         ([[5, 2]] * 2, 3, "rows 3 to 4 do not fit max_rows=4"),
         ([[5, 2]], -1, "rows -1 to -1"),
     ],

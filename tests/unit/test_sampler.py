@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.service.request import MAX_SEED, SamplingParams
-from antiphon.service.sampler import Draw, distribution, invert, sample, uniform_at
+from antiphon.service.runner import Draw
+from antiphon.service.sampler import Warp, distribution, invert, sample, uniform_at
+from tests.batches import batch_of
 
 GREEDY = SamplingParams()
 
@@ -19,19 +21,23 @@ def logits_of(rows: int, vocab_size: int, *, seed: int = 0, scale: float = 3.0) 
     return (scale * generator.standard_normal((rows, vocab_size))).astype(np.float32)
 
 
-def draw(logits: NDArray[np.float32], params: list[SamplingParams], positions: list[int]) -> Draw:
-    sampled = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
-    return sample(logits, params, np.array(positions, np.int32), sampled)
+def draw(
+    logits: NDArray[np.float32], params: list[SamplingParams], positions: list[int], *, num_logprobs: int = -1
+) -> Draw:
+    """Sample rows that feed one token each."""
+    rows = len(params)
+    batch = batch_of([[0]] * rows, positions, [1] * rows, params=params, num_logprobs=num_logprobs)
+    return sample(logits, batch)
 
 
-def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    ids, weights = distribution(logits, params)
+def probabilities(logits: NDArray[np.float32], warp: Warp) -> NDArray[np.float64]:
+    ids, weights = distribution(logits, warp)
     result = np.zeros(len(logits))
     result[slice(None) if ids is None else ids] = weights / weights.sum()
     return result
 
 
-def reference_probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
+def reference_probabilities(logits: NDArray[np.float32], params: Warp) -> NDArray[np.float64]:
     """What transformers draws from, in float64."""
     torch = pytest.importorskip("torch")
     warpers = pytest.importorskip("transformers.generation.logits_process")
@@ -51,7 +57,7 @@ def reference_probabilities(logits: NDArray[np.float32], params: SamplingParams)
 @pytest.mark.parametrize("top_k", [0, 1, 7, 300, 999, 1000, 5000])
 @pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1.0])
 def test_sampler_distribution_is_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    params = Warp(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = logits_of(1, 1000, seed=top_k)[0]
     ours, theirs = probabilities(logits, params), reference_probabilities(logits, params)
     assert np.array_equal(ours > 0, theirs > 0)
@@ -61,7 +67,7 @@ def test_sampler_distribution_is_that_of_transformers(temperature: float, top_k:
 def test_sampler_draws_follow_the_distribution() -> None:
     params = [SamplingParams(temperature=1.3, top_k=40, top_p=0.95, seed=seed) for seed in range(2000)]
     logits = np.repeat(logits_of(1, 300, scale=1.0), len(params), axis=0)
-    expected = probabilities(logits[0], params[0])
+    expected = probabilities(logits[0], Warp(temperature=1.3, top_k=40, top_p=0.95))
     kept = np.flatnonzero(expected)
     observed = np.zeros(300)
     for position in range(5):
@@ -123,10 +129,10 @@ def test_sampler_takes_the_lowest_id_among_equals() -> None:
     assert draw(logits, [GREEDY], [0]).token_ids[0] == 1
     only = SamplingParams(temperature=1.0, top_k=1)
     assert draw(logits, [only], [0]).token_ids[0] == 1
-    ids, _ = distribution(logits[0], SamplingParams(temperature=1.0, top_k=2))
+    ids, _ = distribution(logits[0], Warp(temperature=1.0, top_k=2))
     assert ids is not None
     assert ids.tolist() == [1, 2]
-    ids, _ = distribution(np.zeros(8, np.float32), SamplingParams(temperature=1.0, top_p=0.5))
+    ids, _ = distribution(np.zeros(8, np.float32), Warp(temperature=1.0, top_p=0.5))
     assert ids is not None
     assert ids.tolist() == [0, 1, 2, 3]
 
@@ -135,7 +141,7 @@ def test_sampler_is_greedy_in_the_limits_of_its_parameters() -> None:
     logits = logits_of(6, 400)
     greedy = draw(logits, [GREEDY] * 6, [0] * 6).token_ids
     for params in (
-        SamplingParams(temperature=1e-300, seed=5),
+        SamplingParams(temperature=1e-30, seed=5),
         SamplingParams(temperature=2.0, top_k=1, seed=5),
         SamplingParams(temperature=2.0, top_p=1e-9, seed=5),
     ):
@@ -157,9 +163,31 @@ def test_sampler_marks_only_the_row_whose_logits_are_not_finite(bad: float) -> N
     logits[1, 7] = bad
     sampled = SamplingParams(temperature=1.0)
     for params in (GREEDY, sampled):
-        assert draw(logits, [params] * 3, [0] * 3).invalid_rows == [1]
+        assert (draw(logits, [params] * 3, [0] * 3, num_logprobs=2).token_ids < 0).tolist() == [False, True, False]
     logits[1] = -np.inf
-    assert draw(logits, [sampled] * 3, [0] * 3).invalid_rows == [1]
+    assert (draw(logits, [sampled] * 3, [0] * 3).token_ids < 0).tolist() == [False, True, False]
+
+
+def test_sampler_gives_log_probabilities_of_the_models_own_distribution() -> None:
+    logits = logits_of(3, 200)
+    params = [GREEDY, SamplingParams(temperature=2.0, top_k=3, seed=7), SamplingParams(temperature=0.5, seed=8)]
+    drawn = draw(logits, params, [0, 1, 2], num_logprobs=4)
+    scores = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(drawn.logprobs, scores[range(3), drawn.token_ids], rtol=1e-6)
+    np.testing.assert_array_equal(drawn.top_ids, np.argsort(-logits, axis=1, kind="stable")[:, :4])
+    np.testing.assert_allclose(drawn.top_logprobs, np.sort(scores)[:, :-5:-1], rtol=1e-6)
+    chosen = draw(logits, params, [0, 1, 2], num_logprobs=0)
+    np.testing.assert_array_equal(chosen.logprobs, drawn.logprobs)
+    assert chosen.top_ids.shape == (3, 0)
+    assert not draw(logits, params, [0, 1, 2]).logprobs.any()
+
+
+def test_sampler_counts_from_the_position_of_a_rows_last_new_token() -> None:
+    logits = logits_of(1, 500, scale=0.5)
+    params = [SamplingParams(temperature=1.0, seed=3)]
+    alone = draw(logits, params, [6]).token_ids
+    batch = batch_of([[0, 0, 0]], [4], [1], params=params)
+    assert sample(logits, batch).token_ids == alone
 
 
 @given(

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.service.admission import AdmissionLimits, admit
-from antiphon.service.errors import DeadlineExceeded, EngineFault, QueueFull
+from antiphon.service.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull
 from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, SamplingParams, TokenEvent
@@ -31,7 +31,7 @@ class Bench:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, max_rows: int = 4, num_blocks: int = 64) -> None:
         self.loop = loop
-        self.runner = FakeRunner(max_rows=max_rows)
+        self.runner = FakeRunner(max_rows=max_rows, block_size=BLOCK_SIZE, num_blocks=num_blocks)
         self.clock = FakeClock()
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
@@ -57,9 +57,10 @@ class Bench:
         params: SamplingParams | None = None,
         *,
         within_s: float | None = None,
+        prefix: tuple[int, ...] = (),
     ) -> Sequence:
         deadline_s = None if within_s is None else self.clock() + within_s
-        request = request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s)
+        request = request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s, prefix=prefix)
         limits = AdmissionLimits(
             vocab_size=self.runner.vocab_size,
             max_source_len=self.runner.max_source_len,
@@ -112,7 +113,9 @@ def bench(loop: asyncio.AbstractEventLoop) -> Bench:
 
 def expected(bench: Bench, sequence: Sequence) -> tuple[tuple[int, ...], FinishReason]:
     request = sequence.request
-    token_ids, reason = bench.runner.answer(request.source_ids, request.params.max_new_tokens)
+    token_ids, reason = bench.runner.answer(
+        request.source_ids, request.params.max_new_tokens, prefix_len=len(request.prefix_ids)
+    )
     return tuple(token_ids), reason
 
 
@@ -144,11 +147,65 @@ def test_step_lets_a_request_leave_when_it_ends_and_fills_its_row(bench: Bench) 
         assert (event.token_ids, event.finish_reason) == expected(bench, sequence)
 
 
-def test_step_encodes_sources_of_one_length_together(bench: Bench) -> None:
+def test_step_encodes_sources_of_any_lengths_together(bench: Bench) -> None:
     for i, length in enumerate((3, 5, 3)):
         bench.add(str(i), source_of(target_len=2, length=length, variant=i))
     bench.step()
-    assert [[len(source) for source in group] for group in bench.runner.encoded] == [[3, 3], [5]]
+    assert [[len(source) for source in run] for run in bench.runner.encoded] == [[3, 5, 3]]
+    bench.finish()
+
+
+def test_step_feeds_a_prefix_beside_the_tokens_of_other_rows(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=12))
+    bench.step()
+    prefixed = bench.add("prefixed", source_of(target_len=9), prefix=(7, 8, 9))
+    plain = bench.add("plain", source_of(target_len=2, variant=1))
+    bench.step()
+    bench.step()
+    assert bench.runner.decoded_rows == [1, 3, 3]
+    assert bench.runner.decoded_tokens == [1, 1 + 4 + 1, 3]
+    bench.finish()
+    event = bench.output(prefixed)
+    assert (event.token_ids, event.finish_reason) == expected(bench, prefixed)
+    assert (len(event.token_ids), event.num_generated) == (9 - 3, 10 - 3)
+    for sequence in (running, plain):
+        assert bench.output(sequence).token_ids == expected(bench, sequence)[0]
+
+
+def test_step_counts_a_prefix_in_blocks_and_in_the_longest_target(bench: Bench) -> None:
+    limited = bench.add("limited", source_of(target_len=60), SamplingParams(max_new_tokens=2), prefix=(7,) * 5)
+    full = bench.add("full", source_of(target_len=60, variant=1), prefix=(7,) * 30)
+    longest = bench.runner.max_target_len
+    assert limited.num_self_blocks == blocks_for(1 + 5 + 2, BLOCK_SIZE)
+    assert (full.num_self_blocks, full.max_new_tokens) == (blocks_for(longest, BLOCK_SIZE), longest - 30)
+    bench.finish()
+    assert bench.output(limited).num_generated == 2
+    event = bench.output(full)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, 2)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "num_blocks", "message"),
+    [
+        ((7,) * 32, 64, "prefix is '32 tokens long'; it must be 0 to 31 tokens long"),
+        ((64,), 64, "prefix is 'token id 64'"),
+        ((7,) * 20, 5, "prefix is '20 tokens long'; it must be at most 14 tokens long"),
+        ((7,) * 12, 5, "max_new_tokens is None; it must be at most 3"),
+    ],
+)
+def test_admission_refuses_a_prefix_that_could_never_run(
+    loop: asyncio.AbstractEventLoop, prefix: tuple[int, ...], num_blocks: int, message: str
+) -> None:
+    bench = Bench(loop, num_blocks=num_blocks)
+    with pytest.raises(InvalidArgument, match=message):
+        bench.add("a", source_of(target_len=3), prefix=prefix)
+
+
+def test_step_prefills_no_more_source_and_prefix_tokens_than_the_budget(bench: Bench) -> None:
+    for i in range(3):
+        bench.add(str(i), source_of(target_len=9, variant=i), prefix=(7,) * 4)  # 7 tokens each, of 16
+    bench.step()
+    assert bench.runner.decoded_tokens == [2 * 5]
     bench.finish()
 
 
@@ -230,14 +287,14 @@ def test_step_ends_requests_whose_deadline_has_come(loop: asyncio.AbstractEventL
     bench.finish()
 
 
-def test_step_fails_only_the_encoder_run_that_raised(bench: Bench) -> None:
+def test_step_fails_only_the_source_that_the_encoder_cannot_take(bench: Bench) -> None:
     running = bench.add("running", source_of(target_len=5))
     bench.step()
     bad = bench.add("bad", source_of(target_len=5, length=4))
     good = bench.add("good", source_of(target_len=5, length=5))
 
     def fail(sources: list[tuple[int, ...]]) -> None:
-        if len(sources[0]) == 4:
+        if any(len(source) == 4 for source in sources):
             raise RuntimeError("no memory")
 
     bench.runner.before_encode = fail  # type: ignore[assignment]
@@ -370,8 +427,9 @@ def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_end(
                 )
                 params = SamplingParams(max_new_tokens=dice.choice([None, 1, 5, 20]))
                 within_s = dice.choice([None, None, dice.uniform(0.5, 30.0)])
+                prefix = (7,) * dice.choice([0, 0, 0, 1, 6])
                 try:
-                    bench.add(f"{turn}.{i}", source, params, within_s=within_s)
+                    bench.add(f"{turn}.{i}", source, params, within_s=within_s, prefix=prefix)
                 except QueueFull:
                     continue
         names = [sequence.request_id for sequence in bench.all]

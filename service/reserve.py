@@ -1,0 +1,24 @@
+"""Large arrays that cost memory only where they are written."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.graph import GraphError
+
+
+def reserve(shape: Sequence[int], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """An array of zeros, resident only where written. Raises GraphError, which says what it was for."""
+    num_bytes = dtype.itemsize * math.prod(shape)
+    # Not np.zeros: it asks for huge pages, and one token would make two megabytes resident.
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise GraphError(f"{what} need {num_bytes} bytes of address space: {error}") from error
+    return np.frombuffer(pages, dtype).reshape(shape)
