@@ -1,0 +1,159 @@
+"""The arrays of running rows against the sequences they stand for, under random joins, ends and prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.request import MAX_SEED, SamplingParams
+from antiphon.service.rows import RunningRows
+from antiphon.service.runner import DecodeBatch
+from antiphon.service.sequence import Sequence
+from antiphon.service.stream import OutputStream
+from tests.fakes import BOS_ID, request_of, source_of
+
+MAX_ROWS = 6
+BLOCK_SIZE = 4
+MAX_LEN = 20
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+class Model:
+    """Rows, and beside them lists of what each sequence has been fed and is to feed next."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        width = blocks_for(MAX_LEN, BLOCK_SIZE)
+        self.rows = RunningRows(MAX_ROWS, self_width=width, cross_width=width)
+        self.pool = BlockPool(2 * width * MAX_ROWS, BLOCK_SIZE)
+        self.loop = loop
+        self.order: list[Sequence] = []
+        self.pending: dict[str, list[int]] = {}
+        self.fed: dict[str, int] = {}
+        self.count = 0
+
+    def add(self, params: SamplingParams, prefix: tuple[int, ...], source_len: int) -> None:
+        self.count += 1
+        name = str(self.count)
+        request = request_of(name, source_of(target_len=3, length=source_len), params=params, prefix=prefix)
+        sequence = Sequence(
+            request=request,
+            stream=OutputStream(name, loop=self.loop),
+            max_new_tokens=3,
+            num_self_blocks=blocks_for(len(prefix) + 4, BLOCK_SIZE),
+            num_cross_blocks=blocks_for(source_len, BLOCK_SIZE),
+        )
+        sequence.self_block_table = self.pool.allocate(sequence.num_self_blocks)
+        sequence.cross_block_table = self.pool.allocate(sequence.num_cross_blocks)
+        self.rows.append([sequence], BOS_ID)
+        self.order.append(sequence)
+        self.pending[name], self.fed[name] = [BOS_ID, *prefix], 0
+
+    def remove(self, row: int) -> None:
+        gone, last = self.order[row], self.order.pop()
+        moved = self.rows.remove(row)
+        assert moved is (None if last is gone else last)
+        if last is not gone:
+            self.order[row] = last
+        self.pool.free(gone.self_block_table + gone.cross_block_table)
+
+    def decode(self, token_ids: list[int]) -> None:
+        batch = self.rows.batch()
+        self.check(batch)
+        self.rows.advance(np.array(token_ids, np.int64))
+        for sequence, token_id in zip(self.order, token_ids, strict=True):
+            name = sequence.request_id
+            self.fed[name] += len(self.pending[name])
+            self.pending[name] = [token_id]
+
+    def check(self, batch: DecodeBatch) -> None:
+        assert batch.num_rows == len(self.order) == len(self.rows)
+        for row, sequence in enumerate(self.order):
+            name, params = sequence.request_id, sequence.request.params
+            fed = slice(batch.offsets[row], batch.offsets[row + 1])
+            assert sequence.row == row
+            assert batch.token_ids[fed].tolist() == self.pending[name]
+            first = self.fed[name]
+            assert batch.positions[fed].tolist() == list(range(first, first + len(self.pending[name])))
+            assert tuple(batch.self_tables[row, : sequence.num_self_blocks]) == sequence.self_block_table
+            assert tuple(batch.cross_tables[row, : sequence.num_cross_blocks]) == sequence.cross_block_table
+            assert batch.source_lens[row] == sequence.source_len
+            assert (batch.temperatures[row], batch.top_ks[row]) == (np.float32(params.temperature), params.top_k)
+            assert (batch.top_ps[row], batch.seeds[row]) == (np.float32(params.top_p), params.seed)
+            generated = self.fed[name] - len(sequence.request.prefix_ids)
+            assert self.rows.num_generated(row) == max(generated, 0)
+        assert batch.offsets[-1] == batch.num_tokens
+        assert self.rows.streams == tuple(sequence.stream for sequence in self.order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_hold_what_their_sequences_say_under_random_joins_and_ends(
+    loop: asyncio.AbstractEventLoop, data: st.DataObject
+) -> None:
+    model = Model(loop)
+    for _ in range(data.draw(st.integers(1, 12))):
+        while len(model.order) < MAX_ROWS and data.draw(st.booleans()):
+            params = SamplingParams(
+                temperature=data.draw(st.sampled_from([0.0, 0.7])),
+                top_k=data.draw(st.sampled_from([0, 5])),
+                top_p=data.draw(st.sampled_from([0.9, 1.0])),
+                seed=data.draw(st.sampled_from([0, MAX_SEED])),
+            )
+            prefix = tuple(data.draw(st.lists(st.integers(4, 60), max_size=5)))
+            model.add(params, prefix, data.draw(st.integers(2, MAX_LEN)))
+        if model.order:
+            model.decode(data.draw(st.lists(st.integers(4, 60), min_size=len(model.order), max_size=len(model.order))))
+        while data.draw(st.booleans()) and model.order:
+            model.remove(data.draw(st.integers(0, len(model.order) - 1)))
+        used = sum(sequence.num_blocks for sequence in model.order)
+        assert (model.pool.num_used, model.pool.num_free + used) == (used, model.pool.num_blocks)
+
+
+def test_rows_give_the_same_batch_while_nothing_but_tokens_changes(loop: asyncio.AbstractEventLoop) -> None:
+    model = Model(loop)
+    model.add(SamplingParams(), (), 3)
+    first = model.rows.batch()
+    model.decode([9])
+    assert model.rows.batch() is first
+    assert first.token_ids.tolist() == [9]
+    model.add(SamplingParams(), (7, 8), 3)
+    assert model.rows.batch() is not first
+
+
+def test_rows_end_a_sequence_after_its_prefix_and_new_tokens(loop: asyncio.AbstractEventLoop) -> None:
+    model = Model(loop)
+    model.add(SamplingParams(max_new_tokens=3), (7, 8), 3)
+    for token_id in (9, 10, 11):
+        assert model.rows.positions[0] < model.rows.end_positions[0]
+        model.decode([token_id])
+    assert model.rows.positions[0] == model.rows.end_positions[0]
+
+
+def test_rows_advance_no_position_of_an_invalid_row(loop: asyncio.AbstractEventLoop) -> None:
+    model = Model(loop)
+    model.add(SamplingParams(), (), 3)
+    model.rows.advance(np.array([-1]))
+    assert model.rows.num_generated(0) == 0
+
+
+def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.AbstractEventLoop) -> None:
+    model = Model(loop)
+    model.add(SamplingParams(temperature=1e-60, top_p=1e-60, top_k=2**40), (), 3)
+    batch = model.rows.batch()
+    assert 0 < batch.temperatures[0] < 1e-30
+    assert 0 < batch.top_ps[0] < 1e-30
+    assert batch.top_ks[0] == 2**31 - 1
+    assert math.isinf(model.rows.deadlines_s[0])
