@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,8 @@ from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.runner import Runner
 from antiphon.service.stream import OutputStream
+
+A = TypeVar("A")
 
 
 class Offline:
@@ -36,6 +39,28 @@ class Offline:
         """
         return self._loop.run(self._translate(sources, concurrency, SamplingParams(max_new_tokens=max_new_tokens)))
 
+    def run(self, work: Coroutine[Any, Any, A]) -> A:
+        """Run a coroutine in the event loop that the streams belong to."""
+        return self._loop.run(work)
+
+    async def first_token_s(self, name: str, source: Sequence[int], max_new_tokens: int) -> float:
+        """Stream one request to its end, from within `run`; when its first token came, by time.perf_counter.
+
+        name: of no other request under way. Cancelled, it ends the request.
+        """
+        stream = self._submit(name, source, SamplingParams(max_new_tokens=max_new_tokens))
+        first_s = None
+        try:
+            async for event in stream:
+                first_s = first_s or time.perf_counter()
+                if event.error is not None:
+                    raise event.error
+        except asyncio.CancelledError:
+            self._engine.cancel(name)
+            raise
+        assert first_s is not None
+        return first_s
+
     async def _translate(
         self, sources: Sequence[Sequence[int]], concurrency: int, params: SamplingParams
     ) -> list[list[int]]:
@@ -50,15 +75,18 @@ class Offline:
         return [targets[index] for index in range(len(sources))]
 
     async def _translate_one(self, name: str, source: Sequence[int], params: SamplingParams) -> TokenEvent:
-        stream = OutputStream(name)
-        arrival_s = self._engine.clock()
-        self._engine.submit(
-            Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s), stream
-        )
+        stream = self._submit(name, source, params)
         event = await stream.collect()
         if event.error is not None:
             raise event.error
         return event
+
+    def _submit(self, name: str, source: Sequence[int], params: SamplingParams) -> OutputStream:
+        stream, arrival_s = OutputStream(name), self._engine.clock()
+        self._engine.submit(
+            Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s), stream
+        )
+        return stream
 
     def _ids(self, event: TokenEvent) -> list[int]:
         has_stopped = event.finish_reason is FinishReason.STOP

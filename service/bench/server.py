@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from antiphon.client import Source
+from antiphon.model.bundle import Lowering
 from antiphon.service.bench.report import BenchFailure, Speed
 
 _READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
@@ -26,9 +28,12 @@ class BenchServer:
     ready_s: seconds from the start of the process to its ready line. Raises BenchFailure where that never comes.
     """
 
-    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
-        settings = {"port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error"}
-        flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    def __init__(self, bundle: Path, *, rows: int, threads: int, lowering: Lowering | None = None) -> None:
+        settings = {
+            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error",
+            "lowering": lowering,
+        }  # fmt: skip
+        flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
         started_s = time.perf_counter()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "antiphon.cli", "serve", str(bundle), *flags],
@@ -66,14 +71,14 @@ class BenchServer:
             self._process.communicate()
 
 
-def run_client(target: str, texts: Sequence[str], *, streams: int, max_new_tokens: int) -> tuple[Speed, list[str]]:
-    """Translate the texts over `streams` concurrent streams, from a process of its own; how fast, and into what.
+def run_client(target: str, sources: Sequence[Source], *, streams: int, max_new_tokens: int) -> tuple[Speed, list[str]]:
+    """Translate sources over `streams` concurrent streams, from a process of its own; how fast, and into what.
 
     Raises BenchFailure when the client fails.
     """
     command = (sys.executable, "-m", "antiphon.service.bench.client", target, str(streams), str(max_new_tokens))
     ended = subprocess.run(
-        command, input=json.dumps(list(texts)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
+        command, input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
         env=_environment(),
     )  # fmt: skip
     if ended.returncode != 0:

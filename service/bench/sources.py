@@ -1,9 +1,13 @@
-"""What is translated: lines of a file, or everyday sentences of many lengths that are always at hand."""
+"""What is translated: lines of a file, a recipe's held-out part, or everyday sentences that are always at hand."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import os
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.model.tokenizer import Tokenizer
@@ -38,19 +42,74 @@ EVERYDAY = (
 )
 _ORDER_SEED = 1
 
+Ids = list[int]
 
-def load_texts(path: Path | None, count: int | None) -> list[str]:
-    """Sentences in a fixed random order, repeated as often as it takes for `count`; None takes each once.
 
-    Raises BenchError naming --source.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Sentences in a fixed random order, with their references where they are known.
+
+    is_tokenised: the text is tokenised already, so that scoring must not do it again.
     """
-    texts = list(EVERYDAY) if path is None else _read(path)
-    # Files of sentences are often sorted by length, which no traffic is.
-    random.Random(_ORDER_SEED).shuffle(texts)
+
+    texts: tuple[str, ...]
+    references: tuple[str, ...] | None = None
+    is_tokenised: bool = False
+
+
+def everyday() -> Corpus:
+    """The sentences that are always at hand."""
+    return _shuffled([(text, None) for text in EVERYDAY])
+
+
+def read_corpus(source: Path, reference: Path | None) -> Corpus:
+    """Lines of a file, and their references line by line; blank sources are left out.
+
+    Raises BenchError naming --source or --reference.
+    """
+    sources = _read("--source", source)
+    references = [None] * len(sources) if reference is None else _read("--reference", reference)
+    if len(references) != len(sources):
+        raise BenchError(f"--reference {reference} has {len(references)} lines, {source} has {len(sources)}")
+    pairs = [pair for pair in zip(sources, references, strict=True) if pair[0].strip()]
+    if not pairs:
+        raise BenchError(f"--source {source} holds no sentence")
+    return _shuffled(pairs)
+
+
+def held_out(name: str, data: Path | None) -> Corpus:
+    """The part of a recipe's data that is held out for tests, each source once. Raises BenchError naming --recipe."""
+    from antiphon.model.corpus import load_corpus
+    from antiphon.model.recipe import RecipeError, load_recipe
+
+    folder = data or Path(os.environ.get("ANTIPHON_DATA", "."))
+    try:
+        recipe = load_recipe(name)
+        pairs = load_corpus(recipe.data, folder).test
+    except RecipeError as error:
+        raise BenchError(f"--recipe {name}: {error}") from None
+    first_references = dict(reversed(pairs))
+    return _shuffled(list(first_references.items()), is_tokenised=recipe.data.preprocess == "moses-lower")
+
+
+def repeat(texts: Sequence[str], count: int | None) -> list[str]:
+    """As many texts as asked for, from the first one on, over and over; None takes each once."""
     return list(itertools.islice(itertools.cycle(texts), len(texts) if count is None else count))
 
 
-def tokenize(texts: list[str], tokenizer: Tokenizer, max_source_len: int) -> list[list[int]]:
+def _shuffled(pairs: Sequence[tuple[str, str | None]], *, is_tokenised: bool = False) -> Corpus:
+    """Files of sentences are often sorted by length, which no traffic is."""
+    shuffled = list(pairs)
+    random.Random(_ORDER_SEED).shuffle(shuffled)
+    references = tuple(reference for _, reference in shuffled if reference is not None)
+    return Corpus(
+        texts=tuple(text for text, _ in shuffled),
+        references=references if len(references) == len(shuffled) else None,
+        is_tokenised=is_tokenised,
+    )
+
+
+def tokenize(texts: list[str], tokenizer: Tokenizer, max_source_len: int) -> list[Ids]:
     """Source ids of each text, end token included. Raises BenchError where one is too long for the model."""
     sources = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
     longest = max(range(len(sources)), key=lambda index: len(sources[index]))
@@ -62,11 +121,10 @@ def tokenize(texts: list[str], tokenizer: Tokenizer, max_source_len: int) -> lis
     return sources
 
 
-def _read(path: Path) -> list[str]:
+def _read(flag: str, path: Path) -> list[str]:
     try:
-        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"--source {path} cannot be read: {error}") from None
-    if not texts:
-        raise BenchError(f"--source {path} holds no sentence")
-    return texts
+        raise BenchError(f"{flag} {path} cannot be read: {error}") from None
+    return text.removesuffix("\n").split("\n")

@@ -1,0 +1,82 @@
+"""Open loop: requests come when they come, whatever the server does. Arrival times, percentiles, the highest rate.
+
+Knows no engine: whoever answers is a coroutine function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+# Answers the request of an index and returns when its first token came, by time.perf_counter.
+Ask = Callable[[int], Awaitable[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """Seconds from the scheduled arrival of each request to its first token and to its end.
+
+    Of a request that was given up both are what it had waited by then.
+    """
+
+    first_s: tuple[float, ...]
+    last_s: tuple[float, ...]
+
+
+def poisson_arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+    """Times from 0 to `seconds`, `rate` of them a second on average, intervals exponential; at least one."""
+    rng = random.Random(seed)
+    times = [rng.expovariate(rate)]
+    while (later_s := times[-1] + rng.expovariate(rate)) < seconds:
+        times.append(later_s)
+    return times
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of a hundred values do not exceed (nearest rank)."""
+    rank = math.ceil(len(values) * percent / 100)
+    return sorted(values)[max(rank, 1) - 1]
+
+
+def highest_rate(holds: Callable[[float], bool], low: float, high: float, steps: int) -> float:
+    """The highest rate found that holds, by bisection between `low` and `high` on a logarithmic scale.
+
+    0 where none of the rates tried holds; `high` itself is tried only as a limit.
+    """
+    best = 0.0
+    for _ in range(steps):
+        rate = math.sqrt(low * high)
+        if holds(rate):
+            best = low = rate
+        else:
+            high = rate
+    return best
+
+
+async def offer(ask: Ask, arrivals: Sequence[float], *, patience_s: float) -> Waits:
+    """Ask at each arrival time. What is not answered `patience_s` after the last arrival is given up.
+
+    Waits count from the scheduled time: a loop that falls behind does not hide it.
+    """
+    start_s = time.perf_counter()
+
+    async def one(index: int, arrival_s: float) -> tuple[float, float]:
+        await asyncio.sleep(start_s + arrival_s - time.perf_counter())
+        first_s = await ask(index)
+        return first_s - start_s - arrival_s, time.perf_counter() - start_s - arrival_s
+
+    tasks = [asyncio.create_task(one(index, arrival_s)) for index, arrival_s in enumerate(arrivals)]
+    _, late = await asyncio.wait(tasks, timeout=arrivals[-1] + patience_s)
+    given_up_s = time.perf_counter() - start_s
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    waits = [
+        (given_up_s - arrival_s,) * 2 if task in late else task.result()
+        for task, arrival_s in zip(tasks, arrivals, strict=True)
+    ]
+    return Waits(first_s=tuple(first for first, _ in waits), last_s=tuple(last for _, last in waits))
