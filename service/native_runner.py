@@ -213,8 +213,8 @@ class NativeDecoder:
     def _fill(self, batch: DecodeBatch, rows: int) -> None:
         held = self._rows
         self._offsets[: rows + 1] = batch.offsets
-        held["self_tables"][:rows] = batch.self_tables
-        held["cross_tables"][:rows] = batch.cross_tables
+        for name, tables in (("self_tables", batch.self_tables), ("cross_tables", batch.cross_tables)):
+            held[name][:rows, : tables.shape[1]] = tables
         held["source_lens"][:rows] = batch.source_lens
         held["temperatures"][:rows] = batch.temperatures
         held["top_ks"][:rows] = batch.top_ks

@@ -1,0 +1,226 @@
+"""The native runner over graphs built by hand, against the same network recomputed in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
+from antiphon.model.graph import GraphError
+from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.model_runner import ModelRunner
+from antiphon.service.native_runner import NativeRunner
+from antiphon.service.request import SamplingParams
+from antiphon.service.runner import DecodeBatch
+from antiphon.service.runners import open_runner
+from antiphon.service.sampler import sample
+from tests.batches import batch_of
+from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
+from tests.unit.tiny_native import tiny_native_config, write_native_bundle
+
+# float32 sums in another order than NumPy's, over products of width 16.
+TOLERANCE = 1e-5
+# Keys and values rounded to 11 bits, relative to logits of a few units.
+HALF_TOLERANCE = 5e-3
+BLOCK = 16
+SOURCES = ((5, 6, 7, 2), (*range(3, 22), 2), (8, 9, 10, 2))
+TARGETS = ([1, 4, 9], [1], [1, *range(3, 23)])
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return tiny_model(tiny_native_config())
+
+
+@pytest.fixture(scope="module")
+def bundle(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return write_native_bundle(tmp_path_factory.mktemp("bundle") / "native", model)
+
+
+@pytest.fixture
+def runner(bundle: Bundle) -> NativeRunner:
+    return NativeRunner(bundle, max_rows=4, threads=1)
+
+
+class Tables:
+    """Blocks of rows, taken from one pool in an order that leaves none next to another's."""
+
+    def __init__(self, runner: NativeRunner, sources: Sequence[Sequence[int]]) -> None:
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        width = blocks_for(runner.max_target_len, BLOCK)
+        self.lens = [len(source) for source in sources]
+        self.self_tables = [pool.allocate(1) for _ in sources]
+        self.cross = [pool.allocate(blocks_for(length, BLOCK)) for length in self.lens]
+        self.self_tables = [(*table, *pool.allocate(width - 1)) for table in self.self_tables]
+
+    def batch(
+        self,
+        fed: Sequence[Sequence[int]],
+        past_lens: Sequence[int],
+        *,
+        params: Sequence[SamplingParams] | None = None,
+        num_logprobs: int = -1,
+    ) -> DecodeBatch:
+        width = max(map(len, self.cross))
+        cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # what is unused may be anything
+        tables = (self.self_tables, cross)
+        return batch_of(fed, past_lens, self.lens, tables=tables, params=params, num_logprobs=num_logprobs)
+
+
+def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> Tables:
+    tables = Tables(runner, sources)
+    runner.encode(sources, 0, tables.cross)
+    return tables
+
+
+def scores_of(model: TinyModel, targets: Sequence[Sequence[int]] = TARGETS) -> np.ndarray:
+    """Log-probabilities [R, V] after the last of each row's targets."""
+    pairs = zip(SOURCES, targets, strict=True)
+    logits = np.stack([model.logits(source, target) for source, target in pairs]).astype(np.float64)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+
+
+def test_native_runner_decodes_ragged_rows_like_the_network_recomputed(runner: NativeRunner, model: TinyModel) -> None:
+    tables = encode(runner)
+    drawn = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
+    expected = scores_of(model)
+    found = np.empty_like(expected)
+    np.put_along_axis(found, drawn.top_ids, drawn.top_logprobs, axis=1)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    np.testing.assert_array_equal(drawn.token_ids, expected.argmax(axis=1))
+    np.testing.assert_array_equal(drawn.logprobs, drawn.top_logprobs[:, 0])
+
+
+def test_native_runner_gives_the_same_bits_at_once_and_one_by_one(runner: NativeRunner) -> None:
+    tables = encode(runner)
+    at_once = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
+    tables = encode(runner)
+    for row, target in enumerate(TARGETS):
+        for position, token_id in enumerate(target):
+            fed, past = [[1]] * 3, [0] * 3
+            fed[row], past[row] = [token_id], position
+            runner.decode(tables.batch(fed, past))
+    last = runner.decode(tables.batch([t[-1:] for t in TARGETS], [len(t) - 1 for t in TARGETS], num_logprobs=24))
+    np.testing.assert_array_equal(last.top_ids, at_once.top_ids)
+    np.testing.assert_array_equal(last.top_logprobs, at_once.top_logprobs)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundle, threads: int) -> None:
+    runner = NativeRunner(bundle, max_rows=4, threads=threads)
+    together = runner.decode(encode(runner).batch(TARGETS, [0] * 3, num_logprobs=0))
+    token_ids, logprobs = together.token_ids.copy(), together.logprobs.copy()
+    for row, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True)):
+        alone = runner.decode(encode(runner, [source]).batch([target], [0], num_logprobs=0))
+        assert (alone.token_ids[0], alone.logprobs[0]) == (token_ids[row], logprobs[row])
+
+
+def test_native_runner_samples_as_the_numpy_sampler_does(runner: NativeRunner, model: TinyModel) -> None:
+    settings = [
+        [SamplingParams(temperature=t, top_k=k, top_p=p, seed=2**63 + seed) for t, k, p in filters]
+        for seed in range(20)
+        for filters in [((0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7)), ((0.0, 0, 1.0), (1.0, 7, 0.6), (5.0, 0, 1.0))]
+    ]
+    tables = encode(runner)
+    logits = np.stack([model.logits(*pair) for pair in zip(SOURCES, TARGETS, strict=True)])
+    drawn, expected = [], []
+    for params in settings:
+        batch = tables.batch(TARGETS, [0] * 3, params=params, num_logprobs=0)
+        drawn += runner.decode(batch).token_ids.tolist()
+        expected += sample(logits, batch).token_ids.tolist()
+    assert len(set(expected)) > 8
+    assert drawn == expected
+
+
+def test_native_runner_gives_no_logprobs_unasked(runner: NativeRunner) -> None:
+    drawn = runner.decode(encode(runner).batch([[1]] * 3, [0] * 3))
+    assert not drawn.logprobs.any()
+    assert drawn.top_ids.shape == drawn.top_logprobs.shape == (3, 0)
+
+
+def test_native_runner_half_cache_agrees_within_its_rounding(tmp_path: Path, model: TinyModel) -> None:
+    half = NativeRunner(write_native_bundle(tmp_path / "half", model, "float16"), max_rows=4, threads=1)
+    assert half.cache.dtype == np.float16
+    drawn = half.decode(encode(half).batch(TARGETS, [0] * 3, num_logprobs=24))
+    found = np.empty((3, 24))
+    np.put_along_axis(found, drawn.top_ids, drawn.top_logprobs, axis=1)
+    np.testing.assert_allclose(found, scores_of(model), atol=HALF_TOLERANCE)
+
+
+def test_native_runner_writes_only_the_blocks_it_is_given(runner: NativeRunner) -> None:
+    runner.cache[:] = 7.0
+    tables = encode(runner)
+    runner.decode(tables.batch([[1], [1], [1] * 17], [0, 15, 0]))
+    written = {block for block in range(runner.num_blocks) if (runner.cache[block] != 7.0).any()}
+    cross = {block for table in tables.cross for block in table}
+    own = {table[0] for table in tables.self_tables} | {tables.self_tables[2][1]}
+    assert written == cross | own
+
+
+def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, model: TinyModel) -> None:
+    profiled = write_native_bundle(tmp_path / "profiled", model)
+    fit = MemoryFit(a=100.0, b=10.0, c=0.0, residual=0.0, exponent=1.0, max_len=40, max_rows=2)
+    memory = MemoryProfile(fits={"native-float32": fit}, machine="here")
+    write_manifest(profiled.path, profiled.manifest.model_copy(update={"memory": memory}))
+    runner = NativeRunner(load_bundle(profiled.path), max_rows=4, threads=1)
+    report = runner.encode(SOURCES, 0, Tables(runner, SOURCES).cross)
+    assert (report.rows, report.num_tokens, report.longest) == (3, 4 + 20 + 4, 20)
+    assert report.predicted_fused_bytes == 100 + 10 * 28
+    assert report.predicted_materialised_bytes == 2 * 4 * (16 + 400 + 16)
+    assert report.peak_workspace_bytes is not None
+    assert 0 < report.peak_workspace_bytes < 1 << 20
+
+
+def test_native_runner_keeps_blocks_it_never_used_out_of_memory(bundle: Bundle) -> None:
+    runner = NativeRunner(bundle, max_rows=4, threads=1, num_blocks=1 << 20)
+    assert runner.cache.nbytes == runner.num_blocks * runner.block_size * runner.cache_bytes_per_token
+    before = resident_bytes()
+    runner.warm_up()
+    assert resident_bytes() - before < 32 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize(
+    ("sources", "tables", "message"),
+    [
+        ([], [], r"source lengths are \[\]; each must be 1 to 40"),
+        ([[5] * 41], [(0, 1, 2)], r"source lengths are \[41\]"),
+        ([[5] * 17], [(0,)], r"sources of \[17\] tokens cannot fill tables of \[1\] blocks"),
+        ([[5], [6]], [(0,)], r"cannot fill tables"),
+    ],
+)
+def test_native_runner_refuses_sources_that_do_not_fit(
+    runner: NativeRunner, sources: list[list[int]], tables: list[tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        runner.encode(sources, 0, tables)
+
+
+def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runner: NativeRunner) -> None:
+    with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*PagedWrite"):
+        runner.encode([[5, 2]], 0, [(runner.num_blocks,)])
+    with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*Embed"):
+        runner.encode([[24, 2]], 0, [(0,)])
+    tables = encode(runner)
+    with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph failed: .*PagedSelfAttention"):
+        runner.decode(tables.batch([[1]] * 3, [0, 0, 48]))
+    with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph failed: .*PagedCrossAttention"):
+        runner.decode(batch_of([[1]], [0], [0], tables=([tables.self_tables[0]], [tables.cross[0]])))
+    with pytest.raises(ValueError, match="decode of 5 rows; it must be 1 to 4"):
+        runner.decode(batch_of([[1]] * 5, [0] * 5, [1] * 5, tables=([[0]] * 5, [[1]] * 5)))
+    assert runner.decode(tables.batch([[1]] * 3, [0] * 3)).token_ids.min() >= 0
+
+
+def test_open_runner_takes_the_runner_that_the_graphs_are_for(bundle: Bundle, tmp_path: Path) -> None:
+    contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
+    assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
+    assert isinstance(open_runner(contrib, max_rows=1, threads=1), ModelRunner)
+    assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9
+    with pytest.raises(BundleError, match="no contrib graphs at precision any; it holds native-float32"):
+        open_runner(bundle, max_rows=1, threads=1, lowering="contrib")
