@@ -21,6 +21,7 @@ from antiphon.model.bundle import (
     NAME_PATTERN,
     Bundle,
     BundleError,
+    CacheType,
     GraphSet,
     Lowering,
     Manifest,
@@ -32,6 +33,7 @@ from antiphon.model.bundle import (
 )
 from antiphon.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from antiphon.model.ops.contrib_lowering import LoweringError
+from antiphon.model.ops.packing import pack_weights
 from antiphon.model.quantize import quantize
 from antiphon.model.tokenizer import TokenizerError
 from antiphon.model.trace import trace_decoder, trace_encoder
@@ -40,6 +42,8 @@ from antiphon.model.verify import VerificationError, verify
 from antiphon.model.weights_file import WeightsFile
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")
+LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
+CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
 
 
 class ExportError(Exception):
@@ -51,12 +55,14 @@ def export_bundle(
     target: Path,
     *,
     precisions: Sequence[Precision] = PRECISIONS,
-    lowerings: Sequence[Lowering] = ("contrib",),
+    lowerings: Sequence[Lowering] = ("native",),
+    cache: CacheType | None = None,
     name: str | None = None,
     overwrite: bool = False,
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
 
+    cache is what native graphs hold keys and values in; None is float32, float16 where the weights are int8.
     name defaults to the directory's. A target that is not empty is refused; with `overwrite`, unless it is a bundle.
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
@@ -67,7 +73,7 @@ def export_bundle(
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         work.chmod(0o755)
-        graphs = _write_graphs(checkpoint.model, work, precisions, lowerings)
+        graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache)
         for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
             verify(work, graph_set, checkpoint.model)
         _describe(checkpoint, work, graphs, name)
@@ -94,9 +100,14 @@ def _check(checkpoint: Checkpoint, target: Path, name: str, *, overwrite: bool) 
             raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
 
 
-def _write_graphs(
-    model: Transformer, directory: Path, precisions: Sequence[Precision], lowerings: Sequence[Lowering]
+def write_graphs(
+    model: Transformer,
+    directory: Path,
+    precisions: Sequence[Precision],
+    lowerings: Sequence[Lowering],
+    cache: CacheType | None = None,
 ) -> list[GraphSet]:
+    """Trace the model and write its graphs and weights; arguments as of `export_bundle`. Verifies nothing."""
     traced = {
         (lowering, part): trace(model, lowering)
         for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
@@ -104,20 +115,52 @@ def _write_graphs(
     }
     sets = []
     for precision in precisions:
-        with WeightsFile(directory / f"weights.{precision}.bin") as weights:
-            for lowering in lowerings:
-                names = {part: f"{part}.{lowering}.{precision}.onnx" for part in ("encoder", "decoder")}
-                for part, file_name in names.items():
-                    weights.save(_at_precision(traced[lowering, part], precision), directory / file_name)
-                sets.append(GraphSet(precision=precision, lowering=lowering, **names))
+        for layout, sharing in _by_layout(lowerings).items():
+            with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
+                for lowering in sharing:
+                    graphs = _graph_set(lowering, precision, cache)
+                    for part, name in (("encoder", graphs.encoder), ("decoder", graphs.decoder)):
+                        weights.save(_finished(traced[lowering, part], graphs), directory / name)
+                    sets.append(graphs)
     return sets
 
 
-def _at_precision(model: ir.Model, precision: Precision) -> ir.Model:
+def _by_layout(lowerings: Sequence[Lowering]) -> dict[str, list[Lowering]]:
+    """Lowerings that store weights alike share a file: packed for our own kernels, or plain."""
+    layouts: dict[str, list[Lowering]] = {}
+    for lowering in lowerings:
+        layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
+    return layouts
+
+
+def _graph_set(lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
+    held: CacheType | None = None
+    if lowering == "native":
+        held = cache or ("float16" if precision == "int8" else "float32")
+    return GraphSet(
+        precision=precision,
+        lowering=lowering,
+        encoder=f"encoder.{lowering}.{precision}.onnx",
+        decoder=f"decoder.{lowering}.{precision}.onnx",
+        cache=held,
+    )
+
+
+def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
+    """A copy of a traced graph at the precision of its set."""
     copy = model.clone()
-    if precision == "int8":
+    if graphs.lowering == "native":
+        pack_weights(copy, graphs.precision)
+        _hold_cache(copy, graphs.cache)
+    elif graphs.precision == "int8":
         quantize(copy)
     return copy
+
+
+def _hold_cache(model: ir.Model, cache: CacheType | None) -> None:
+    """Give the pool its element type; operators take it as it comes."""
+    pool = next(value for value in model.graph.inputs if value.name == "cache")
+    pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
 
 
 def _describe(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
@@ -148,12 +191,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: every one"
     )
     parser.add_argument(
-        "--eager",
-        action="store_true",
-        help="add graphs with the score matrix in plain sight, the baseline that `antiphon profile` measures against",
+        "--lowering",
+        nargs="+",
+        choices=LOWERINGS,
+        default=["native"],
+        help="native: our own operators, the fastest here (default); contrib: operators that ship in ONNX Runtime; "
+        "eager: the score matrix in plain sight, the baseline that `antiphon profile` measures against",
+    )
+    parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
+    parser.add_argument("--eager", action="store_true", help="add eager graphs")
+    parser.add_argument(
+        "--cache-type",
+        choices=CACHE_TYPES,
+        help="what native graphs keep keys and values in (default: float16 beside int8 weights, else float32)",
     )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
+
+
+def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
+    """What was asked for, each once, in the order of LOWERINGS."""
+    asked = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
+    return tuple(lowering for lowering in LOWERINGS if lowering in asked)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,7 +222,8 @@ def run(args: argparse.Namespace) -> int:
             load_checkpoint(args.checkpoint),
             args.bundle,
             precisions=tuple(dict.fromkeys(args.precision)),
-            lowerings=("contrib", "eager") if args.eager else ("contrib",),
+            lowerings=_lowerings(args),
+            cache=args.cache_type,
             name=args.name,
             overwrite=args.overwrite,
         )

@@ -1,11 +1,11 @@
-"""The graphs of one precision and lowering, run one step at a time in plain ONNX Runtime.
+"""Contrib and eager graphs, run one step at a time in plain ONNX Runtime.
 
 For verification and tests: rows and caches are the caller's, nothing is scheduled, and speed does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
-from antiphon.model.trace import Port, decoder_inputs
+from antiphon.model.graph_ports import Port, decoder_inputs
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -27,8 +27,16 @@ class GraphStepper:
 
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
+        self._lowering = graphs.lowering
         self._encoder = _session(directory / graphs.encoder, threads)
         self._decoder = _session(directory / graphs.decoder, threads)
+
+    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
+        """Encode sources and give what runs a step of one token a row: (ids [B], positions [B]) -> logits [B, V]."""
+        source_lens = np.array([len(source) for source in sources], np.int32)
+        cross_kv = self.fill_cross(sources, int(source_lens.max()) + 2)
+        self_kv = self.caches("decoder", len(sources), capacity)
+        return lambda ids, positions: self.step(ids, positions, source_lens, self_kv, cross_kv)
 
     def encode(self, ids: Ids) -> dict[str, Floats]:
         """ids [B, S] -> the encoder's outputs by name, each [B, H, S, D]."""
@@ -68,7 +76,7 @@ class GraphStepper:
         return logits
 
     def _cache_ports(self, side: str) -> list[Port]:
-        return [port for port in decoder_inputs(self._config) if f".{side}." in port.name]
+        return [port for port in decoder_inputs(self._config, self._lowering) if f".{side}." in port.name]
 
 
 def _session(path: Path, threads: int) -> Any:

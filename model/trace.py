@@ -1,6 +1,6 @@
-"""From the PyTorch model to its encoder and decoder graphs: what goes in and out, as data, and how it is traced.
+"""From the PyTorch model to its encoder and decoder graphs: which module is traced for each lowering, and how.
 
-The names and axes here are the contract of `bundle.GraphSet`. Writes no file and compares nothing.
+Inputs and outputs are graph_ports.py's. Writes no file and compares nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
@@ -17,67 +16,20 @@ from torch import Tensor, nn
 
 from antiphon.model.attention import Backend
 from antiphon.model.bundle import Lowering
-from antiphon.model.config import ModelConfig
+from antiphon.model.graph_ports import Port, decoder_inputs, decoder_outputs, encoder_inputs, encoder_outputs
+from antiphon.model.native_graph import PackedEncoder, PagedDecoder
 from antiphon.model.ops.contrib_lowering import LOWERINGS
 from antiphon.model.ops.onnx_translation import TRANSLATIONS
-from antiphon.model.ops.simplify import simplify
+from antiphon.model.ops.simplify import simplify, simplify_native
 from antiphon.model.transformer import KV, Transformer
 
 OPSET = 23
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Port:
-    """One tensor of a graph: its name, element type, and axes, a string where the size is free."""
-
-    name: str
-    dtype: torch.dtype
-    axes: tuple[int | str, ...]
-
-    def example(self, sizes: dict[str, int]) -> Tensor:
-        """A tensor of ones (valid as id, length and number) with the free axes sized."""
-        return torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in self.axes], dtype=self.dtype)
-
-
 # Free axes never have size 1 or equal sizes while tracing: the tracer would take them for constants, or for one.
-_EXAMPLE_SIZES = {"batch": 3, "source": 7, "target_capacity": 11, "source_capacity": 13}
-
-
-def cache_ports(config: ModelConfig, side: str, capacity: str, prefix: str) -> list[Port]:
-    """Key and value caches of every decoder layer: side `decoder` (self attention) or `encoder` (cross)."""
-    axes = ("batch", config.num_heads, capacity, config.resolved_head_dim)
-    return [
-        Port(name=f"{prefix}.{layer}.{side}.{half}", dtype=torch.float32, axes=axes)
-        for layer in range(config.decoder_layers)
-        for half in ("key", "value")
-    ]
-
-
-def encoder_inputs(config: ModelConfig) -> list[Port]:
-    """What the encoder graph takes."""
-    return [Port(name="input_ids", dtype=torch.int64, axes=("batch", "source"))]
-
-
-def encoder_outputs(config: ModelConfig) -> list[Port]:
-    """What the encoder graph gives: the source's keys and values for each decoder layer."""
-    return cache_ports(config, "encoder", "source", "present")
-
-
-def decoder_inputs(config: ModelConfig) -> list[Port]:
-    """What one decoder step takes."""
-    return [
-        Port(name="input_ids", dtype=torch.int64, axes=("batch", 1)),
-        Port(name="past_lens", dtype=torch.int32, axes=("batch",)),
-        Port(name="source_lens", dtype=torch.int32, axes=("batch",)),
-        *cache_ports(config, "decoder", "target_capacity", "past_key_values"),
-        *cache_ports(config, "encoder", "source_capacity", "past_key_values"),
-    ]
-
-
-def decoder_outputs(config: ModelConfig) -> list[Port]:
-    """What one decoder step gives: logits of the next token, and the self caches, grown in place."""
-    logits = Port(name="logits", dtype=torch.float32, axes=("batch", config.vocab_size))
-    return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
+_EXAMPLE_SIZES = {
+    "batch": 3, "source": 7, "target_capacity": 11, "source_capacity": 13,
+    "tokens": 17, "rows": 5, "offsets": 6, "table": 8, "self_table": 9, "cross_table": 10, "num_blocks": 19,
+}  # fmt: skip
 
 
 class _EncoderGraph(nn.Module):
@@ -104,16 +56,34 @@ class _DecoderGraph(nn.Module):
         return (self.model.logits(hidden.squeeze(1)), *(half for pair in present for half in pair))
 
 
+class _InPlace(nn.Module):
+    """A module of the native lowering without the cache it returns last: its graph changes the cache it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        *outputs, _ = self.module(*tensors)
+        return tuple(outputs)
+
+
 def trace_encoder(model: Transformer, lowering: Lowering) -> ir.Model:
     """The encoder graph: source ids to the cross-attention keys and values of every decoder layer."""
-    config = model.config
-    return _trace(_EncoderGraph(traceable(model, lowering)), encoder_inputs(config), encoder_outputs(config), lowering)
+    if lowering == "native":
+        module: nn.Module = _InPlace(PackedEncoder(model))
+    else:
+        module = _EncoderGraph(traceable(model, lowering))
+    return _trace(module, encoder_inputs(model.config, lowering), encoder_outputs(model.config, lowering), lowering)
 
 
 def trace_decoder(model: Transformer, lowering: Lowering) -> ir.Model:
-    """The decoder graph: one step of every row, caches in and out."""
-    config = model.config
-    return _trace(_DecoderGraph(traceable(model, lowering)), decoder_inputs(config), decoder_outputs(config), lowering)
+    """The decoder graph: one step of every row, caches in and out, or in place."""
+    if lowering == "native":
+        module: nn.Module = _InPlace(PagedDecoder(model))
+    else:
+        module = _DecoderGraph(traceable(model, lowering))
+    return _trace(module, decoder_inputs(model.config, lowering), decoder_outputs(model.config, lowering), lowering)
 
 
 def traceable(model: Transformer, lowering: Lowering) -> Transformer:
@@ -140,6 +110,9 @@ def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], l
             verbose=False,
         )
     assert program is not None
+    if lowering == "native":
+        simplify_native(program.model)
+        return program.model
     if lowering == "contrib":
         LOWERINGS["CPUExecutionProvider"](program.model.graph)
     simplify(program.model)

@@ -1,21 +1,25 @@
 """Do exported graphs compute what the PyTorch model computes? Run both on random sources, step by step.
 
-Graphs run as the server runs them: sources of one length encoded together, caches written in place, rows of a step at
-different positions, whatever lies beyond a row's length left as rubbish. The reference decodes each target whole.
+Graphs run as the server runs them: sources of one length encoded together or all of them packed, caches written in
+place, rows of a step at different positions, whatever lies beyond a row's length left as rubbish. The reference decodes
+each target whole. Native graphs give no logits but, when asked, the log-probabilities of the whole vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from antiphon.model.bundle import GraphSet, Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.stepper import Floats, GraphStepper, Ids
+from antiphon.model.native_stepper import NativeStepper, StepError
+from antiphon.model.stepper import Floats, GraphStepper, Ids, Lens
 from antiphon.model.transformer import Transformer
 
 
@@ -88,18 +92,43 @@ class Comparison:
         return None
 
 
+class Stepper(Protocol):
+    """What runs the graphs of one set: GraphStepper gives logits, NativeStepper log-probabilities."""
+
+    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
+        """Encode sources and give what runs a step of one token a row: (ids [B], positions [B]) -> [B, V]."""
+
+
 def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int = 0) -> Comparison:
     """Compare a graph set with the float32 model over CASES.
 
     Raises VerificationError when a measure is beyond its tolerance.
     """
-    stepper = GraphStepper(directory, graphs, model.config)
     random = np.random.default_rng(seed)
-    pairs = [_logits(stepper, model, case.capped(model.config), random) for case in CASES]
-    comparison = compare(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    cases = [_Drawn(model, case.capped(model.config), random) for case in CASES]
+    try:
+        pairs = _run_cases(directory, graphs, model.config, cases)
+    except StepError as error:
+        raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs: {error}") from None
+    width = model.config.vocab_size
+    found, expected = (
+        np.concatenate([logits.reshape(-1, width) for logits in side]) for side in zip(*pairs, strict=True)
+    )
+    comparison = compare(found, expected)
     if excess := comparison.excess(TOLERANCES[graphs.precision]):
         raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs disagree with the model: {excess}")
     return comparison
+
+
+def _run_cases(
+    directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_Drawn]
+) -> list[tuple[Floats, Floats]]:
+    """Found and expected logits of each case."""
+    if graphs.lowering == "native":
+        native = NativeStepper(directory, graphs, config)
+        return [_native_logits(native, case) for case in cases]
+    stepper = GraphStepper(directory, graphs, config)
+    return [(step_through(stepper, case.sources, case.target), case.logits) for case in cases]
 
 
 def compare(found: Floats, expected: Floats) -> Comparison:
@@ -113,34 +142,50 @@ def compare(found: Floats, expected: Floats) -> Comparison:
     )
 
 
-def _logits(
-    stepper: GraphStepper, model: Transformer, case: Case, random: np.random.Generator
-) -> tuple[Floats, Floats]:
-    """Logits [N, V] of every step of a case, from the graphs and from the model."""
-    lens = np.array(case.source_lens, np.int32)
-    source = random.integers(0, model.config.vocab_size, (len(lens), int(lens.max())))
-    target = random.integers(0, model.config.vocab_size, (len(lens), case.steps))
-    with torch.no_grad():
-        expected = model(torch.from_numpy(source), torch.from_numpy(target), torch.from_numpy(lens)).numpy()
-    found = step_through(stepper, [row[:length] for row, length in zip(source, lens, strict=True)], target)
-    width = model.config.vocab_size
-    return found.reshape(-1, width), expected.reshape(-1, width)
+class _Drawn:
+    """A case's random sources and targets [B, T], and the model's logits [B, T, V] for them."""
+
+    def __init__(self, model: Transformer, case: Case, random: np.random.Generator) -> None:
+        lens = np.array(case.source_lens, np.int32)
+        source = random.integers(0, model.config.vocab_size, (len(lens), int(lens.max())))
+        self.target = random.integers(0, model.config.vocab_size, (len(lens), case.steps))
+        self.sources = [row[:length] for row, length in zip(source, lens, strict=True)]
+        with torch.no_grad():
+            logits: Tensor = model(torch.from_numpy(source), torch.from_numpy(self.target), torch.from_numpy(lens))
+        self.logits: Floats = logits.numpy()
 
 
-def step_through(stepper: GraphStepper, sources: Sequence[Ids], target: Ids) -> Floats:
-    """Feed target [B, T] token by token, each row one step behind the row before it; returns logits [B, T, V].
+def _native_logits(stepper: NativeStepper, case: _Drawn) -> tuple[Floats, Floats]:
+    """Found and expected logits [N, V] of every step of a case, and of feeding each target in two pieces.
+
+    Log-probabilities become logits by the normaliser of the model's own.
+    """
+    rows, steps, width = case.logits.shape
+    single = step_through(stepper, case.sources, case.target).reshape(-1, width)
+    cuts = np.arange(rows, dtype=np.int32) % steps
+    sequences = stepper.encode(case.sources, steps)
+    begun = [row for row in range(rows) if cuts[row]]
+    if begun:
+        heads = [case.target[row, : cuts[row]] for row in begun]
+        stepper.step(sequences.rows(begun), heads, np.zeros(len(begun), np.int32))
+    pieces = stepper.step(sequences, [row[cut:] for row, cut in zip(case.target, cuts, strict=True)], cuts)
+    expected = np.concatenate([case.logits.reshape(-1, width), case.logits[:, -1]])
+    normaliser: Floats = torch.from_numpy(expected).logsumexp(dim=-1, keepdim=True).numpy()
+    return np.concatenate([single, pieces]) + normaliser, expected
+
+
+def step_through(stepper: Stepper, sources: Sequence[Ids], target: Ids) -> Floats:
+    """Feed target [B, T] token by token, each row one step behind the row before it; returns what is found [B, T, V].
 
     A row that waits, or has ended, repeats its first or last token where it stands.
     """
     rows, steps = target.shape
-    source_lens = np.array([len(source) for source in sources], np.int32)
-    cross_kv = stepper.fill_cross(sources, int(source_lens.max()) + 2)
-    self_kv = stepper.caches("decoder", rows, steps + 1)
-    logits: list[list[Floats]] = [[] for _ in range(rows)]
+    step = stepper.start(sources, steps + 1)
+    found: list[list[Floats]] = [[] for _ in range(rows)]
     for time in range(steps + rows - 1):
         positions = np.clip(time - np.arange(rows), 0, steps - 1).astype(np.int32)
-        found = stepper.step(target[np.arange(rows), positions], positions, source_lens, self_kv, cross_kv)
+        results = step(target[np.arange(rows), positions], positions)
         for row in range(rows):
             if 0 <= time - row < steps:
-                logits[row].append(found[row])
-    return np.array(logits)
+                found[row].append(results[row])
+    return np.array(found)

@@ -21,6 +21,21 @@ def simplify(model: ir.Model) -> None:
     common_passes.ClearMetadataAndDocStringPass()(model)
 
 
+def simplify_native(model: ir.Model) -> None:
+    """What a graph of the native lowering needs, in place: its operators are as they should be already."""
+    drop_unread_outputs(model.graph)
+    common_passes.ClearMetadataAndDocStringPass()(model)
+
+
+def drop_unread_outputs(graph: ir.Graph) -> None:
+    """Leave out the trailing outputs that nothing reads, so that operators do not write them."""
+    for node in graph:
+        outputs = list(node.outputs)
+        while len(outputs) > 1 and not (outputs[-1].consumers() or outputs[-1].is_graph_output()):
+            outputs.pop()
+        node.resize_outputs(len(outputs))
+
+
 def fold_transposes(graph: ir.Graph) -> None:
     """Store weights the way products read them: a transposed constant becomes a constant."""
     edit = Editor(graph)

@@ -27,11 +27,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The paper's architecture at both precisions and lowerings; same weights as `checkpoint`."""
-    return export_random(tmp_path_factory.mktemp("paper"), ("contrib", "eager"))
+    """The paper's architecture at both precisions and every lowering; same weights as `checkpoint`."""
+    return export_random(tmp_path_factory.mktemp("paper"), ("native", "contrib", "eager"))
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle of each family of variants; the other choices of a family ride along."""
-    return export_random(tmp_path_factory.mktemp(request.param), ("contrib",), VARIANTS[request.param])
+    return export_random(tmp_path_factory.mktemp(request.param), ("native", "contrib"), VARIANTS[request.param])

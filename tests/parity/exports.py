@@ -11,6 +11,7 @@ from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig
 from antiphon.model.export import export_bundle
+from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.stepper import GraphStepper
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.model.transformer import Transformer
@@ -60,3 +61,8 @@ def stepper(bundle: Bundle, precision: Precision, lowering: Lowering = "contrib"
     """Sessions for one graph set of a bundle."""
     graphs = bundle.graph_set(precision, lowering)
     return GraphStepper(bundle.path, graphs, bundle.manifest.model, threads=threads)
+
+
+def native_stepper(bundle: Bundle, precision: Precision, *, threads: int = 1) -> NativeStepper:
+    """Sessions for the native graphs of a bundle."""
+    return NativeStepper(bundle.path, bundle.graph_set(precision, "native"), bundle.manifest.model, threads=threads)

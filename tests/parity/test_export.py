@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model import export, trace
-from antiphon.model.bundle import Bundle, Lowering, Provenance, load_bundle
+from antiphon.model import export, graph_ports, trace
+from antiphon.model.bundle import Bundle, Lowering, Precision, Provenance, load_bundle
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.export import ExportError, export_bundle
 from antiphon.model.transformer import Transformer
@@ -41,23 +43,73 @@ def test_export_command_writes_a_bundle_with_licence_and_provenance(
     assert bundle.manifest.provenance == provenance
     assert "By many people." in bundle.file("NOTICE").read_text()
     assert set(bundle.manifest.files) == {
-        "NOTICE", "tokenizer.json", "weights.int8.bin", "encoder.contrib.int8.onnx", "decoder.contrib.int8.onnx",
+        "NOTICE", "tokenizer.json", "weights.native.int8.bin", "encoder.native.int8.onnx", "decoder.native.int8.onnx",
     }  # fmt: skip
+    assert [graphs.cache for graphs in bundle.manifest.graphs] == ["float16"]
 
 
-def test_bundle_names_graph_tensors_as_its_contract_says(bundle: Bundle) -> None:
-    graphs = bundle.graph_set("float32")
+@pytest.mark.parametrize(
+    ("flags", "lowerings"),
+    [
+        ([], ("native",)),
+        (["--eager", "--contrib"], ("native", "contrib", "eager")),
+        (["--lowering", "contrib"], ("contrib",)),
+        (["--lowering", "eager", "native", "eager"], ("native", "eager")),
+    ],
+)
+def test_export_command_chooses_lowerings(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], lowerings: tuple[Lowering, ...]
+) -> None:
+    asked: dict[str, object] = {}
+
+    def record(*_: object, **choices: object) -> Bundle:
+        asked.update(choices)
+        raise ExportError("enough")
+
+    monkeypatch.setattr(export, "export_bundle", record)
+    monkeypatch.setattr(export, "load_checkpoint", lambda path: None)
+    assert export.run(parse("checkpoint", "bundle", *flags, "--cache-type", "float32")) == 2
+    assert asked["lowerings"] == lowerings
+    assert asked["cache"] == "float32"
+
+
+@pytest.mark.parametrize("lowering", ["native", "contrib", "eager"])
+def test_bundle_names_graph_tensors_as_its_contract_says(bundle: Bundle, lowering: Lowering) -> None:
+    graphs = bundle.graph_set("float32", lowering)
     for name, ports in (
-        (graphs.encoder, (trace.encoder_inputs, trace.encoder_outputs)),
-        (graphs.decoder, (trace.decoder_inputs, trace.decoder_outputs)),
+        (graphs.encoder, (graph_ports.encoder_inputs, graph_ports.encoder_outputs)),
+        (graphs.decoder, (graph_ports.decoder_inputs, graph_ports.decoder_outputs)),
     ):
         graph = ir.load(bundle.file(name)).graph
         for values, expected in zip((graph.inputs, graph.outputs), ports, strict=True):
-            assert [value.name for value in values] == [port.name for port in expected(bundle.manifest.model)]
+            wanted = expected(bundle.manifest.model, lowering)
+            assert [value.name for value in values] == [port.name for port in wanted]
+            assert [value.dtype for value in values] == [ir.DataType.from_numpy(dtype_of(port)) for port in wanted]
 
 
+def dtype_of(port: graph_ports.Port) -> np.dtype[Any]:
+    return torch.empty(0, dtype=port.dtype).numpy().dtype
+
+
+def test_native_graphs_take_the_cache_as_their_set_holds_it(bundle: Bundle) -> None:
+    expected: dict[Precision, str] = {"float32": "float32", "int8": "float16"}
+    for precision, wanted in expected.items():
+        graphs = bundle.graph_set(precision, "native")
+        assert graphs.cache == wanted
+        for name in (graphs.encoder, graphs.decoder):
+            (cache,) = (value for value in ir.load(bundle.file(name)).graph.inputs if value.name == "cache")
+            assert cache.dtype == ir.DataType.from_numpy(np.dtype(wanted))
+
+
+def test_native_graphs_hold_nothing_but_this_projects_operators(bundle: Bundle) -> None:
+    for graphs in bundle.manifest.graphs:
+        for name in (graphs.encoder, graphs.decoder) if graphs.lowering == "native" else ():
+            assert {node.domain for node in ir.load(bundle.file(name)).graph} == {"antiphon"}
+
+
+@pytest.mark.parametrize("lowering", ["native", "contrib"])
 def test_export_refuses_graphs_that_disagree_with_the_model(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowering: Lowering
 ) -> None:
     """A fault of the exporter, played by tracing another model than the checkpoint's."""
     other = random_model(small_config(), seed=1)
@@ -66,8 +118,8 @@ def test_export_refuses_graphs_that_disagree_with_the_model(
         return trace.trace_decoder(other, lowering)
 
     monkeypatch.setattr(export, "trace_decoder", trace_other)
-    with pytest.raises(VerificationError, match=r"contrib float32 graphs disagree with the model: a logit is off"):
-        export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",))
+    with pytest.raises(VerificationError, match=f"{lowering} float32 graphs disagree with the model: a logit is off"):
+        export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",), lowerings=(lowering,))
     assert not list(tmp_path.iterdir())
 
 

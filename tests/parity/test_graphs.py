@@ -28,9 +28,10 @@ def alone(runner: GraphStepper, sources: list[Ids], target: Ids) -> Floats:
     return np.concatenate([step_through(runner, [source], target[[row]]) for row, source in enumerate(sources)])
 
 
+@pytest.mark.parametrize("lowering", ["native", "contrib"])
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_graphs_agree_with_pytorch_in_every_variant(variant: Bundle, precision: Precision) -> None:
-    graphs = variant.graph_set(precision)
+def test_graphs_agree_with_pytorch_in_every_variant(variant: Bundle, precision: Precision, lowering: Lowering) -> None:
+    graphs = variant.graph_set(precision, lowering)
     verify(variant.path, graphs, random_model(variant.manifest.model), seed=7)
 
 

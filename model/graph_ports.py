@@ -1,0 +1,118 @@
+"""What goes into and out of a bundle's graphs, as data: names, element types, axes of every lowering.
+
+The contract of `bundle.GraphSet`, in the form that tracing needs. Traces nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.model.bundle import Lowering
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.cache_pool import pool_axes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port:
+    """One tensor of a graph: its name, element type, and axes, a string where the size is free."""
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[int | str, ...]
+
+    def example(self, sizes: dict[str, int]) -> Tensor:
+        """A tensor of ones (valid as id, length and number) with the free axes sized."""
+        return torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in self.axes], dtype=self.dtype)
+
+
+def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What the encoder graph takes."""
+    if lowering != "native":
+        return [_ids("input_ids", "batch", "source")]
+    return [
+        _ids("input_ids", "tokens"),
+        _ints("positions", "tokens"),
+        _ints("offsets", "offsets"),
+        _ints("block_tables", "rows", "table"),
+        pool_port(config),
+    ]
+
+
+def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What the encoder graph gives: the source's keys and values for each decoder layer, or that they are written."""
+    if lowering != "native":
+        return cache_ports(config, "encoder", "source", "present")
+    return [_ints("written", 1)]
+
+
+def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What one decoder step takes."""
+    if lowering == "native":
+        return _paged_decoder_inputs(config)
+    return [
+        _ids("input_ids", "batch", 1),
+        _ints("past_lens", "batch"),
+        _ints("source_lens", "batch"),
+        *cache_ports(config, "decoder", "target_capacity", "past_key_values"),
+        *cache_ports(config, "encoder", "source_capacity", "past_key_values"),
+    ]
+
+
+def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What one decoder step gives: logits and grown self caches, or each row's next token and its likeliest ones."""
+    if lowering != "native":
+        logits = _floats("logits", "batch", config.vocab_size)
+        return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
+    return [
+        _ids("token_ids", "rows"),
+        _floats("logprobs", "rows"),
+        _ids("top_ids", "rows", "top"),
+        _floats("top_logprobs", "rows", "top"),
+    ]
+
+
+def cache_ports(config: ModelConfig, side: str, capacity: str, prefix: str) -> list[Port]:
+    """Key and value caches of every decoder layer: side `decoder` (self attention) or `encoder` (cross)."""
+    axes = ("batch", config.num_heads, capacity, config.resolved_head_dim)
+    return [
+        _floats(f"{prefix}.{layer}.{side}.{half}", *axes)
+        for layer in range(config.decoder_layers)
+        for half in ("key", "value")
+    ]
+
+
+def pool_port(config: ModelConfig) -> Port:
+    """The pool of cache blocks (ops/cache_pool.py); traced as float32, retyped where a bundle holds it narrower."""
+    return _floats("cache", "num_blocks", *pool_axes(config))
+
+
+def _paged_decoder_inputs(config: ModelConfig) -> list[Port]:
+    return [
+        _ids("input_ids", "tokens"),
+        _ints("positions", "tokens"),
+        _ints("offsets", "offsets"),
+        _ints("self_tables", "rows", "self_table"),
+        _ints("cross_tables", "rows", "cross_table"),
+        _ints("source_lens", "rows"),
+        pool_port(config),
+        _floats("temperatures", "rows"),
+        _ints("top_ks", "rows"),
+        _floats("top_ps", "rows"),
+        _ids("seeds", "rows"),
+        _ints("num_logprobs", 1),
+    ]
+
+
+def _ids(name: str, *axes: int | str) -> Port:
+    return Port(name=name, dtype=torch.int64, axes=axes)
+
+
+def _ints(name: str, *axes: int | str) -> Port:
+    return Port(name=name, dtype=torch.int32, axes=axes)
+
+
+def _floats(name: str, *axes: int | str) -> Port:
+    return Port(name=name, dtype=torch.float32, axes=axes)

@@ -1,0 +1,132 @@
+"""Weights as the native operators read them, and the pass that puts them into a graph, quantised or not.
+
+A panel holds 16 outputs side by side, so that one vector is one input's weight for 16 outputs:
+
+    float32  [O, K] -> [Op / 16, K, 16]
+    int8     [O, K] -> [Op / 16, Kp / 4, 16, 4], four inputs of an output adjacent (u8 x s8 products take them so),
+             with a scale for each output and the sum of its integers, by which a zero point is taken out again
+
+Op is O rounded up to 16, Kp is K rounded up to 64; what is added is zero. An embedding is stored as the product that
+it may be tied to, and then once.
+
+Axes: O outputs (V of an embedding), K inputs (M of an embedding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+from numpy.typing import NDArray
+
+from antiphon.model.bundle import Precision
+from antiphon.model.ops.graph_edit import Editor, constant_array, operand, take_over
+from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.quantize import quantize_rows
+
+PANEL = 16
+DEPTH = 64
+_GROUP = 4
+
+Floats = NDArray[np.float32]
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """integers s8 [Op / 16, Kp / 4, 16, 4], scales [Op] float32, column_sums [Op] int32."""
+
+    integers: NDArray[np.int8]
+    scales: Floats
+    column_sums: NDArray[np.int32]
+
+
+def pack_float(weight: Floats) -> Floats:
+    """[O, K] -> [Op / 16, K, 16]."""
+    panels = _padded(weight, PANEL, 1).reshape(-1, PANEL, weight.shape[1])
+    return np.ascontiguousarray(panels.swapaxes(1, 2))
+
+
+def unpack_float(packed: Floats, outputs: int) -> Floats:
+    """The inverse of `pack_float`."""
+    return np.ascontiguousarray(packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[:outputs])
+
+
+def pack_int8(weight: Floats) -> QuantizedWeight:
+    """[O, K] float32, quantised row by row (quantize.py) and packed."""
+    integers, scales = quantize_rows(weight)
+    padded = _padded(integers, PANEL, DEPTH)
+    groups = padded.reshape(-1, PANEL, padded.shape[1] // _GROUP, _GROUP)
+    return QuantizedWeight(
+        integers=np.ascontiguousarray(groups.swapaxes(1, 2)),
+        scales=_padded(scales[:, None], PANEL, 1)[:, 0],
+        column_sums=padded.sum(axis=1, dtype=np.int32),
+    )
+
+
+def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
+    """The integers [O, K] of a packed weight."""
+    panels, groups = integers.shape[:2]
+    rows = integers.swapaxes(1, 2).reshape(panels * PANEL, groups * _GROUP)
+    return np.ascontiguousarray(rows[:outputs, :inputs])
+
+
+def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
+    """The matrix with zeros behind, so that these numbers divide its rows and columns."""
+    extra = [(0, -size % multiple) for size, multiple in zip(matrix.shape, (rows, columns), strict=True)]
+    return np.pad(matrix, extra)
+
+
+# Of each operator with a weight: which input that is, and the attributes that say its [outputs, inputs].
+_WEIGHTS = {"Embed": (2, ("vocab", "width")), "Linear": (1, ("width",)), "Select": (1, ("vocab",))}
+
+
+def pack_weights(model: ir.Model, precision: Precision) -> None:
+    """Pack every weight of a native graph in place; int8 makes its operators the quantised ones."""
+    work = _Packer(model.graph, precision)
+    for node in list(model.graph):
+        if node.domain == DOMAIN and node.op_type in _WEIGHTS:
+            work.replace(node)
+    common_passes.RemoveUnusedNodesPass()(model)
+
+
+class _Packer:
+    """One pass over one graph; a weight that several operators read is packed once."""
+
+    def __init__(self, graph: ir.Graph, precision: Precision) -> None:
+        self.edit = Editor(graph)
+        self.precision = precision
+        self.packed: dict[int, tuple[ir.Value, ...]] = {}
+
+    def replace(self, node: ir.Node) -> None:
+        """Put the operator that reads the packed weight in place of one that reads [O, K]."""
+        index, sizes = _WEIGHTS[node.op_type]
+        value = operand(node, index)
+        array = constant_array(value)
+        assert array is not None, f"{node.op_type} {node.name}: the weight is not a constant"
+        if id(value) not in self.packed:
+            self.packed[id(value)] = self._pack(array, value.name or node.op_type)
+        parts, name = self.packed[id(value)], node.op_type
+        if self.precision == "int8":
+            name = f"Quantized{name}"
+            parts = parts[:2] if node.op_type == "Embed" else parts
+        attributes = {key: attribute.value for key, attribute in node.attributes.items()}
+        attributes.update(zip(sizes, array.shape, strict=False))
+        inputs = [*node.inputs[:index], *parts, *node.inputs[index + 1 :]]
+        outputs = self.edit.emit_many(node, name, inputs, attributes, len(node.outputs), domain=DOMAIN)
+        for old, new in zip(node.outputs, outputs, strict=True):
+            take_over(old, new)
+        self.edit.graph.remove(node, safe=True)
+
+    def _pack(self, weight: Floats, name: str) -> tuple[ir.Value, ...]:
+        if self.precision == "float32":
+            return (self.edit.constant(pack_float(weight), f"{name}.packed"),)
+        packed = pack_int8(weight)
+        return (
+            self.edit.constant(packed.integers, f"{name}.packed"),
+            self.edit.constant(packed.scales, f"{name}.scales"),
+            self.edit.constant(packed.column_sums, f"{name}.sums"),
+        )
