@@ -10,24 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from antiphon.model.activations import ACTIVATIONS
 from antiphon.model.attention import Backend, attention, cached_attention, sdpa_attention
 from antiphon.model.config import ModelConfig
 from antiphon.model.positions import AbsolutePositions, RelativeBias, rotary_tables, rotate
 
 KV = tuple[Tensor, Tensor]
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
 
 
 def _attend(backend: Backend) -> Callable[..., Tensor]:
@@ -60,7 +53,7 @@ class FeedForward(nn.Module):
         self.gated = config.gated
         self.inner = nn.Linear(config.d_model, config.d_ff * (2 if config.gated else 1), bias=config.bias)
         self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout if config.activation_dropout else 0.0)
 
     def forward(self, hidden: Tensor) -> Tensor:

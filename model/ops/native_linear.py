@@ -10,19 +10,11 @@ H heads, D head width, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
+from antiphon.model.activations import ACTIVATIONS
 
 _EMBED = "(Tensor input_ids, Tensor positions, Tensor weight, Tensor? position_table, *, float scale) -> Tensor"
 _LINEAR = "(Tensor x, Tensor weight, Tensor? bias, *, str activation) -> Tensor"
