@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -16,6 +17,9 @@ from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.runner import Runner
 from antiphon.service.stream import OutputStream
+
+# The server sets the same: the event loop must not keep the interpreter from the engine for several steps.
+_SWITCH_INTERVAL_S = 0.001
 
 A = TypeVar("A")
 
@@ -93,6 +97,8 @@ class Offline:
         return [*event.token_ids, self._eos_id] if has_stopped else list(event.token_ids)
 
     def __enter__(self) -> Self:
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._engine.start()
         return self
 
@@ -101,3 +107,4 @@ class Offline:
     ) -> None:
         self._engine.stop()
         self._loop.close()
+        sys.setswitchinterval(self._switch_interval_s)
