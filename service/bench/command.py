@@ -82,7 +82,7 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=8.0, metavar="S",
-        help="length of one open-loop run of poisson (default: %(default)s)",
+        help="length of one open-loop run of poisson; other loads grow with it (default: %(default)s)",
     )  # fmt: skip
 
 

@@ -38,8 +38,6 @@ LIMIT_S = 0.25
 _PERCENTS = (50, 95, 99)
 _WINDOWS_S = (0.005, 0.010)
 _MAX_BATCHES = (8, 16, 32, 64)
-# Of the distinct sources that requests cycle through.
-_NUM_SOURCES = 512
 _RANDOM_TARGET_LEN = 16
 _SHORTEST, _LONGEST = 5, 60
 # The search ends within 4 %: 60^(1 / 2^7) = 1.03.
@@ -68,7 +66,7 @@ def poisson(setup: Setup) -> list[Finding]:
 
 
 def _poisson_subject(subject: Subject, setup: Setup) -> list[Finding]:
-    work, twin = _work(subject), Twin(subject.twin_folder)
+    work, twin = _work(subject, setup.num_sentences), Twin(subject.twin_folder)
     runner = setup.runner(subject, ROWS)
     with Offline(runner, rows=ROWS) as offline:
         translate = partial(
@@ -104,11 +102,11 @@ def _findings(
     return findings
 
 
-def _work(subject: Subject) -> Work:
+def _work(subject: Subject, count: int) -> Work:
     if not subject.is_endless:
-        return Work(sources=subject.sources(_NUM_SOURCES), max_new_tokens=subject.max_new_tokens)
+        return Work(sources=subject.sources(count), max_new_tokens=subject.max_new_tokens)
     rng = random.Random(_SEED)
-    lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(_NUM_SOURCES // 2)]
+    lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(count // 4)]
     return Work(sources=subject.random_sources(lengths), max_new_tokens=_RANDOM_TARGET_LEN)
 
 

@@ -20,7 +20,6 @@ ENGINE_ROWS = (32,)
 # Static batches, of `rows` each, that one run of the engine section is worth.
 _NUM_BATCHES = 12
 STREAMS = 64
-_SENTENCES = 1024
 _RANDOM_FILLS = 4
 
 
@@ -70,8 +69,8 @@ def grpc_overhead(setup: Setup) -> list[Finding]:
 def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
     """The client sends texts, or ids where there is no text; it has a process of its own, on the same cores."""
     limit = subject.max_new_tokens
-    sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else _SENTENCES)
-    asked: Sequence[Source] = sources if subject.is_endless else subject.texts(_SENTENCES)
+    sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
+    asked: Sequence[Source] = sources if subject.is_endless else subject.texts(setup.num_sentences)
     with (
         Offline(setup.runner(subject, STREAMS), rows=STREAMS) as offline,
         BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, lowering=setup.lowering) as server,
@@ -90,7 +89,7 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
 def startup(setup: Setup) -> list[Finding]:
     """Seconds to the ready line, and memory resident then and after a load."""
     subject = setup.bundle_subject
-    texts, limit = subject.texts(_SENTENCES), subject.max_new_tokens
+    texts, limit = subject.texts(setup.num_sentences), subject.max_new_tokens
     ready_s = []
     for _ in range(setup.repeat):
         with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, lowering=setup.lowering) as server:

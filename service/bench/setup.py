@@ -30,6 +30,7 @@ RANDOM_TARGET_LEN = 64
 MAX_NEW_TOKENS = 64
 # Far beyond what making a model takes: a bound for a child that would otherwise hang.
 PATIENCE_S = 1800
+_SENTENCES_PER_S = 128
 _FIRST_WORD_ID = 4  # after the special tokens
 _SEED = 2
 
@@ -85,7 +86,8 @@ class Subject:
 class Setup:
     """What was asked for. work: folder that keeps models made for the benchmark.
 
-    rows: numbers of rows to measure at; None leaves them to the section. seconds: length of one open-loop run.
+    rows: numbers of rows to measure at; None leaves them to the section.
+    seconds: length of one open-loop run; what a run under load is given grows with it.
     checkpoint: the bundle's weights in float32, for its twin. preset: size of the random model.
     lowering: graphs of a bundle to run; None takes what a server would.
     """
@@ -101,6 +103,15 @@ class Setup:
     repeat: int
     seconds: float = 8.0
     lowering: Lowering | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None:
+            _check_checkpoint(self.checkpoint, self.bundle)
+
+    @property
+    def num_sentences(self) -> int:
+        """Sentences of one run under load."""
+        return max(64, round(_SENTENCES_PER_S * self.seconds))
 
     def runner(self, subject: Subject, rows: int) -> AnyRunner:
         """A model's graphs with caches for so many rows, warmed up."""
@@ -143,13 +154,12 @@ class Setup:
             name = self.bundle.manifest.name
             print(f"antiphon bench: {name} is left out: its twin needs --checkpoint", file=sys.stderr)
             return None
-        _check_checkpoint(self.checkpoint, self.bundle)
         folder = self.work / f"twin-{_digest([self.checkpoint / 'model.safetensors'])}"
         return self._with_twin(self.bundle_subject, self.checkpoint, folder)
 
     @cached_property
     def _random(self) -> Subject:
-        folder = self._random_folder
+        folder = self.random_folder
         if not (folder / "bundle").is_dir():
             _make("random", self.preset, folder)
         try:
@@ -167,11 +177,11 @@ class Setup:
 
     @cached_property
     def _twinned_random(self) -> Subject:
-        return self._with_twin(self._random, self._random_folder / "checkpoint", self._random_folder / "ctranslate2")
+        return self._with_twin(self._random, self.random_folder / "checkpoint", self.random_folder / "ctranslate2")
 
     @cached_property
-    def _random_folder(self) -> Path:
-        """Named after the code that makes it: a bundle of another export is never taken for this one's."""
+    def random_folder(self) -> Path:
+        """Where the random model is kept; named after the code that makes it, which another export's bundle is not."""
         code = Path(__file__).resolve().parents[2] / "model"
         made_by = [path for path in sorted(code.rglob("*.py")) if not path.is_relative_to(code / "bundles")]
         return self.work / f"random-{self.preset}-{_digest([*made_by, Path(__file__).with_name('make.py')])}"
