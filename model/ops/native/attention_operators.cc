@@ -204,19 +204,21 @@ class Tables {
 const PagedKernels<float>& Paged(const Kernels& kernels, float) { return kernels.paged_float32; }
 const PagedKernels<uint16_t>& Paged(const Kernels& kernels, uint16_t) { return kernels.paged_float16; }
 
-// Calls body(row, head) for all of them: whole rows where there are many, since a block's heads lie together.
+// Calls body(row, head, scores) for all of them: whole rows where there are many, since a block's heads lie together.
+// scores: room for `positions` floats, one task's own (the workspace's lock is too dear for every head).
 template <typename Body>
-void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, const Body& body) {
+void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_t positions, const Body& body) {
   const auto tasks = static_cast<int64_t>(TasksFor(macs / kAttentionMacsPerNs));
-  const int64_t groups = rows >= tasks ? 1 : std::min(heads, (tasks + rows - 1) / rows);
+  const int64_t groups = rows >= tasks ? 1 : std::min(heads, (tasks + rows - 1) / std::max<int64_t>(rows, 1));
   const int64_t share = (heads + groups - 1) / groups;  // heads of a task
   const int64_t together = std::max<int64_t>(1, rows * groups / tasks);
   const int64_t items = rows * groups;
   call.Parallel(static_cast<size_t>((items + together - 1) / together), [&](size_t task) {
+    const Scratch<float> scores(static_cast<size_t>(RoundUp(positions, kBlockSize)));
     const int64_t begin = static_cast<int64_t>(task) * together;
     for (int64_t item = begin; item < std::min(begin + together, items); ++item) {
       const int64_t row = item / groups, first = item % groups * share;
-      for (int64_t head = first; head < std::min(first + share, heads); ++head) body(row, head);
+      for (int64_t head = first; head < std::min(first + share, heads); ++head) body(row, head, scores.data());
     }
   });
 }
@@ -253,10 +255,15 @@ class PagedSelfAttention {
     const Tables<Element> tables(pool, call.Input(2, "block_tables", 2), packing.sequences, length);
     const Biases biases(call, 5, 6, heads_);
     auto* out = static_cast<float*>(call.Output(0, {qkv.dims[0], heads_ * width}));
-    double macs = 0;
-    for (int64_t row = 0; row < packing.sequences; ++row) macs += static_cast<double>(length(row) * packing.length(row));
+    double pairs = 0;  // of queries and keys
+    int64_t longest = 0;
+    for (int64_t row = 0; row < packing.sequences; ++row) {
+      pairs += static_cast<double>(length(row) * packing.length(row));
+      longest = std::max(longest, length(row));
+    }
     const auto& kernels = Paged(ActiveKernels(), Element{});
-    ForHeads(call, packing.sequences, heads_, 2 * macs * static_cast<double>(heads_ * width), [&](int64_t row, int64_t head) {
+    const double macs = 2 * pairs * static_cast<double>(heads_ * width);
+    ForHeads(call, packing.sequences, heads_, macs, longest, [&](int64_t row, int64_t head, float* scores) {
       const PagedHead<Element> view = tables.Head(pool, row, head, width, scale_);
       const int64_t begin = packing.begin(row), end = begin + packing.length(row);
       const float* queries = qkv.as<float>() + head * width;
@@ -264,10 +271,9 @@ class PagedSelfAttention {
         const float* key = queries + token * qkv.dims[1] + heads_ * width;
         kernels.append(view, positions[token], key, key + heads_ * width);
       }
-      const Scratch<float> scores(static_cast<size_t>(RoundUp(length(row), kBlockSize)));
       for (int64_t token = begin; token < end; ++token) {
         kernels.attend(view, queries + token * qkv.dims[1], positions[token] + 1, positions[token], biases.Of(head),
-                       scores.data(), out + (token * heads_ + head) * width);
+                       scores, out + (token * heads_ + head) * width);
       }
     });
   }
@@ -317,21 +323,23 @@ class PagedCrossAttention {
     Require(lens.dims[0] == packing.sequences, "length of source_lens", lens.dims[0],
             "it must be the number of rows, " + std::to_string(packing.sequences));
     const auto* source_lens = lens.as<int32_t>();
-    double macs = 0;
+    double pairs = 0;  // of queries and keys
+    int32_t longest = 0;
     for (int64_t row = 0; row < packing.sequences; ++row) {
       Require(source_lens[row] >= 1, "source_lens", source_lens[row], "it must be at least 1");
-      macs += static_cast<double>(source_lens[row] * packing.length(row));
+      pairs += static_cast<double>(source_lens[row] * packing.length(row));
+      longest = std::max(longest, source_lens[row]);
     }
     const Tables<Element> tables(pool, call.Input(2, "block_tables", 2), packing.sequences,
                                  [&](int64_t row) { return static_cast<int64_t>(source_lens[row]); });
     auto* out = static_cast<float*>(call.Output(0, {query.dims[0], heads_ * width}));
     const auto& kernels = Paged(ActiveKernels(), Element{});
-    ForHeads(call, packing.sequences, heads_, 2 * macs * static_cast<double>(heads_ * width), [&](int64_t row, int64_t head) {
+    const double macs = 2 * pairs * static_cast<double>(heads_ * width);
+    ForHeads(call, packing.sequences, heads_, macs, longest, [&](int64_t row, int64_t head, float* scores) {
       const PagedHead<Element> view = tables.Head(pool, row, head, width, scale_);
-      const Scratch<float> scores(static_cast<size_t>(RoundUp(source_lens[row], kBlockSize)));
       for (int64_t token = packing.begin(row); token < packing.offsets[row + 1]; ++token) {
         const int64_t at = (token * heads_ + head) * width;
-        kernels.attend(view, query.as<float>() + at, source_lens[row], 0, {}, scores.data(), out + at);
+        kernels.attend(view, query.as<float>() + at, source_lens[row], 0, {}, scores, out + at);
       }
     });
   }
@@ -369,7 +377,7 @@ class PagedWrite {
                                  [&](int64_t sequence) { return packing.length(sequence); });
     const auto& kernels = Paged(ActiveKernels(), Element{});
     const double macs = static_cast<double>(kv.size()) * 8;  // a store through the cache costs about as much
-    ForHeads(call, packing.sequences, heads_, macs, [&](int64_t sequence, int64_t head) {
+    ForHeads(call, packing.sequences, heads_, macs, 0, [&](int64_t sequence, int64_t head, float*) {
       const PagedHead<Element> view = tables.Head(pool, sequence, head, width, 1.0f);
       for (int64_t position = 0; position < packing.length(sequence); ++position) {
         const float* key = kv.as<float>() + (packing.begin(sequence) + position) * kv.dims[1] + head * width;

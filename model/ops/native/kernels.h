@@ -37,7 +37,7 @@ struct QuantizedWeight {
 
 // Rows of activations, one scale and zero point each: value = (integer - zero) * step.
 struct QuantizedRows {
-  uint8_t* data;  // [rows rounded up to 16, padded_inputs]
+  uint8_t* data;  // rows rounded up to 16, times padded_inputs
   float* steps;   // [rows]
   int32_t* zeros;
   int64_t rows;
@@ -97,8 +97,9 @@ struct LogitSummary {
 struct Kernels {
   const char* name;
 
-  // int8: quantise rows [rows, inputs] into rows.data, padding with zeros; rows.rows and the buffers are given.
-  void (*quantize)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows);
+  // int8: quantises rows begin .. end - 1 of x [rows, inputs]; the layout of rows.data is this table's own.
+  void (*quantize)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows, int64_t begin,
+                   int64_t end);
   // out[r, c] for columns of panels begin .. end - 1; column c of the product lies at out[r * stride + c - 16 begin].
   void (*quantized_product)(const QuantizedRows&, const QuantizedWeight&, Activation, int64_t begin, int64_t end,
                             float* out, int64_t stride);

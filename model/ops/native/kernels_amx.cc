@@ -1,7 +1,8 @@
 // int8 products in AMX tiles; everything else as for AVX-512. Intel's Architecture Instruction Set Extensions
 // Programming Reference, chapter 3.
 //
-// A tile of activations is 16 rows of 64 bytes, a tile of weights 16 columns by 64 inputs exactly as packed, and a
+// A tile of activations is 16 rows of 64 bytes, stored tile by tile (rows a power of two apart would share few sets of
+// the first cache), a tile of weights 16 columns by 64 inputs exactly as packed, and a
 // tile of sums 16 by 16. Two by two tiles of sums share their operands: four products for four loads.
 #include "kernel_table.h"
 
@@ -32,9 +33,8 @@ void Configure(int64_t rows) {
 }
 
 struct Operands {
-  const uint8_t* rows;  // of the first tile of activations
-  int64_t stride;
-  const int8_t* weights;  // of the first panel
+  const uint8_t* rows;    // the first tile of activations
+  const int8_t* weights;  // the first panel
   int64_t depth;          // tiles along the inputs
 };
 
@@ -44,7 +44,7 @@ ANTIPHON_INLINE void OneByTwo(const Operands& in, int32_t* sums) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t k = 0; k < in.depth; ++k) {
-    _tile_loadd(4, in.rows + k * kDepth, in.stride);
+    _tile_loadd(4, in.rows + k * kTileBytes, 64);
     _tile_loadd(6, in.weights + k * kTileBytes, 64);
     _tile_loadd(7, second + k * kTileBytes, 64);
     _tile_dpbusd(0, 4, 6);
@@ -57,7 +57,7 @@ ANTIPHON_INLINE void OneByTwo(const Operands& in, int32_t* sums) {
 ANTIPHON_INLINE void OneByOne(const Operands& in, int32_t* sums) {
   _tile_zero(0);
   for (int64_t k = 0; k < in.depth; ++k) {
-    _tile_loadd(4, in.rows + k * kDepth, in.stride);
+    _tile_loadd(4, in.rows + k * kTileBytes, 64);
     _tile_loadd(6, in.weights + k * kTileBytes, 64);
     _tile_dpbusd(0, 4, 6);
   }
@@ -66,19 +66,19 @@ ANTIPHON_INLINE void OneByOne(const Operands& in, int32_t* sums) {
 
 // Two tile rows and two panels. sums: [2 tile rows][2][16][16].
 ANTIPHON_INLINE void TwoByTwo(const Operands& in, int32_t* sums) {
-  const uint8_t* below = in.rows + kTileRows * in.stride;
+  const uint8_t* below = in.rows + in.depth * kTileBytes;
   const int8_t* second = in.weights + in.depth * kTileBytes;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t k = 0; k < in.depth; ++k) {
-    _tile_loadd(4, in.rows + k * kDepth, in.stride);
+    _tile_loadd(4, in.rows + k * kTileBytes, 64);
     _tile_loadd(6, in.weights + k * kTileBytes, 64);
     _tile_dpbusd(0, 4, 6);
     _tile_loadd(7, second + k * kTileBytes, 64);
     _tile_dpbusd(1, 4, 7);
-    _tile_loadd(5, below + k * kDepth, in.stride);
+    _tile_loadd(5, below + k * kTileBytes, 64);
     _tile_dpbusd(2, 5, 6);
     _tile_dpbusd(3, 5, 7);
   }
@@ -108,7 +108,7 @@ struct Product {
 
   ANTIPHON_INLINE Operands At(int64_t row, int64_t panel) const {
     const int64_t depth = weight.padded_inputs;
-    return {rows.data + row * depth, depth, weight.data + panel * depth * kPanel, depth / kDepth};
+    return {rows.data + row * depth, weight.data + panel * depth * kPanel, depth / kDepth};
   }
 
   ANTIPHON_INLINE void PanelPair(int64_t panel, int32_t* sums) const {
@@ -131,6 +131,19 @@ struct Product {
   }
 };
 
+// Tile by tile where the product below reads tiles, row by row where it does not.
+void QuantizeTiles(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin,
+                   int64_t end) {
+  if (rows.rows <= kFewRows) {
+    Quantize(x, inputs, padded, rows, begin, end);
+    return;
+  }
+  for (int64_t row = begin; row < end; ++row) {
+    uint8_t* to = rows.data + row / kTileRows * kTileRows * padded + row % kTileRows * kDepth;
+    QuantizeRow(x + row * inputs, inputs, padded, to, kTileBytes, rows.steps + row, rows.zeros + row);
+  }
+}
+
 void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Activation activation, int64_t begin,
                   int64_t end, float* out, int64_t stride) {
   if (rows.rows <= kFewRows) {
@@ -151,6 +164,7 @@ void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Acti
 const Kernels& AmxKernels() {
   static constexpr Kernels table = [] {
     Kernels built = MakeTable("amx");
+    built.quantize = QuantizeTiles;
     built.quantized_product = TiledProduct;
     return built;
   }();

@@ -99,9 +99,10 @@ void FloatProduct(const float* x, int64_t rows, const FloatWeight& weight, Activ
   }
 }
 
-// Rows that are nowhere negative use all 256 levels from 0 up; others 255 levels around 128.
-ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, uint8_t* to, float* step,
-                                 int32_t* zero) {
+// Rows that are nowhere negative use all 256 levels from 0 up; others 255 levels around 128. Every 64 inputs lie
+// `spacing` bytes after the 64 before.
+ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, uint8_t* row, int64_t spacing,
+                                 float* step, int32_t* zero) {
   F32 low = Splat(kInfinity), high = Splat(-kInfinity);
   int64_t k = 0;
   for (; inputs - k >= kLanes; k += kLanes) {
@@ -129,17 +130,19 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
     const F32 scaled = Fma(v, Splat(inverse), Splat(12582912.0f));  // 1.5 * 2^23: rounds to nearest, ties to even
     I32 integers = reinterpret_cast<I32>(scaled) - 0x4b400000 + *zero;
     integers = integers < 0 ? I32{} : (integers > 255 ? I32{} + 255 : integers);  // NaN and infinity, too, must be bytes
+    uint8_t* to = row + k / kDepth * spacing + k % kDepth;
 #if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
 #else
-    for (int lane = 0; lane < kLanes; ++lane) to[k + lane] = static_cast<uint8_t>(integers[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<uint8_t>(integers[lane]);
 #endif
   }
 }
 
-void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows) {
-  for (int64_t row = 0; row < rows.rows; ++row) {
-    QuantizeRow(x + row * inputs, inputs, padded, rows.data + row * padded, rows.steps + row, rows.zeros + row);
+void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    uint8_t* to = rows.data + row * padded;
+    QuantizeRow(x + row * inputs, inputs, padded, to, kDepth, rows.steps + row, rows.zeros + row);
   }
 }
 

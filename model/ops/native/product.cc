@@ -86,8 +86,7 @@ void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padde
   const Kernels& kernels = ActiveKernels();
   const size_t tasks = TasksFor(static_cast<double>(rows.rows * padded_inputs) / kQuantizedPerNs);
   Share(call, rows.rows, 1, tasks, [&](int64_t begin, int64_t end) {
-    const QuantizedRows part{rows.data + begin * padded_inputs, rows.steps + begin, rows.zeros + begin, end - begin};
-    kernels.quantize(x + begin * inputs, inputs, padded_inputs, part);
+    kernels.quantize(x, inputs, padded_inputs, rows, begin, end);
   });
 }
 
@@ -118,7 +117,7 @@ void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, co
   if (rows >= 2 * kRowBlock && weight_bytes <= kCachedWeightBytes) {
     Share(call, rows, kRowBlock, kMaxTasks, [&](int64_t begin, int64_t end) {
       const QuantizedBuffer buffer(end - begin, weight.padded_inputs);
-      kernels.quantize(x + begin * inputs, inputs, weight.padded_inputs, buffer.rows());
+      kernels.quantize(x + begin * inputs, inputs, weight.padded_inputs, buffer.rows(), 0, end - begin);
       kernels.quantized_product(buffer.rows(), weight, activation, 0, panels, out + begin * weight.outputs,
                                 weight.outputs);
     });
