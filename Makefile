@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve test lint stubs wheel lock clean
+.PHONY: help setup serve test soak lint stubs wheel lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,6 +35,9 @@ serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" and 
 test: lint ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. ROUNDS=1000 draws as many mixes.
+	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, mypy and the C++ compiler's warnings only.
 	@echo "==> ruff, mypy, $(firstword $(CXX)) -Werror"

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import Bundle, GraphSet, Precision
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.verify import TOLERANCES, compare
+from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.model_runner import ModelRunner
+from antiphon.service.native_runner import NativeRunner
 from tests.batches import batch_of
 
 SOURCE_LENS = (1, 5, 5, 9, 17, 17, 17, 48)
@@ -38,8 +40,27 @@ def run_batch(runner: ModelRunner, sources: list[list[int]], tokens: NDArray[np.
     return np.stack(steps, axis=1)
 
 
+def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
+    """Log-probabilities [B, STEPS, V] of the same by the native runner."""
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    lens = [len(source) for source in sources]
+    cross = [pool.allocate(blocks_for(length, runner.block_size)) for length in lens]
+    own = [pool.allocate(blocks_for(runner.max_target_len, runner.block_size)) for _ in sources]
+    runner.encode(sources, 0, cross)
+    width = max(map(len, cross))
+    tables = (own, [(*table, *[0] * (width - len(table))) for table in cross])
+    scores = np.empty((len(sources), STEPS, runner.vocab_size), np.float32)
+    for step in range(STEPS):
+        fed, past = tokens[:, step : step + 1].tolist(), [step] * len(sources)
+        drawn = runner.decode(batch_of(fed, past, lens, tables=tables, num_logprobs=runner.vocab_size))
+        np.put_along_axis(scores[:, step], drawn.top_ids, drawn.top_logprobs, axis=1)
+    return scores
+
+
 def graph_sets(bundle: Bundle, precision: Precision) -> list[GraphSet]:
-    return [graphs for graphs in bundle.manifest.graphs if graphs.precision == precision and graphs.cache is None]
+    return [
+        graphs for graphs in bundle.manifest.graphs if graphs.precision == precision and graphs.lowering != "native"
+    ]
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
@@ -53,6 +74,29 @@ def test_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoint, prec
         found = run_batch(runner, sources, tokens)
         flat = found.reshape(-1, found.shape[-1])
         assert compare(flat, np.concatenate(expected)).excess(TOLERANCES[precision]) is None
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_native_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoint, precision: Precision) -> None:
+    sources, tokens = random_batch(checkpoint.config.vocab_size)
+    with torch.no_grad():
+        pairs = zip(sources, tokens, strict=True)
+        logits = [checkpoint.model(torch.tensor([s]), torch.from_numpy(t[None]))[0] for s, t in pairs]
+    expected = torch.log_softmax(torch.cat(logits), dim=-1).numpy()
+    runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
+    found = run_native(runner, sources, tokens)
+    assert compare(found.reshape(expected.shape), expected).excess(TOLERANCES[precision]) is None
+
+
+def test_native_runner_workspace_does_not_depend_on_how_tokens_are_divided(bundle: Bundle) -> None:
+    runner = NativeRunner(bundle, max_rows=8, threads=1)
+    peaks = [
+        runner.encode(
+            [[5] * length] * (48 // length), 0, [(row,) * blocks_for(length, 16) for row in range(48 // length)]
+        )
+        for length in (6, 12, 48)
+    ]
+    assert len({report.peak_workspace_bytes for report in peaks}) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 2])
