@@ -18,6 +18,7 @@ from pathlib import Path
 
 from antiphon.model.bundle import Bundle, BundleError, Lowering, load_bundle
 from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.bench.isa import choose_isa
 from antiphon.service.bench.report import BenchError
 from antiphon.service.bench.sources import Corpus, Ids, repeat, tokenize
 from antiphon.service.runners import AnyRunner, open_runner
@@ -133,6 +134,8 @@ class Setup:
         held = [self._twinned_random] if "random" in self.models else []
         if "bundle" in self.models and self._twinned_bundle is not None:
             held.append(self._twinned_bundle)
+        if held:
+            choose_isa(held[0].twin_folder, self.threads)
         return held
 
     @cached_property

@@ -7,6 +7,7 @@ section and number of rows by a run of that very work.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from antiphon.service.bench.isa import VARIABLE
 from antiphon.service.bench.report import Speed
 
 Prompt = list[str]
@@ -35,7 +37,8 @@ class TwinSettings:
 
     def __str__(self) -> str:
         batches = "one at a time" if self.is_lone else f"batches of {self.max_batch_size} {self.batch_type}"
-        return f"CTranslate2 int8, {self.workers}x{self.threads} threads, {batches}"
+        words = ["CTranslate2 int8", *([os.environ[VARIABLE]] if VARIABLE in os.environ else [])]
+        return f"{' '.join(words)}, {self.workers}x{self.threads} threads, {batches}"
 
 
 def layouts(threads: int) -> list[tuple[int, int]]:
