@@ -1,0 +1,104 @@
+"""One native operator in a graph of its own, run through ONNX Runtime: what tests call instead of a whole model.
+
+Inputs are named arrays in the operator's order; None leaves an optional one out. Every size is free, so one session
+serves all shapes, and bad ones reach the operator's own checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from antiphon.model.native_stepper import native_session, run_native
+from antiphon.model.ops.cache_pool import BLOCK_SIZE, blocks_for, padded_width, write_position
+from antiphon.model.ops.onnx_schema import DOMAIN
+
+Array = NDArray[Any]
+Inputs = Mapping[str, Array | None]
+
+# What each operator gives; int32 and int64 where not float32.
+_OUTPUTS = {
+    "AddNorm": {"normed": TensorProto.FLOAT, "sum": TensorProto.FLOAT},
+    "PagedWrite": {"written": TensorProto.INT32},
+    **{
+        name: {
+            "token_ids": TensorProto.INT64,
+            "logprobs": TensorProto.FLOAT,
+            "top_ids": TensorProto.INT64,
+            "top_logprobs": TensorProto.FLOAT,
+        }
+        for name in ("Select", "QuantizedSelect")
+    },
+}
+
+
+def run_node(op_type: str, inputs: Inputs, *, threads: int = 1, **attributes: Any) -> list[Array]:
+    """Run the operator; an input that it changes in place, a cache, is changed."""
+    kinds = tuple((name, None if array is None else (array.dtype.str, array.ndim)) for name, array in inputs.items())
+    session = _session(op_type, kinds, tuple(attributes.items()), threads)
+    return run_native(session, {name: array for name, array in inputs.items() if array is not None})
+
+
+@cache
+def _session(
+    op_type: str,
+    kinds: tuple[tuple[str, tuple[str, int] | None], ...],
+    attributes: tuple[tuple[str, Any], ...],
+    threads: int,
+) -> Any:
+    declared = []
+    for name, kind in kinds:
+        if kind is not None:
+            element = helper.np_dtype_to_tensor_dtype(np.dtype(kind[0]))
+            declared.append(helper.make_tensor_value_info(name, element, [f"{name}_{axis}" for axis in range(kind[1])]))
+    outputs = _OUTPUTS.get(op_type, {"out": TensorProto.FLOAT})
+    names = ["" if kind is None else name for name, kind in kinds]
+    node = helper.make_node(op_type, names, list(outputs), domain=DOMAIN, **dict(attributes))
+    described = [helper.make_tensor_value_info(name, element, None) for name, element in outputs.items()]
+    graph = helper.make_graph([node], "single", declared, described)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return native_session(model.SerializeToString(), threads)
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng([*shape, seed]).standard_normal(shape, np.float32)
+
+
+def ramp(counts: Sequence[int]) -> NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+class Pool:
+    """A pool of NaN, block tables in it for sequences of these lengths, and what their positions hold already.
+
+    lens: positions that are to be held, by sequence. Tables have one entry more than the longest needs, and entries
+    that no position needs point outside.
+    """
+
+    def __init__(self, lens: Sequence[int], heads: int, width: int, dtype: str, *, layers: int = 2) -> None:
+        random = np.random.default_rng(len(lens))
+        counts = [blocks_for(length) for length in lens]
+        order = random.permutation(sum(counts) + 2).astype(np.int32)
+        self.tables = np.full((len(lens), max(counts, default=0) + 1), -7, np.int32)
+        used = iter(order)
+        for row, count in zip(self.tables, counts, strict=True):
+            row[:count] = [next(used) for _ in range(count)]
+        shape = (len(order), layers, 2, heads, BLOCK_SIZE * padded_width(width))
+        self.cache = np.full(shape, np.nan, dtype)
+        self._heads, self._width = heads, width
+
+    def hold(self, layer: int, lens: Sequence[int], seed: int = 5) -> None:
+        """Write random keys and values at the first positions of every sequence."""
+        random = np.random.default_rng(seed)
+        for table, length in zip(self.tables.tolist(), lens, strict=True):
+            for position in range(length):
+                pair = random.standard_normal((2, self._heads, self._width), np.float32)
+                key, value = torch.from_numpy(pair)
+                write_position(torch.from_numpy(self.cache), layer, table, position, key, value)

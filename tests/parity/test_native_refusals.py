@@ -1,0 +1,272 @@
+"""Bad input to native operators: refused with the operator's name and the value, and the process lives on.
+
+The processors' kernels have no checks of their own, so whatever could lead a pointer astray must be caught here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from antiphon.model.ops.packing import pack_float, pack_int8
+from tests.parity.native_nodes import Pool, normal, ramp, run_node
+
+HEADS, WIDTH = 2, 8
+LENS = [20, 5]
+
+Arrays = dict[str, NDArray[Any] | None]
+Call = tuple[Arrays, dict[str, Any]]
+
+
+def ints(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def embed() -> Call:
+    arrays: Arrays = {
+        "input_ids": np.array([0, 9, 3]), "positions": ints(0, 1, 2), "weight": pack_float(normal(10, 8)),
+        "position_table": normal(4, 8),
+    }  # fmt: skip
+    return arrays, dict(width=8, vocab=10, scale=1.0)
+
+
+def linear() -> Call:
+    return {"x": normal(3, 8), "weight": pack_float(normal(20, 8)), "bias": normal(20)}, dict(
+        width=20, activation="relu"
+    )
+
+
+def quantized_linear() -> Call:
+    packed = pack_int8(normal(20, 8))
+    arrays: Arrays = {
+        "x": normal(3, 8), "weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums,
+    }  # fmt: skip
+    return arrays, dict(width=20, activation="none")
+
+
+def gate() -> Call:
+    return {"x": normal(3, 8)}, dict(activation="gelu")
+
+
+def add_norm() -> Call:
+    return {"x": normal(3, 8), "residual": normal(3, 8), "weight": normal(8), "bias": normal(8)}, dict(
+        epsilon=1e-5, kind="layer"
+    )
+
+
+def rotary() -> Call:
+    arrays: Arrays = {"qkv": normal(3, 48), "positions": ints(0, 1, 2), "table": normal(4, WIDTH)}
+    return arrays, dict(num_heads=HEADS)
+
+
+def packed_attention() -> Call:
+    arrays: Arrays = {
+        "qkv": normal(5, 48), "offsets": ramp([2, 3]), "bias_table": normal(HEADS, 5), "slopes": normal(HEADS),
+    }  # fmt: skip
+    return arrays, dict(num_heads=HEADS, scale=1.0, causal=0)
+
+
+def paged_self_attention() -> Call:
+    pool = Pool(LENS, HEADS, WIDTH, "float32")
+    pool.hold(0, [length - 1 for length in LENS])
+    arrays: Arrays = {
+        "qkv": normal(2, 48), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([1, 1]),
+        "positions": ints(19, 4), "bias_table": normal(HEADS, 5), "slopes": normal(HEADS),
+    }  # fmt: skip
+    return arrays, dict(num_heads=HEADS, scale=1.0, layer=0)
+
+
+def paged_cross_attention() -> Call:
+    pool = Pool(LENS, HEADS, WIDTH, "float16")
+    pool.hold(1, LENS)
+    arrays: Arrays = {
+        "query": normal(2, 16), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([1, 1]),
+        "source_lens": ints(*LENS),
+    }  # fmt: skip
+    return arrays, dict(num_heads=HEADS, scale=1.0, layer=1)
+
+
+def paged_write() -> Call:
+    pool = Pool(LENS, HEADS, WIDTH, "float32")
+    arrays: Arrays = {
+        "kv": normal(sum(LENS), 32), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp(LENS),
+    }  # fmt: skip
+    return arrays, dict(num_heads=HEADS, layer=0)
+
+
+def select() -> Call:
+    arrays: Arrays = {
+        "hidden": normal(3, 8), "weight": pack_float(normal(20, 8)), "offsets": ramp([1, 2]),
+        "positions": ints(0, 1, 2), "temperatures": np.array([0, 1], np.float32), "top_ks": ints(0, 3),
+        "top_ps": np.ones(2, np.float32), "seeds": np.array([1, 2]), "num_logprobs": ints(2),
+    }  # fmt: skip
+    return arrays, dict(vocab=20)
+
+
+CALLS = {
+    "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "Gate": gate, "AddNorm": add_norm,
+    "Rotary": rotary, "PackedAttention": packed_attention, "PagedSelfAttention": paged_self_attention,
+    "PagedCrossAttention": paged_cross_attention, "PagedWrite": paged_write, "Select": select,
+}  # fmt: skip
+
+# Operator, what is changed (an input's new value, or an attribute's), what the message must say.
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("Embed", {"input_ids": np.array([0, 10, 3])}, "input_ids is 10"),
+    ("Embed", {"input_ids": np.array([0, -1, 3])}, "input_ids is -1"),
+    ("Embed", {"positions": ints(0, 1, 4)}, "positions is 4"),
+    ("Embed", {"positions": ints(-3, 1, 2)}, "positions is -3"),
+    ("Embed", {"positions": ints(0, 1)}, "length of positions is 2"),
+    ("Embed", {"position_table": normal(4, 9)}, "position_table is 9"),
+    ("Embed", {"weight": pack_float(normal(10, 7))}, "weight"),
+    ("Embed", {"weight": pack_float(normal(30, 8))}, "weight"),
+    ("Linear", {"x": normal(3, 9)}, "weight"),
+    ("Linear", {"width": 40}, "weight"),
+    ("Linear", {"bias": normal(19)}, "bias"),
+    ("Linear", {"x": normal(3)}, "x has 1 dimensions"),
+    ("Linear", {"activation": "swish"}, "activation is swish"),
+    ("QuantizedLinear", {"x": normal(3, 80)}, "weight"),
+    ("QuantizedLinear", {"scales": normal(7)}, "scales"),
+    ("QuantizedLinear", {"column_sums": ints(1, 2)}, "column_sums"),
+    ("Gate", {"x": normal(3, 7)}, "7"),
+    ("AddNorm", {"residual": normal(2, 8)}, "residual is 2"),
+    ("AddNorm", {"residual": normal(3, 6)}, "residual is 6"),
+    ("AddNorm", {"weight": normal(9)}, "weight is 9"),
+    ("AddNorm", {"bias": normal(1)}, "bias is 1"),
+    ("AddNorm", {"kind": "batch"}, "kind is batch"),
+    ("Rotary", {"positions": ints(0, 4, 1)}, "positions is 4"),
+    ("Rotary", {"table": normal(4, 6)}, "table is 6"),
+    ("Rotary", {"num_heads": 5}, "qkv is 48"),
+    ("Rotary", {"num_heads": 0}, "num_heads is 0"),
+    ("PackedAttention", {"offsets": ramp([2, 2])}, "offsets is 4"),
+    ("PackedAttention", {"offsets": ints(1, 2, 5)}, "offsets.* is 1"),
+    ("PackedAttention", {"offsets": ints(0, 7, 5)}, "offsets is 5"),
+    ("PackedAttention", {"offsets": ints()}, "offsets is 0"),
+    ("PackedAttention", {"bias_table": normal(3, 5)}, "bias_table is 3"),
+    ("PackedAttention", {"bias_table": normal(HEADS, 4)}, "bias_table is 4"),
+    ("PackedAttention", {"slopes": normal(1)}, "slopes is 1"),
+    ("PackedAttention", {"num_heads": 7}, "qkv is 48"),
+    ("PagedSelfAttention", {"block_tables": ints(10_000, 1, 2, 3).reshape(2, 2)}, "block_tables is 10000"),
+    ("PagedSelfAttention", {"block_tables": ints(-1, 1, 2, 3).reshape(2, 2)}, "block_tables is -1"),
+    ("PagedSelfAttention", {"block_tables": ints(0, 1).reshape(2, 1)}, "width of block_tables is 1.*20 positions"),
+    ("PagedSelfAttention", {"block_tables": ints(0, 1).reshape(1, 2)}, "rows of block_tables is 1"),
+    ("PagedSelfAttention", {"positions": ints(19, -1)}, "positions is -1"),
+    ("PagedSelfAttention", {"positions": ints(19)}, "positions is 1"),
+    ("PagedSelfAttention", {"offsets": ramp([1, 0])}, "offsets is 1"),
+    ("PagedSelfAttention", {"offsets": ramp([2])}, "block_tables is 2|positions is 4"),
+    ("PagedSelfAttention", {"layer": 2}, "layer is 2"),
+    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, HEADS, 128), np.float32)}, "width of cache is 128"),
+    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 1, HEADS, 256), np.float32)}, "cache is 1"),
+    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, 3, 256), np.float32)}, "heads of cache is 3"),
+    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, HEADS, 256), np.int16)}, "cache must be float32 or float16"),
+    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, HEADS, 256), np.float64)}, "cache must be float32 or float16"),
+    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, 512), np.float32)}, "cache has 4 dimensions"),
+    ("PagedCrossAttention", {"source_lens": ints(49, 5)}, "width of block_tables is 3.*49 positions"),
+    ("PagedCrossAttention", {"source_lens": ints(33, 5)}, "block_tables is -7"),
+    ("PagedCrossAttention", {"source_lens": ints(20, 0)}, "source_lens is 0"),
+    ("PagedCrossAttention", {"source_lens": ints(20, -4)}, "source_lens is -4"),
+    ("PagedCrossAttention", {"source_lens": ints(20)}, "source_lens is 1"),
+    ("PagedCrossAttention", {"query": normal(2, 48)}, "width of cache"),
+    ("PagedWrite", {"offsets": ramp([20, 6])}, "offsets is 26"),
+    ("PagedWrite", {"offsets": ramp([5, 20])}, "block_tables is -7"),
+    ("PagedWrite", {"kv": normal(25, 33)}, "kv is 33"),
+    ("PagedWrite", {"layer": -1}, "layer is -1"),
+    ("Select", {"offsets": ramp([1, 3])}, "offsets is 4"),
+    ("Select", {"offsets": ramp([0, 3])}, "offsets is 0"),
+    ("Select", {"positions": ints(0, 1)}, "positions is 2"),
+    ("Select", {"temperatures": np.array([0, -1], np.float32)}, "temperatures of row is 1"),
+    ("Select", {"temperatures": np.array([np.nan, 1], np.float32)}, "temperatures of row is 0"),
+    ("Select", {"top_ps": np.array([np.nan, 1], np.float32)}, "top_ps of row is 0"),
+    ("Select", {"top_ks": ints(1, -2)}, "top_ks is -2"),
+    ("Select", {"seeds": np.array([1])}, "seeds is 1"),
+    ("Select", {"num_logprobs": ints(21)}, "num_logprobs is 21"),
+    ("Select", {"num_logprobs": ints(-2)}, "num_logprobs is -2"),
+    ("Select", {"num_logprobs": ints(1, 1)}, "num_logprobs is 2"),
+    ("Select", {"vocab": 200}, "weight"),
+]
+
+
+def run_changed(op_type: str, changes: dict[str, Any]) -> None:
+    arrays, attributes = CALLS[op_type]()
+    for name, value in changes.items():
+        (attributes if name in attributes else arrays)[name] = value
+    run_node(op_type, arrays, **attributes)
+
+
+@pytest.mark.parametrize("op_type", CALLS)
+def test_calls_that_refusals_start_from_are_good(op_type: str) -> None:
+    run_changed(op_type, {})
+
+
+@pytest.mark.parametrize(("op_type", "changes", "message"), BAD, ids=[f"{op}-{next(iter(c))}" for op, c, _ in BAD])
+def test_bad_input_is_refused_by_name_and_value(op_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=rf"antiphon\.{op_type}: .*{message}"):
+        run_changed(op_type, changes)
+    run_changed(op_type, {})
+
+
+@pytest.mark.parametrize(
+    ("op_type", "changes"),
+    [
+        ("Linear", {"x": normal(3, 8).astype(np.float64)}),
+        ("QuantizedLinear", {"weight": pack_int8(normal(20, 8)).integers.view(np.uint8)}),
+        ("PagedWrite", {"block_tables": np.zeros((2, 2), np.int64)}),
+        ("Select", {"seeds": ints(1, 2)}),
+    ],
+)
+def test_wrong_element_type_is_refused_when_the_graph_is_loaded(op_type: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=f"(?s)tensor.*{op_type}"):
+        run_changed(op_type, changes)
+
+
+ANY_INT = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_no_lengths_or_tables_end_the_process(data: st.DataObject) -> None:
+    """Any integers at all in place of the small ones: an answer or a refusal, and nothing outside the pool changes."""
+    op_type = data.draw(st.sampled_from(["PackedAttention", "PagedSelfAttention", "PagedCrossAttention", "PagedWrite"]))
+    arrays, attributes = CALLS[op_type]()
+    for name, array in arrays.items():
+        if array is not None and array.dtype == np.int32 and data.draw(st.booleans()):
+            drawn = data.draw(st.lists(ANY_INT, min_size=array.size, max_size=array.size))
+            arrays[name] = np.array(drawn, np.int32).reshape(array.shape)
+    held, guard = arrays.get("cache"), np.float32(7)
+    if held is not None:
+        roomy = np.full((held.shape[0] + 2, *held.shape[1:]), guard, held.dtype)
+        roomy[1:-1] = held
+        arrays["cache"] = roomy[1:-1]
+    message = f"antiphon.{op_type}: "
+    try:
+        run_node(op_type, arrays, **attributes)
+    except Exception as error:
+        message = str(error)
+    assert f"antiphon.{op_type}: " in message
+    if held is not None:
+        assert (roomy[[0, -1]] == guard).all()
+
+
+@pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
+def test_every_processors_kernels_pass_the_same_tests(kernels: str) -> None:
+    """The operators' tests once more with kernels that this processor would not choose, in a process that does."""
+    asked = {**os.environ, "ANTIPHON_CPU": kernels}
+    here = Path(__file__).parent
+    probe = "from tests.parity.test_native_refusals import run_changed; run_changed('Gate', {})"
+    root = here.parents[1]
+    tried = subprocess.run([sys.executable, "-c", probe], env=asked, cwd=root, capture_output=True, text=True)
+    if tried.returncode and "ANTIPHON_CPU" in tried.stderr:
+        pytest.skip(tried.stderr.strip().splitlines()[-1])
+    files = [here / "test_native_ops.py", here / "test_native_select.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", *files], env=asked, cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
