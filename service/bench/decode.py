@@ -37,9 +37,15 @@ def decode(setup: Setup) -> list[Finding]:
 
 
 def settings_for(subject: Subject, twin: Twin, rows: int, threads: int) -> TwinSettings:
-    """CTranslate2's best settings for `rows` rows of a model: a batch of them for each worker, on each candidate."""
-    sources = subject.sources(rows * threads if rows > 1 else 4)
-    mean_len = None if subject.is_endless else sum(map(len, sources)) / len(sources)
+    """CTranslate2's best settings for `rows` rows of a model.
+
+    Found on what is measured; targets of one length show it as well in one batch for each worker.
+    """
+    if subject.is_endless:
+        sources, mean_len = subject.sources(rows * threads if rows > 1 else 4), None
+    else:
+        sources = subject.sources(num_requests(subject, rows))
+        mean_len = sum(map(len, sources)) / len(sources)
     return twin.best(decode_candidates(rows, threads, mean_len), prompts_of(sources), subject.max_new_tokens)
 
 
