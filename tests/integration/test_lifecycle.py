@@ -163,7 +163,7 @@ def one_line(result: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def _flip_a_byte(copy: Path) -> None:
-    weights = copy / "weights.int8.bin"
+    weights = copy / "weights.native.int8.bin"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
@@ -182,7 +182,7 @@ def _replace_tokenizer(copy: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped byte": (_flip_a_byte, "weights.int8.bin is damaged"),
+    "flipped byte": (_flip_a_byte, "weights.native.int8.bin is damaged"),
     "missing file": (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "newer": (
         lambda copy: _edit_manifest(copy, lambda manifest: manifest.update(format_version=FORMAT_VERSION + 1)),
