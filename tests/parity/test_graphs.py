@@ -6,14 +6,18 @@ compared with the tolerance that export enforces.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from antiphon.model.bundle import Bundle, Lowering, Precision
+from antiphon.model.export import write_graphs
+from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.stepper import Floats, GraphStepper, Ids
 from antiphon.model.verify import TOLERANCES, compare, step_through, verify
-from tests.parity.exports import random_model, stepper
+from tests.parity.exports import native_stepper, random_model, stepper
 
 STEPS = 6
 
@@ -81,6 +85,62 @@ def test_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle, precision
             rows = random.permutation(len(lens))[: random.integers(2, len(lens) + 1)]
             crowd = step_through(runner, [sources[row] for row in rows], target[rows])
             np.testing.assert_array_equal(crowd, single[rows])
+
+
+def log_softmax(logits: Floats) -> Floats:
+    found: Floats = torch.from_numpy(logits).log_softmax(dim=-1).numpy()
+    return found
+
+
+def test_native_graphs_equal_contrib_graphs_at_either_precision(bundle: Bundle, tmp_path: Path) -> None:
+    """Both quantise alike, so with a cache in float32 int8 differs no more than float32 does."""
+    sources, target = draw(bundle, [3, 9, 17, 40])
+    config = bundle.manifest.model
+    for graphs in write_graphs(random_model(config), tmp_path, ("float32", "int8"), ("native",), "float32"):
+        found = step_through(NativeStepper(tmp_path, graphs, config), sources, target)
+        expected = log_softmax(step_through(stepper(bundle, graphs.precision, "contrib"), sources, target))
+        assert compare(*(values.reshape(-1, config.vocab_size) for values in (found, expected))).rms_error < 1e-5
+
+
+def test_float16_cache_costs_less_than_int8_weights(bundle: Bundle) -> None:
+    """A key rounded to float16 moves activations over the edge between two of their levels, here and there."""
+    sources, target = draw(bundle, [3, 9, 17, 40])
+    found, exact, coarse = (
+        log_softmax(step_through(runner, sources, target)).reshape(-1, bundle.manifest.model.vocab_size)
+        for runner in (native_stepper(bundle, "int8"), stepper(bundle, "float32"), stepper(bundle, "int8"))
+    )
+    assert compare(found, exact).rms_error < 1.2 * compare(coarse, exact).rms_error
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_native_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle, precision: Precision) -> None:
+    """Sources packed into one encoder run, rows at different positions, one thread and two."""
+    random = np.random.default_rng(3)
+    sources, target = draw(bundle, random.integers(1, 45, 9).tolist())
+    runner = native_stepper(bundle, precision)
+    single = np.concatenate([step_through(runner, [source], target[[row]]) for row, source in enumerate(sources)])
+    for threads in (1, 2):
+        runner = native_stepper(bundle, precision, threads=threads)
+        for _ in range(3):
+            rows = random.permutation(len(sources))[: random.integers(2, len(sources) + 1)]
+            crowd = step_through(runner, [sources[row] for row in rows], target[rows])
+            np.testing.assert_array_equal(crowd, single[rows])
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_native_prefixes_fed_at_once_equal_tokens_fed_one_by_one(bundle: Bundle, precision: Precision) -> None:
+    """Bit for bit, prefixes of several lengths beside rows that decode; a token fed again changes nothing."""
+    sources, target = draw(bundle, [5, 30, 1, 12])
+    runner = native_stepper(bundle, precision)
+    single = step_through(runner, sources, target)
+    sequences, starts = runner.encode(sources, STEPS), np.zeros(4, np.int32)
+    for counts in ((3, 1, 6, 2), (1, 1, 1, 4), (2, 4, 1, 1)):
+        starts = np.minimum(starts, STEPS - np.array(counts)).astype(np.int32)
+        ends = starts + np.array(counts, np.int32)
+        pieces = [row[start:end] for row, start, end in zip(target, starts, ends, strict=True)]
+        found = runner.step(sequences, pieces, starts)
+        np.testing.assert_array_equal(found, single[np.arange(4), ends - 1])
+        starts = ends
 
 
 def test_cross_cache_beyond_a_rows_length_does_not_matter(bundle: Bundle) -> None:
