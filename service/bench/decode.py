@@ -21,7 +21,7 @@ from antiphon.service.runner import Runner
 ROWS = (1, 8, 32, 64, 128)
 # Requests of one run are so many times the rows, and at least so many: a run must outlast its ends.
 _RANDOM_FILLS, _MIN_RANDOM = 4, 16
-_SENTENCE_FILLS, _MIN_SENTENCES = 12, 96
+_SENTENCE_FILLS, _MIN_SENTENCES = 12, 64
 
 
 def decode(setup: Setup) -> list[Finding]:

@@ -69,21 +69,34 @@ def test_section_of_our_own_parts_reports_figures(
     assert all(finding["ratio"] > 0 for finding in findings if finding["baseline"] is not None)
 
 
-def test_sections_beside_ctranslate2_run_the_same_work(made: Path, tmp_path: Path, texts: tuple[str, ...]) -> None:
-    sections = ("decode", "encode", "poisson", "memory")
+def beside_ctranslate2(made: Path, *flags: str) -> tuple[str, ...]:
+    """Arguments that compare the made bundle; its twin is made by whoever comes first."""
+    models = ("--model", "bundle", "--checkpoint", str(made / "checkpoint"), "--work", str(made.parent / "work"))
+    return (str(made / "bundle"), *models, *flags)
+
+
+def test_speed_is_measured_beside_ctranslate2_on_the_same_work(
+    made: Path, tmp_path: Path, texts: tuple[str, ...]
+) -> None:
     plot, profile = tmp_path / "decode.png", tmp_path / "profile.txt"
-    flags = ("--rows", "8", "--plot", str(plot), "--profile", str(profile), "--work", str(tmp_path / "work"))
-    arguments = (str(made / "bundle"), "--section", *sections, "--model", "bundle", *texts)
-    findings = findings_of(tmp_path, (*arguments, "--checkpoint", str(made / "checkpoint"), *flags))
-    assert list(dict.fromkeys(finding["name"] for finding in findings)) == list(sections)
+    flags = ("--section", "decode", "encode", "--rows", "8", "--plot", str(plot), "--profile", str(profile))
+    findings = findings_of(tmp_path, beside_ctranslate2(made, *flags, *texts))
+    assert [(finding["name"], finding["rows"], finding["unit"]) for finding in findings] == [
+        ("decode", 8, "tokens/s"),
+        ("decode", 8, "BLEU"),
+        ("encode", 64, "source tokens/s"),
+    ]
     assert all(finding["ctranslate2"] is not None for finding in findings)
-    assert [finding["rows"] for finding in findings if finding["name"] == "decode"] == [8, 8]
-    units = {finding["unit"] for finding in findings}
-    assert units == {"tokens/s", "BLEU", "source tokens/s", "requests/s", "ms", "MB"}
-    # int8 weights are the same on both sides, activations are rounded otherwise: a random model may well tell.
-    assert all(finding["equal_outputs"] > 0 for finding in findings if finding["name"] == "encode")
+    assert findings[2]["equal_outputs"] > 0
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "decoder, 8 rows" in profile.read_text(encoding="utf-8")
+
+
+def test_waits_and_memory_are_measured_beside_ctranslate2(made: Path, tmp_path: Path, texts: tuple[str, ...]) -> None:
+    findings = findings_of(tmp_path, beside_ctranslate2(made, "--section", "poisson", "memory", *texts))
+    units = [(finding["name"], finding["unit"]) for finding in findings]
+    assert units == [("poisson", "requests/s"), *[("poisson", "ms")] * 6, *[("memory", "MB")] * 2]
+    assert all(finding["ctranslate2"] is not None for finding in findings)
 
 
 def test_bundle_without_its_checkpoint_is_left_out_and_said_so(bundle: Path) -> None:
