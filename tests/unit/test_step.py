@@ -9,94 +9,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from antiphon.service.admission import AdmissionLimits, admit
-from antiphon.service.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull
-from antiphon.service.kv_cache import BlockPool, blocks_for
-from antiphon.service.metrics import Metrics
-from antiphon.service.request import FinishReason, SamplingParams, TokenEvent
-from antiphon.service.request_queue import QueueLimits, RequestQueue
-from antiphon.service.scheduler import SchedulerLimits
-from antiphon.service.sequence import Sequence, SequenceState
-from antiphon.service.step import StepParts, Stepper
-from antiphon.service.stream import OutputStream
-from tests.fakes import FakeClock, FakeRunner, request_of, source_of
-
-BLOCK_SIZE = 4
-
-
-class Bench:
-    """A stepper over the fake model, every sequence it was given, and the checks that must hold after any step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, max_rows: int = 4, num_blocks: int = 64) -> None:
-        self.loop = loop
-        self.runner = FakeRunner(max_rows=max_rows, block_size=BLOCK_SIZE, num_blocks=num_blocks)
-        self.clock = FakeClock()
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
-        self.live: dict[str, Sequence] = {}
-        self.all: list[Sequence] = []
-        self.registry = CollectorRegistry()
-        self.stepper = Stepper(
-            StepParts(
-                runner=self.runner,
-                queue=self.queue,
-                pool=self.pool,
-                limits=SchedulerLimits(max_num_seqs=max_rows, max_num_batched_tokens=16),
-                metrics=Metrics(self.registry),
-                live=self.live,
-                clock=self.clock,
-            )
-        )
-
-    def add(
-        self,
-        name: str,
-        source: tuple[int, ...],
-        params: SamplingParams | None = None,
-        *,
-        within_s: float | None = None,
-        prefix: tuple[int, ...] = (),
-    ) -> Sequence:
-        deadline_s = None if within_s is None else self.clock() + within_s
-        request = request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s, prefix=prefix)
-        limits = AdmissionLimits(
-            vocab_size=self.runner.vocab_size,
-            max_source_len=self.runner.max_source_len,
-            max_target_len=self.runner.max_target_len,
-            num_blocks=self.pool.num_blocks,
-            block_size=BLOCK_SIZE,
-        )
-        sequence = admit(request, OutputStream(name, loop=self.loop), limits)
-        self.queue.put(sequence, self.clock())
-        self.live[name] = sequence
-        self.all.append(sequence)
-        return sequence
-
-    def step(self, *cancelled: str) -> None:
-        self.stepper.step(cancelled)
-        self.check()
-
-    def finish(self) -> None:
-        while self.stepper.has_work:
-            self.step()
-
-    def check(self) -> None:
-        running = [sequence for sequence in self.all if sequence.state is SequenceState.RUNNING]
-        tables = [block for s in running for block in s.self_block_table + s.cross_block_table]
-        assert len(set(tables)) == len(tables) == self.pool.num_used
-        assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
-        assert sorted(s.row for s in running if s.row is not None) == list(range(len(running)))
-        assert self.stepper.num_running == len(running)
-        assert set(self.live) == {s.request_id for s in self.all if s.state is not SequenceState.FINISHED}
-
-    def output(self, sequence: Sequence) -> TokenEvent:
-        """Everything a finished sequence sent, as one event."""
-        return self.loop.run_until_complete(asyncio.wait_for(sequence.stream.collect(), 30))
-
-    def sample(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"antiphon_{name}", labels)
+from antiphon.service.errors import DeadlineExceeded, EngineFault, QueueFull
+from antiphon.service.kv_cache import blocks_for
+from antiphon.service.request import FinishReason, SamplingParams
+from antiphon.service.sequence import SequenceState
+from tests.fakes import source_of
+from tests.unit.step_bench import BLOCK_SIZE, Bench, expected
 
 
 @pytest.fixture
@@ -109,14 +28,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 @pytest.fixture
 def bench(loop: asyncio.AbstractEventLoop) -> Bench:
     return Bench(loop)
-
-
-def expected(bench: Bench, sequence: Sequence) -> tuple[tuple[int, ...], FinishReason]:
-    request = sequence.request
-    token_ids, reason = bench.runner.answer(
-        request.source_ids, request.params.max_new_tokens, prefix_len=len(request.prefix_ids)
-    )
-    return tuple(token_ids), reason
 
 
 def test_step_decodes_the_first_token_in_the_step_that_encodes(bench: Bench) -> None:
@@ -152,60 +63,6 @@ def test_step_encodes_sources_of_any_lengths_together(bench: Bench) -> None:
         bench.add(str(i), source_of(target_len=2, length=length, variant=i))
     bench.step()
     assert [[len(source) for source in run] for run in bench.runner.encoded] == [[3, 5, 3]]
-    bench.finish()
-
-
-def test_step_feeds_a_prefix_beside_the_tokens_of_other_rows(bench: Bench) -> None:
-    running = bench.add("running", source_of(target_len=12))
-    bench.step()
-    prefixed = bench.add("prefixed", source_of(target_len=9), prefix=(7, 8, 9))
-    plain = bench.add("plain", source_of(target_len=2, variant=1))
-    bench.step()
-    bench.step()
-    assert bench.runner.decoded_rows == [1, 3, 3]
-    assert bench.runner.decoded_tokens == [1, 1 + 4 + 1, 3]
-    bench.finish()
-    event = bench.output(prefixed)
-    assert (event.token_ids, event.finish_reason) == expected(bench, prefixed)
-    assert (len(event.token_ids), event.num_generated) == (9 - 3, 10 - 3)
-    for sequence in (running, plain):
-        assert bench.output(sequence).token_ids == expected(bench, sequence)[0]
-
-
-def test_step_counts_a_prefix_in_blocks_and_in_the_longest_target(bench: Bench) -> None:
-    limited = bench.add("limited", source_of(target_len=60), SamplingParams(max_new_tokens=2), prefix=(7,) * 5)
-    full = bench.add("full", source_of(target_len=60, variant=1), prefix=(7,) * 30)
-    longest = bench.runner.max_target_len
-    assert limited.num_self_blocks == blocks_for(1 + 5 + 2, BLOCK_SIZE)
-    assert (full.num_self_blocks, full.max_new_tokens) == (blocks_for(longest, BLOCK_SIZE), longest - 30)
-    bench.finish()
-    assert bench.output(limited).num_generated == 2
-    event = bench.output(full)
-    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, 2)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "num_blocks", "message"),
-    [
-        ((7,) * 32, 64, "prefix is '32 tokens long'; it must be 0 to 31 tokens long"),
-        ((64,), 64, "prefix is 'token id 64'"),
-        ((7,) * 20, 5, "prefix is '20 tokens long'; it must be at most 14 tokens long"),
-        ((7,) * 12, 5, "max_new_tokens is None; it must be at most 3"),
-    ],
-)
-def test_admission_refuses_a_prefix_that_could_never_run(
-    loop: asyncio.AbstractEventLoop, prefix: tuple[int, ...], num_blocks: int, message: str
-) -> None:
-    bench = Bench(loop, num_blocks=num_blocks)
-    with pytest.raises(InvalidArgument, match=message):
-        bench.add("a", source_of(target_len=3), prefix=prefix)
-
-
-def test_step_prefills_no_more_source_and_prefix_tokens_than_the_budget(bench: Bench) -> None:
-    for i in range(3):
-        bench.add(str(i), source_of(target_len=9, variant=i), prefix=(7,) * 4)  # 7 tokens each, of 16
-    bench.step()
-    assert bench.runner.decoded_tokens == [2 * 5]
     bench.finish()
 
 
