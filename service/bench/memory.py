@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.service.bench.decode import settings_for
 from antiphon.service.bench.report import BenchFailure, Case, Finding
 from antiphon.service.bench.server import PATIENCE_S
 from antiphon.service.bench.setup import Setup, Subject
-from antiphon.service.bench.twin import Twin, TwinSettings
+from antiphon.service.bench.twin import Twin, TwinSettings, decode_candidates, prompts_of
 
 ROWS = 64
 _MOMENTS = {"loaded_mb": "resident after load", "peak_mb": "peak resident, one full batch"}
@@ -24,7 +23,9 @@ def memory(setup: Setup) -> list[Finding]:
 
 
 def _memory_of(subject: Subject, setup: Setup) -> list[Finding]:
-    settings = settings_for(subject, Twin(subject.twin_folder), ROWS, setup.threads)
+    sources = subject.sources(ROWS)
+    candidates = decode_candidates(ROWS, setup.threads, sum(map(len, sources)) / ROWS)
+    settings = Twin(subject.twin_folder).best(candidates, prompts_of(sources), subject.max_new_tokens)
     runs = [
         (
             _child(subject, "antiphon", subject.bundle.path, [setup.threads, setup.lowering or ""]),
