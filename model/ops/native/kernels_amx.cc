@@ -91,18 +91,19 @@ ANTIPHON_INLINE void TwoByTwo(const Operands& in, int32_t* sums) {
 struct Product {
   const QuantizedRows& rows;
   const QuantizedWeight& weight;
-  Activation activation;
   float* out;
   int64_t stride;
   int64_t begin;
 
-  // Outputs of up to 16 rows and one panel from their sums.
-  ANTIPHON_INLINE void Emit(const int32_t* sums, int64_t row, int64_t panel) const {
+  // Outputs of up to 16 rows of one panel from their sums.
+  template <Activation kind>
+  ANTIPHON_INLINE void Emit(const int32_t* sums, int64_t row, int64_t panel, const Dequantizer<kind>& outputs) const {
     const int64_t end = row + kTileRows < rows.rows ? row + kTileRows : rows.rows;
-    for (int64_t r = row; r < end; ++r, sums += kPanel) {
+    float* to = out + row * stride + (panel - begin) * kPanel;
+    for (int64_t r = row; r < end; ++r, sums += kPanel, to += stride) {
       I32 loaded;
       memcpy(&loaded, sums, sizeof(loaded));
-      Dequantize(loaded, rows, r, weight, activation, panel, out + r * stride + (panel - begin) * kPanel);
+      outputs.Emit(loaded, rows, r, to);
     }
   }
 
@@ -111,22 +112,30 @@ struct Product {
     return {rows.data + row * depth, weight.data + panel * depth * kPanel, depth / kDepth};
   }
 
+  template <Activation kind>
   ANTIPHON_INLINE void PanelPair(int64_t panel, int32_t* sums) const {
+    const Dequantizer<kind> left(weight, panel), right(weight, panel + 1);
     int64_t row = 0;
     for (; rows.rows - row > kTileRows; row += 2 * kTileRows) {
       TwoByTwo(At(row, panel), sums);
-      for (int tile = 0; tile < 4; ++tile) Emit(sums + 256 * tile, row + tile / 2 * kTileRows, panel + tile % 2);
+      Emit(sums, row, panel, left);
+      Emit(sums + 256, row, panel + 1, right);
+      Emit(sums + 512, row + kTileRows, panel, left);
+      Emit(sums + 768, row + kTileRows, panel + 1, right);
     }
     if (row < rows.rows) {
       OneByTwo(At(row, panel), sums);
-      for (int tile = 0; tile < 2; ++tile) Emit(sums + 256 * tile, row, panel + tile);
+      Emit(sums, row, panel, left);
+      Emit(sums + 256, row, panel + 1, right);
     }
   }
 
+  template <Activation kind>
   ANTIPHON_INLINE void SinglePanel(int64_t panel, int32_t* sums) const {
+    const Dequantizer<kind> outputs(weight, panel);
     for (int64_t row = 0; row < rows.rows; row += kTileRows) {
       OneByOne(At(row, panel), sums);
-      Emit(sums, row, panel);
+      Emit(sums, row, panel, outputs);
     }
   }
 };
@@ -152,10 +161,13 @@ void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Acti
   }
   alignas(64) int32_t sums[4 * 256];
   Configure(rows.rows < kTileRows ? rows.rows : kTileRows);
-  const Product product{rows, weight, activation, out, stride, begin};
-  int64_t panel = begin;
-  for (; end - panel >= 2; panel += 2) product.PanelPair(panel, sums);
-  if (panel < end) product.SinglePanel(panel, sums);
+  const Product product{rows, weight, out, stride, begin};
+  WithActivation(activation, [&](auto constant) {
+    constexpr Activation kind = decltype(constant)::value;
+    int64_t panel = begin;
+    for (; end - panel >= 2; panel += 2) product.PanelPair<kind>(panel, sums);
+    if (panel < end) product.SinglePanel<kind>(panel, sums);
+  });
   _tile_release();
 }
 

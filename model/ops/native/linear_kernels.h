@@ -11,6 +11,13 @@
 namespace antiphon {
 namespace {
 
+constexpr int32_t kMiddle = 128;  // the zero point of rows with negative numbers
+
+template <Activation kind>
+struct Constant {
+  static constexpr Activation value = kind;
+};
+
 // erf by Abramowitz and Stegun 7.1.26: absolute error below 1.5e-7.
 ANTIPHON_INLINE F32 Erf(F32 x) {
   const F32 size = Abs(x);
@@ -28,18 +35,29 @@ ANTIPHON_INLINE F32 Tanh(F32 x) {
   return 1.0f - 2.0f / (Exp(bounded * 2.0f) + 1.0f);
 }
 
-ANTIPHON_INLINE F32 Activate(F32 x, Activation activation) {
-  switch (activation) {
-    case Activation::kRelu:
-      return x < 0.0f ? F32{} : x;
-    case Activation::kGelu:
-      return x * 0.5f * (1.0f + Erf(x * 0.70710678f));
-    case Activation::kGeluTanh:
-      return x * 0.5f * (1.0f + Tanh((x + x * x * x * 0.044715f) * 0.79788456f));
-    case Activation::kNone:
-      break;
+template <Activation kind>
+ANTIPHON_INLINE F32 Activate(F32 x) {
+  if constexpr (kind == Activation::kRelu) return x < 0.0f ? F32{} : x;
+  if constexpr (kind == Activation::kGelu) return x * 0.5f * (1.0f + Erf(x * 0.70710678f));
+  if constexpr (kind == Activation::kGeluTanh) {
+    return x * 0.5f * (1.0f + Tanh((x + x * x * x * 0.044715f) * 0.79788456f));
   }
   return x;
+}
+
+// Calls body(constant) with the activation as a template argument: a choice inside the loops would cost more than they.
+template <typename Body>
+ANTIPHON_INLINE void WithActivation(Activation activation, const Body& body) {
+  switch (activation) {
+    case Activation::kRelu:
+      return body(Constant<Activation::kRelu>{});
+    case Activation::kGelu:
+      return body(Constant<Activation::kGelu>{});
+    case Activation::kGeluTanh:
+      return body(Constant<Activation::kGeluTanh>{});
+    case Activation::kNone:
+      return body(Constant<Activation::kNone>{});
+  }
 }
 
 ANTIPHON_INLINE int PanelWidth(int64_t outputs, int64_t panel) {
@@ -47,15 +65,9 @@ ANTIPHON_INLINE int PanelWidth(int64_t outputs, int64_t panel) {
   return static_cast<int>(left < kPanel ? left : kPanel);
 }
 
-ANTIPHON_INLINE void Finish(F32 value, const float* bias, Activation activation, int64_t panel, int width, float* out) {
-  if (bias != nullptr) value += LoadPart(bias + panel * kPanel, width);
-  StorePart(out, Activate(value, activation), width);
-}
-
 // Rows x Panels outputs at once: as many accumulators as hide the latency of a fused multiply-add.
-template <int Rows, int Panels>
-ANTIPHON_INLINE void FloatTile(const float* x, const FloatWeight& weight, Activation activation, int64_t panel,
-                               float* out, int64_t stride) {
+template <Activation kind, int Rows, int Panels>
+ANTIPHON_INLINE void FloatTile(const float* x, const FloatWeight& weight, int64_t panel, float* out, int64_t stride) {
   const float* columns[Panels];
   for (int p = 0; p < Panels; ++p) columns[p] = weight.data + (panel + p) * weight.inputs * kPanel;
   F32 sums[Rows][Panels] = {};
@@ -70,33 +82,37 @@ ANTIPHON_INLINE void FloatTile(const float* x, const FloatWeight& weight, Activa
   for (int r = 0; r < Rows; ++r) {
     for (int p = 0; p < Panels; ++p) {
       const int width = PanelWidth(weight.outputs, panel + p);
-      Finish(sums[r][p], weight.bias, activation, panel + p, width, out + r * stride + p * kPanel);
+      const F32 bias = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + (panel + p) * kPanel, width);
+      StorePart(out + r * stride + p * kPanel, Activate<kind>(sums[r][p] + bias), width);
     }
   }
 }
 
-template <int Panels>
-ANTIPHON_INLINE void FloatColumns(const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
-                                  int64_t panel, float* out, int64_t stride) {
+template <Activation kind, int Panels>
+ANTIPHON_INLINE void FloatColumns(const float* x, int64_t rows, const FloatWeight& weight, int64_t panel, float* out,
+                                  int64_t stride) {
   constexpr int kRows = 16 / Panels < 6 ? 16 / Panels : 6;
   int64_t row = 0;
   for (; rows - row >= kRows; row += kRows) {
-    FloatTile<kRows, Panels>(x + row * weight.inputs, weight, activation, panel, out + row * stride, stride);
+    FloatTile<kind, kRows, Panels>(x + row * weight.inputs, weight, panel, out + row * stride, stride);
   }
   for (; row < rows; ++row) {
-    FloatTile<1, Panels>(x + row * weight.inputs, weight, activation, panel, out + row * stride, stride);
+    FloatTile<kind, 1, Panels>(x + row * weight.inputs, weight, panel, out + row * stride, stride);
   }
 }
 
 void FloatProduct(const float* x, int64_t rows, const FloatWeight& weight, Activation activation, int64_t begin,
                   int64_t end, float* out, int64_t stride) {
-  int64_t panel = begin;
-  for (; end - panel >= 4; panel += 4) {
-    FloatColumns<4>(x, rows, weight, activation, panel, out + (panel - begin) * kPanel, stride);
-  }
-  for (; panel < end; ++panel) {
-    FloatColumns<1>(x, rows, weight, activation, panel, out + (panel - begin) * kPanel, stride);
-  }
+  WithActivation(activation, [&](auto constant) {
+    constexpr Activation kind = decltype(constant)::value;
+    int64_t panel = begin;
+    for (; end - panel >= 4; panel += 4) {
+      FloatColumns<kind, 4>(x, rows, weight, panel, out + (panel - begin) * kPanel, stride);
+    }
+    for (; panel < end; ++panel) {
+      FloatColumns<kind, 1>(x, rows, weight, panel, out + (panel - begin) * kPanel, stride);
+    }
+  });
 }
 
 // Rows that are nowhere negative use all 256 levels from 0 up; others 255 levels around 128. Every 64 inputs lie
@@ -123,7 +139,7 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
   // A row of zeros keeps step 0 and integers `zero`; so does one too small for float32 to divide by.
   const float inverse = size > 1e-35f ? levels / size : 0.0f;
   *step = size > 1e-35f ? size / levels : 0.0f;
-  *zero = is_positive ? 0 : 128;
+  *zero = is_positive ? 0 : kMiddle;
   for (k = 0; k < padded; k += kLanes) {
     const int64_t left = inputs - k;
     const F32 v = left >= kLanes ? Load(x + k) : (left > 0 ? LoadPart(x + k, static_cast<int>(left)) : F32{});
@@ -146,15 +162,33 @@ void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRow
   }
 }
 
-// From integer sums to outputs: (sum - zero * column sum) * step * scale, bias, activation.
-ANTIPHON_INLINE void Dequantize(I32 sums, const QuantizedRows& rows, int64_t row, const QuantizedWeight& weight,
-                                Activation activation, int64_t panel, float* out) {
-  I32 column_sums;
-  memcpy(&column_sums, weight.column_sums + panel * kPanel, sizeof(column_sums));
-  const F32 scales = Load(weight.scales + panel * kPanel) * rows.steps[row];
-  const F32 value = ToFloat(sums - column_sums * rows.zeros[row]) * scales;
-  Finish(value, weight.bias, activation, panel, PanelWidth(weight.outputs, panel), out);
-}
+// From a panel's integer sums to outputs: (sum - zero * column sum) * scale * step + bias, activation.
+template <Activation kind>
+class Dequantizer {
+ public:
+  ANTIPHON_INLINE Dequantizer(const QuantizedWeight& weight, int64_t panel)
+      : scales_(Load(weight.scales + panel * kPanel)), width_(PanelWidth(weight.outputs, panel)) {
+    memcpy(&offsets_, weight.column_sums + panel * kPanel, sizeof(offsets_));
+    offsets_ *= kMiddle;
+    bias_ = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + panel * kPanel, width_);
+  }
+
+  ANTIPHON_INLINE void Emit(I32 sums, const QuantizedRows& rows, int64_t row, float* out) const {
+    // Zero points are 0 or 128: all bits of the mask are clear or set.
+    const I32 exact = sums - (offsets_ & -(rows.zeros[row] / kMiddle));
+    const F32 value = Activate<kind>(Fma(ToFloat(exact) * scales_, Splat(rows.steps[row]), bias_));
+    if (__builtin_expect(width_ == kPanel, 1)) {
+      Store(out, value);
+    } else {
+      StorePart(out, value, width_);
+    }
+  }
+
+ private:
+  I32 offsets_;
+  F32 scales_, bias_;
+  int width_;
+};
 
 // Sums of one row and panel. Four chains over the inputs: integers may be added in any order.
 ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t padded) {
@@ -205,13 +239,16 @@ ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t pa
 
 void QuantizedProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Activation activation, int64_t begin,
                       int64_t end, float* out, int64_t stride) {
-  for (int64_t panel = begin; panel < end; ++panel) {
-    const int8_t* columns = weight.data + panel * weight.padded_inputs * kPanel;
-    for (int64_t row = 0; row < rows.rows; ++row) {
-      const I32 sums = DotPanel(rows.data + row * weight.padded_inputs, columns, weight.padded_inputs);
-      Dequantize(sums, rows, row, weight, activation, panel, out + row * stride + (panel - begin) * kPanel);
+  WithActivation(activation, [&](auto constant) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const Dequantizer<decltype(constant)::value> outputs(weight, panel);
+      const int8_t* columns = weight.data + panel * weight.padded_inputs * kPanel;
+      for (int64_t row = 0; row < rows.rows; ++row) {
+        const I32 sums = DotPanel(rows.data + row * weight.padded_inputs, columns, weight.padded_inputs);
+        outputs.Emit(sums, rows, row, out + row * stride + (panel - begin) * kPanel);
+      }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -66,8 +66,11 @@ void RmsNorm(const float* x, const float* residual, const float* weight, const f
 }
 
 void GateRow(const float* gate, const float* linear, Activation activation, int64_t width, float* out) {
-  Vectors(width, [&](int64_t k, int part) {
-    StorePart(out + k, Activate(LoadPart(gate + k, part), activation) * LoadPart(linear + k, part), part);
+  WithActivation(activation, [&](auto constant) {
+    Vectors(width, [&](int64_t k, int part) {
+      const F32 opened = Activate<decltype(constant)::value>(LoadPart(gate + k, part));
+      StorePart(out + k, opened * LoadPart(linear + k, part), part);
+    });
   });
 }
 
