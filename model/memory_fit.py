@@ -26,15 +26,16 @@ class Measurement:
     peak_bytes: int
 
 
-def fit_memory(measurements: Sequence[Measurement]) -> MemoryFit:
+def fit_memory(measurements: Sequence[Measurement], *, packed: bool = False) -> MemoryFit:
     """The fit with the least relative error and no negative coefficient.
 
-    Relative, so that short sources count as much as long ones. Raises ValueError below MIN_LENGTHS lengths.
+    Relative, so that short sources count as much as long ones. packed: graphs that know only the tokens of a run, so
+    that c = 0 and the fit holds for any mix of lengths. Raises ValueError below MIN_LENGTHS lengths.
     """
     lengths = sorted({m.length for m in measurements})
     if len(lengths) < MIN_LENGTHS:
         raise ValueError(f"a fit needs {MIN_LENGTHS} lengths; measured were {lengths}")
-    a, b, c = (float(value) for value in _least_squares(measurements))
+    a, b, c = (float(value) for value in _least_squares(measurements, packed=packed))
     return MemoryFit(
         a=a,
         b=b,
@@ -46,13 +47,13 @@ def fit_memory(measurements: Sequence[Measurement]) -> MemoryFit:
     )
 
 
-def _least_squares(measurements: Sequence[Measurement]) -> np.ndarray:
+def _least_squares(measurements: Sequence[Measurement], *, packed: bool) -> np.ndarray:
     terms = np.array([[1, m.rows * m.length, m.rows * m.length**2] for m in measurements], float)
     terms /= np.array([[m.peak_bytes] for m in measurements])
     ones = np.ones(len(measurements))
     best, least = np.zeros(3), math.inf
     # A coefficient is either free or zero; with three of them, trying every choice is the simplest exact method.
-    for free in product((True, False), repeat=3):
+    for free in product((True, False), (True, False), (False,) if packed else (True, False)):
         chosen = np.flatnonzero(free)
         coefficients = np.zeros(3)
         coefficients[chosen] = np.linalg.lstsq(terms[:, chosen], ones, rcond=None)[0]

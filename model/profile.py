@@ -1,7 +1,8 @@
 """`antiphon profile`: how much memory the encoder graphs of a bundle work in, measured over a grid and fitted.
 
 Owns the grid, the manifest's memory profile and the table. The counting allocator measures (ops/workspace.py), so
-every figure is exact and one run each is enough. Refuses to know the serving path that reads the fit.
+every figure is exact and one run each is enough. A random model of a preset takes a bundle's place where sources are to
+be longer than any bundle's. Refuses to know the serving path that reads the fit.
 """
 
 from __future__ import annotations
@@ -10,27 +11,35 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from antiphon.model.bundle import (
     Bundle,
     BundleError,
     GraphSet,
+    Manifest,
     MemoryFit,
     MemoryProfile,
     load_bundle,
     write_manifest,
 )
+from antiphon.model.config import ModelConfig, preset
 from antiphon.model.graph import Graph, GraphError
 from antiphon.model.memory_fit import MIN_LENGTHS, Measurement, fit_memory
+from antiphon.model.ops.cache_pool import blocks_for, pool_axes
 from antiphon.model.ops.workspace import Workspace, WorkspaceError
 
 DEFAULT_ROWS = (1, 4, 16)
+RANDOM_LONGEST = 4096
 _SHORTEST = 16
 _MIB = 1 << 20
 
@@ -51,12 +60,22 @@ class Grid:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `antiphon profile`."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory written by `antiphon export`")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
+        "bundle", type=Path, metavar="BUNDLE", nargs="?", help="directory written by `antiphon export`"
+    )
+    subject.add_argument(
+        "--random",
+        metavar="PRESET",
+        help=f"measure a random model of this size (base, big, tiny) in every lowering, up to {RANDOM_LONGEST} tokens",
+    )
     parser.add_argument(
         "--lengths", metavar="N,N,...", help="source lengths in tokens (default: powers of two up to the model's limit)"
     )
     parser.add_argument(
-        "--rows", metavar="N,N,...", help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))})"
+        "--rows",
+        metavar="N,N,...",
+        help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))}; 1 of a random model)",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: every core)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG to write (default: BUNDLE.memory.png beside it)")
@@ -67,13 +86,14 @@ def run(args: argparse.Namespace) -> int:
     from antiphon.model.memory_plot import plot_memory  # first, so that a missing matplotlib costs no measurement
 
     try:
-        bundle = load_bundle(args.bundle)
-        plot = _plot_path(args, bundle)
-        grid = _grid(args, bundle)
-        measurements = measure_bundle(bundle, grid)
-        fits = {name: fit_memory(held) for name, held in measurements.items()}
-        memory = MemoryProfile(fits=fits, machine=_machine(grid.threads))
-        write_manifest(bundle.path, bundle.manifest.model_copy(update={"memory": memory}))
+        with _subject(args) as bundle:
+            plot = _plot_path(args, bundle)
+            grid = _grid(args, bundle)
+            measurements = measure_bundle(bundle, grid)
+            fits = {name: fit_memory(held, packed=name.startswith("native")) for name, held in measurements.items()}
+            if args.bundle:
+                memory = MemoryProfile(fits=fits, machine=_machine(grid.threads))
+                write_manifest(bundle.path, bundle.manifest.model_copy(update={"memory": memory}))
         plot_memory(
             plot, measurements, fits, num_heads=bundle.manifest.model.num_heads, title=f"{bundle.manifest.name} encoder"
         )
@@ -81,8 +101,28 @@ def run(args: argparse.Namespace) -> int:
         print(f"antiphon profile: {error}", file=sys.stderr)
         return 2
     _print_table(measurements, fits)
-    print(f"written: {bundle.path / 'manifest.json'}, {plot}")
+    print(f"written: {bundle.path / 'manifest.json'}, {plot}" if args.bundle else f"written: {plot}")
     return 0
+
+
+@contextmanager
+def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
+    """The bundle asked for, or graphs of a random model for as long as they are measured."""
+    if args.bundle:
+        yield load_bundle(args.bundle)
+        return
+    from antiphon.model.export import LOWERINGS, write_graphs
+    from antiphon.model.random_model import random_transformer
+
+    longest = max(_numbers("--lengths", args.lengths)) if args.lengths else RANDOM_LONGEST
+    try:
+        model = random_transformer(preset(args.random, vocab_size=512, max_source_len=longest))
+    except ValueError as error:
+        raise ProfileError(f"--random: {error}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        graphs = write_graphs(model, Path(folder), ("float32",), LOWERINGS)
+        manifest = Manifest(name=f"random-{args.random}", model=model.config, graphs=tuple(graphs), files={})
+        yield Bundle(path=Path(folder), manifest=manifest)
 
 
 def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
@@ -110,7 +150,7 @@ def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Worksp
     for rows, length in _progress(cells, _key(graphs)):
         refusals = workspace.stats().refusals
         try:
-            peak = measure_peak(encoder, workspace, rows, length, bundle.manifest.model.eos_id)
+            peak = measure_peak(encoder, workspace, _inputs(bundle.manifest.model, graphs, rows, length))
         except GraphError:
             if workspace.stats().refusals == refusals:
                 raise
@@ -124,17 +164,31 @@ def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Worksp
     return measured
 
 
-def measure_peak(encoder: Graph, workspace: Workspace, rows: int, length: int, token_id: int) -> int:
-    """Peak workspace in bytes of one encoder run, outputs included, weights not. Raises GraphError."""
-    input_ids = np.full((rows, length), token_id, np.int64)
+def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDArray[Any]]) -> int:
+    """Peak workspace in bytes of one encoder run, outputs included, inputs and weights not. Raises GraphError."""
     workspace.reset_peak()
     before = workspace.stats().in_use_bytes
-    encoder.run({"input_ids": input_ids}, encoder.output_names)
+    encoder.run(inputs, encoder.output_names)
     return workspace.stats().peak_bytes - before
 
 
+def _inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> dict[str, NDArray[Any]]:
+    """`rows` sources of `length` tokens, as the graphs of this lowering take them."""
+    ids = np.full((rows, length), config.eos_id, np.int64)
+    if graphs.lowering != "native":
+        return {"input_ids": ids}
+    blocks = blocks_for(length)
+    return {
+        "input_ids": ids.ravel(),
+        "positions": np.tile(np.arange(length, dtype=np.int32), rows),
+        "offsets": np.arange(rows + 1, dtype=np.int32) * length,
+        "block_tables": np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
+        "cache": np.zeros((rows * blocks, *pool_axes(config)), graphs.cache),
+    }
+
+
 def _plot_path(args: argparse.Namespace, bundle: Bundle) -> Path:
-    directory = bundle.path.resolve()
+    directory = bundle.path.resolve() if args.bundle else Path(bundle.manifest.name).resolve()
     plot: Path = args.plot or directory.with_name(f"{directory.name}.memory.png")
     if not plot.parent.is_dir():
         raise ProfileError(f"--plot is {plot}, but there is no directory {plot.parent}")
@@ -144,7 +198,7 @@ def _plot_path(args: argparse.Namespace, bundle: Bundle) -> Path:
 def _grid(args: argparse.Namespace, bundle: Bundle) -> Grid:
     limit = bundle.manifest.model.max_source_len
     lengths = _numbers("--lengths", args.lengths) if args.lengths else _default_lengths(limit)
-    rows = _numbers("--rows", args.rows) if args.rows else DEFAULT_ROWS
+    rows = _numbers("--rows", args.rows) if args.rows else (DEFAULT_ROWS if args.bundle else DEFAULT_ROWS[:1])
     threads = len(os.sched_getaffinity(0)) if args.threads is None else args.threads
     if threads < 1:
         raise ProfileError(f"--threads is {threads}; it must be at least 1")

@@ -4,7 +4,7 @@ One tensor `cache [num_blocks, L, 2, H, 16 * Dp]` for self and cross caches, Dp 
 (0) from values (1). Inside one (block, layer, head) keys lie transposed, [Dp, 16], so that one vector holds the same
 component of 16 positions, values as [16, Dp]; what is beyond D is unused. Block b of a sequence's table holds its
 positions 16 b to 16 b + 15 (paged attention: Kwon et al. 2023, section 4). The reference that the native operators and
-the tests share; nothing here is fast.
+the tests share; nothing here is fast. Loads torch only when there are tensors to read.
 
 Axes: L layers, H heads, D head width, T positions.
 """
@@ -12,11 +12,12 @@ Axes: L layers, H heads, D head width, T positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from antiphon.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_SIZE = 16
 _LANES = 16
@@ -48,6 +49,8 @@ def write_position(cache: Tensor, layer: int, table: Sequence[int], position: in
 
 def read_positions(cache: Tensor, layer: int, table: Sequence[int], length: int, width: int) -> tuple[Tensor, Tensor]:
     """Keys and values of positions 0 to length - 1, each [T, H, D] float32; touches nothing else of the pool."""
+    import torch
+
     parts = [_views(cache[table[block], layer]) for block in range(blocks_for(length))]
     keys = torch.cat([keys[:, :width].permute(2, 0, 1) for keys, _ in parts])  # [16 * blocks, H, D]
     values = torch.cat([values[:, :, :width].transpose(0, 1) for _, values in parts])

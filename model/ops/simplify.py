@@ -24,6 +24,8 @@ def simplify(model: ir.Model) -> None:
 def simplify_native(model: ir.Model) -> None:
     """What a graph of the native lowering needs, in place: its operators are as they should be already."""
     drop_unread_outputs(model.graph)
+    write_early(model.graph)
+    forget_shapes(model.graph)
     common_passes.ClearMetadataAndDocStringPass()(model)
 
 
@@ -34,6 +36,30 @@ def drop_unread_outputs(graph: ir.Graph) -> None:
         while len(outputs) > 1 and not (outputs[-1].consumers() or outputs[-1].is_graph_output()):
             outputs.pop()
         node.resize_outputs(len(outputs))
+
+
+def write_early(graph: ir.Graph) -> None:
+    """Put the writes of the encoder's keys and values behind all else, so that each runs right after its product.
+
+    ONNX Runtime orders nodes backwards from the last, of a node's producers the latest in the file first. With every
+    write right behind its product it computes the products of all layers before it writes any, and holds them: 26 KiB
+    a token for a Transformer base, where 12 do.
+    """
+    for node in [node for node in graph if node.op_type == "PagedWrite"]:
+        graph.remove(node)
+        graph.append(node)
+
+
+def forget_shapes(graph: ir.Graph) -> None:
+    """Drop the shapes of what nodes hand each other; those of the graph's inputs and outputs stay.
+
+    Where ONNX Runtime sees that two tensors have one shape it lets them share a buffer and holds it from the first to
+    the last of them, idle between: 20 KiB a token for a Transformer base, where 12 are ever in use.
+    """
+    for node in graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = value.type = None
 
 
 def fold_transposes(graph: ir.Graph) -> None:

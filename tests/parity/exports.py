@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig
 from antiphon.model.export import export_bundle
 from antiphon.model.native_stepper import NativeStepper
+from antiphon.model.random_model import random_transformer
 from antiphon.model.stepper import GraphStepper
 from antiphon.model.tokenizer import Tokenizer
-from antiphon.model.transformer import Transformer
 
 # The alphabet of bytes, the special tokens and a few merges.
 VOCAB_SIZE = 272
@@ -29,23 +27,11 @@ def small_config(**overrides: object) -> ModelConfig:
     return ModelConfig.model_validate({**described, **overrides})
 
 
-def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
-    """Random weights, vectors included: a forgotten bias or norm must show."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Transformer(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
 def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     """A random checkpoint on disk, tokenizer and all."""
     texts = [f"the small word number {number} is here again" for number in range(50)]
     tokenizer = Tokenizer.train(texts, config.vocab_size)
-    save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=tokenizer)
+    save_checkpoint(path, config=config, weights=weights_of(random_transformer(config)), tokenizer=tokenizer)
     return load_checkpoint(path)
 
 

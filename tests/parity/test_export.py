@@ -16,9 +16,10 @@ from antiphon.model import export, graph_ports, trace
 from antiphon.model.bundle import Bundle, Lowering, Precision, Provenance, load_bundle
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.export import ExportError, export_bundle
+from antiphon.model.random_model import random_transformer
 from antiphon.model.transformer import Transformer
 from antiphon.model.verify import VerificationError
-from tests.parity.exports import random_model, small_config
+from tests.parity.exports import small_config
 
 
 def parse(*arguments: object) -> argparse.Namespace:
@@ -112,7 +113,7 @@ def test_export_refuses_graphs_that_disagree_with_the_model(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowering: Lowering
 ) -> None:
     """A fault of the exporter, played by tracing another model than the checkpoint's."""
-    other = random_model(small_config(), seed=1)
+    other = random_transformer(small_config(), seed=1)
 
     def trace_other(model: Transformer, lowering: Lowering) -> ir.Model:
         return trace.trace_decoder(other, lowering)

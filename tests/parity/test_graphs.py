@@ -7,17 +7,24 @@ compared with the tolerance that export enforces.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.export import write_graphs
+from antiphon.model.graph import Graph
 from antiphon.model.native_stepper import NativeStepper
+from antiphon.model.ops.cache_pool import pool_axes
+from antiphon.model.ops.workspace import Workspace
+from antiphon.model.profile import measure_peak
+from antiphon.model.random_model import random_transformer
 from antiphon.model.stepper import Floats, GraphStepper, Ids
 from antiphon.model.verify import TOLERANCES, compare, step_through, verify
-from tests.parity.exports import native_stepper, random_model, stepper
+from tests.parity.exports import native_stepper, stepper
 
 STEPS = 6
 
@@ -36,13 +43,13 @@ def alone(runner: GraphStepper, sources: list[Ids], target: Ids) -> Floats:
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_graphs_agree_with_pytorch_in_every_variant(variant: Bundle, precision: Precision, lowering: Lowering) -> None:
     graphs = variant.graph_set(precision, lowering)
-    verify(variant.path, graphs, random_model(variant.manifest.model), seed=7)
+    verify(variant.path, graphs, random_transformer(variant.manifest.model), seed=7)
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
 def test_graphs_agree_with_pytorch_decoding_whole_targets(bundle: Bundle, lowering: Lowering) -> None:
     sources, target = draw(bundle, [5, 11, 1])
-    model = random_model(bundle.manifest.model)
+    model = random_transformer(bundle.manifest.model)
     found = step_through(stepper(bundle, "float32", lowering), sources, target)
     for row, source in enumerate(sources):
         with torch.no_grad():
@@ -96,7 +103,7 @@ def test_native_graphs_equal_contrib_graphs_at_either_precision(bundle: Bundle, 
     """Both quantise alike, so with a cache in float32 int8 differs no more than float32 does."""
     sources, target = draw(bundle, [3, 9, 17, 40])
     config = bundle.manifest.model
-    for graphs in write_graphs(random_model(config), tmp_path, ("float32", "int8"), ("native",), "float32"):
+    for graphs in write_graphs(random_transformer(config), tmp_path, ("float32", "int8"), ("native",), "float32"):
         found = step_through(NativeStepper(tmp_path, graphs, config), sources, target)
         expected = log_softmax(step_through(stepper(bundle, graphs.precision, "contrib"), sources, target))
         assert compare(*(values.reshape(-1, config.vocab_size) for values in (found, expected))).rms_error < 1e-5
@@ -163,3 +170,22 @@ def test_self_cache_is_written_only_at_the_new_position(bundle: Bundle) -> None:
     for name, cache in self_kv.items():
         changed = (cache != before[name]).any(axis=(1, 3))
         np.testing.assert_array_equal(np.argwhere(changed), [[0, 2], [1, 5]])
+
+
+@pytest.mark.parametrize("lens", [(40,), (1, 48, 30, 17)])
+def test_native_encoder_works_in_no_more_than_its_widest_moment(bundle: Bundle, lens: tuple[int, ...]) -> None:
+    """Either attention, with x, q, k, v and its result, or the feed-forward: whatever the layers and the lengths."""
+    config, graphs, workspace = bundle.manifest.model, bundle.graph_set("float32", "native"), Workspace()
+    encoder = Graph(bundle.file(graphs.encoder), "encoder", 1, workspace)
+    tables = np.arange(4 * len(lens), dtype=np.int32).reshape(len(lens), 4)
+    inputs: dict[str, NDArray[Any]] = {
+        "input_ids": np.full(sum(lens), 5),
+        "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),
+        "offsets": np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
+        "block_tables": tables,
+        "cache": np.zeros((tables.size, *pool_axes(config)), np.float32),
+    }
+    widest = max(5 * config.d_model, 2 * config.d_model + config.d_ff)
+    peak = measure_peak(encoder, workspace, inputs)
+    scratch = 16 * 4 * (max(lens) + 16 + config.resolved_head_dim) + 256  # a tile of scores and one of queries
+    assert 4 * widest * sum(lens) <= peak <= 4 * widest * sum(lens) + scratch

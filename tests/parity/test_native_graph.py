@@ -11,9 +11,10 @@ from torch import Tensor
 from antiphon.model.config import ModelConfig
 from antiphon.model.native_graph import PackedEncoder, PagedDecoder, PagedRows
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
+from antiphon.model.random_model import random_transformer
 from antiphon.model.transformer import Transformer
 from tests.parity.conftest import VARIANTS
-from tests.parity.exports import random_model, small_config
+from tests.parity.exports import small_config
 
 ALL_VARIANTS: dict[str, dict[str, object]] = {
     "paper": {},
@@ -67,7 +68,7 @@ def expected_logits(model: Transformer, sources: list[Tensor], targets: list[Ten
 @pytest.mark.parametrize("name", ALL_VARIANTS)
 def test_packed_and_paged_modules_equal_the_transformer(name: str) -> None:
     config = small_config(max_target_len=40, **ALL_VARIANTS[name])
-    model = random_model(config, seed=1)
+    model = random_transformer(config, seed=1)
     generator = torch.Generator().manual_seed(2)
     sources = [torch.randint(4, config.vocab_size, (length,), generator=generator) for length in SOURCE_LENS]
     totals = [sum(counts) for counts in zip(*CHUNKS, strict=True)]

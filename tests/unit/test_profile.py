@@ -100,6 +100,41 @@ def test_profile_prediction_meets_what_the_server_measures(bundle: Bundle, lower
     assert report.peak_workspace_bytes == pytest.approx(report.predicted_fused_bytes, rel=fit.residual + 0.02)
 
 
+def test_fit_of_packed_graphs_has_no_square_term() -> None:
+    fit = fit_memory(polynomial(5000, 200, 3), packed=True)
+    assert fit.c == 0
+    assert fit.b > 200
+
+
+def test_profile_of_a_random_model_shows_every_lowering(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The native encoder's workspace follows its tokens, the eager one's their square."""
+    plot = tmp_path / "plot.png"
+    lengths = "128,256,512,1024"
+    assert run_profile("--random", "tiny", "--lengths", lengths, "--plot", str(plot)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "-float32" in line]
+    exponents = {name: float(exponent) for name, *_, exponent, _ in lines}
+    assert set(exponents) == {"native-float32", "contrib-float32", "eager-float32"}
+    assert exponents["native-float32"] == pytest.approx(1, abs=0.05)
+    assert exponents["contrib-float32"] < 1.1
+    assert exponents["eager-float32"] > 1.8
+    assert plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--random", "huge"], "--random: preset='huge' is unknown"),
+        (["--random", "tiny", "--lengths", "1,x"], "--lengths is '1,x'"),
+    ],
+)
+def test_profile_refuses_a_wrong_random_model_in_one_line(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert run_profile(*flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_profile_says_when_there_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = write_bundle(tmp_path / "fused", tiny_model(tiny_config(LONGEST)))
     assert run_profile(str(bundle.path), "--plot", str(tmp_path / "chosen.png")) == 0
