@@ -130,14 +130,45 @@ void PackedAttention(const PackedHead& head, int64_t first, float* scores, float
   for (; lane < count; ++lane) MixRow<1>(head, keys, scores, inverse, first, lane);
 }
 
+// One row of head values, from `width` floats.
+template <typename Element>
+ANTIPHON_INLINE void StoreRow(const float* from, int64_t width, Element* to) {
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const int part = static_cast<int>(width - d < kLanes ? width - d : kLanes);
+    StoreElements(to + d, LoadPart(from + d, part), part);
+  }
+}
+
 template <typename Element>
 void AppendPosition(const PagedHead<Element>& head, int64_t position, const float* key, const float* value) {
   const int64_t lane = position % kBlockSize;
   const int64_t padded = (head.width + kLanes - 1) / kLanes * kLanes;
   Element* keys = head.blocks[position / kBlockSize] + head.offset;
-  Element* values = keys + head.values + lane * padded;
-  for (int64_t d = 0; d < head.width; ++d) StoreElement(keys + d * kBlockSize + lane, key[d]);
-  for (int64_t d = 0; d < head.width; ++d) StoreElement(values + d, value[d]);
+  StoreRow(value, head.width, keys + head.values + lane * padded);
+  for (int64_t d = 0; d < head.width; d += kLanes) {
+    const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
+    Element converted[kLanes];
+    StoreElements(converted, LoadPart(key + d, part), part);
+    for (int i = 0; i < part; ++i) keys[(d + i) * kBlockSize + lane] = converted[i];
+  }
+}
+
+// Fills one block from its first position on.
+template <typename Element>
+void FillBlock(const PagedHead<Element>& head, int64_t block, int64_t count, const float* key, const float* value,
+               int64_t stride) {
+  const int64_t padded = (head.width + kLanes - 1) / kLanes * kLanes;
+  Element* keys = head.blocks[block] + head.offset;
+  for (int64_t d = 0; d < head.width; d += kLanes) {
+    const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
+    F32 rows[kLanes];
+    for (int64_t row = 0; row < kLanes; ++row) rows[row] = row < count ? LoadPart(key + row * stride + d, part) : F32{};
+    Transpose(rows);
+    for (int row = 0; row < part; ++row) StoreElements(keys + (d + row) * kBlockSize, rows[row], static_cast<int>(count));
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    StoreRow(value + row * stride, head.width, keys + head.values + row * padded);
+  }
 }
 
 // The next head of a block lies right behind this one and is read next, from far away: the caches of a full batch do not

@@ -376,12 +376,13 @@ class PagedWrite {
     const Tables<Element> tables(pool, call.Input(2, "block_tables", 2), packing.sequences,
                                  [&](int64_t sequence) { return packing.length(sequence); });
     const auto& kernels = Paged(ActiveKernels(), Element{});
-    const double macs = static_cast<double>(kv.size()) * 8;  // a store through the cache costs about as much
+    const double macs = static_cast<double>(kv.size()) * 4;  // what storing one number costs
     ForHeads(call, packing.sequences, heads_, macs, 0, [&](int64_t sequence, int64_t head, float*) {
       const PagedHead<Element> view = tables.Head(pool, sequence, head, width, 1.0f);
-      for (int64_t position = 0; position < packing.length(sequence); ++position) {
-        const float* key = kv.as<float>() + (packing.begin(sequence) + position) * kv.dims[1] + head * width;
-        kernels.append(view, position, key, key + heads_ * width);
+      for (int64_t first = 0; first < packing.length(sequence); first += kBlockSize) {
+        const float* key = kv.as<float>() + (packing.begin(sequence) + first) * kv.dims[1] + head * width;
+        const int64_t count = std::min(kBlockSize, packing.length(sequence) - first);
+        kernels.fill(view, first / kBlockSize, count, key, key + heads_ * width, kv.dims[1]);
       }
     });
   }

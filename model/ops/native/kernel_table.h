@@ -22,8 +22,8 @@ constexpr Kernels MakeTable(const char* name) {
   table.quantized_embed = EmbedQuantized;
   table.rotate = Rotate;
   table.packed_attention = PackedAttention;
-  table.paged_float32 = {AppendPosition<float>, PagedAttend<float>};
-  table.paged_float16 = {AppendPosition<uint16_t>, PagedAttend<uint16_t>};
+  table.paged_float32 = {AppendPosition<float>, FillBlock<float>, PagedAttend<float>};
+  table.paged_float16 = {AppendPosition<uint16_t>, FillBlock<uint16_t>, PagedAttend<uint16_t>};
   table.summarize = Summarize;
   table.boltzmann = Boltzmann;
   table.at_least = AtLeast;

@@ -80,6 +80,9 @@ template <typename Element>
 struct PagedKernels {
   // Writes key and value [D] of one position.
   void (*append)(const PagedHead<Element>&, int64_t position, const float* key, const float* value);
+  // Writes keys and values of `count` positions, `stride` floats apart, into a block from its first position on.
+  void (*fill)(const PagedHead<Element>&, int64_t block, int64_t count, const float* key, const float* value,
+               int64_t stride);
   // softmax(scale * query keys + bias) values over positions 0 .. length - 1. scores: [length rounded up to 16].
   // The query stands at `position` for the bias.
   void (*attend)(const PagedHead<Element>&, const float* query, int64_t length, int64_t position, const ScoreBias&,

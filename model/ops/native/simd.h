@@ -142,7 +142,7 @@ ANTIPHON_INLINE float HalfToFloat(uint16_t half) {
 ANTIPHON_INLINE uint16_t FloatToHalf(float value) {
   if (value > 65504.0f) value = 65504.0f;
   if (value < -65504.0f) value = -65504.0f;
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__F16C__)
   return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   uint32_t bits;
@@ -182,8 +182,18 @@ ANTIPHON_INLINE F32 LoadElements(const uint16_t* from) {
 #endif
 }
 
-ANTIPHON_INLINE void StoreElement(float* to, float value) { *to = value; }
-ANTIPHON_INLINE void StoreElement(uint16_t* to, float value) { *to = FloatToHalf(value); }
+// The first `count` of sixteen.
+ANTIPHON_INLINE void StoreElements(float* to, F32 v, int count) { StorePart(to, v, count); }
+ANTIPHON_INLINE void StoreElements(uint16_t* to, F32 v, int count) {
+#if defined(__AVX512F__)
+  const F32 bounded = Min(Max(v, Splat(-65504.0f)), Splat(65504.0f));
+  const __m256i half =
+      _mm512_cvtps_ph(reinterpret_cast<__m512>(bounded), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1), half);
+#else
+  for (int lane = 0; lane < count; ++lane) to[lane] = FloatToHalf(v[lane]);
+#endif
+}
 
 // rows[i][j] <-> rows[j][i].
 ANTIPHON_INLINE void Transpose(F32 rows[kLanes]) {
