@@ -259,14 +259,13 @@ def _say(message: str) -> None:
 
 def _print_table(measurements: dict[str, list[Measurement]], fits: dict[str, MemoryFit]) -> None:
     lengths = sorted({m.length for held in measurements.values() for m in held})
-    print("peak workspace of the encoder, MiB, by source length")
-    print(
-        f"{'graphs':<18}{'rows':>5}"
-        + "".join(f"{length:>9}" for length in lengths)
-        + f"{'exponent':>10}{'residual':>10}"
-    )
+    print("peak workspace of the encoder, MiB, by source length T; fitted: a + B * (b * T + c * T^2) bytes of B rows")
+    head = "".join(f"{length:>9}" for length in lengths)
+    print(f"{'graphs':<18}{'rows':>5}{head}{'exponent':>10}{'b':>9}{'c':>7}{'residual':>10}")
     for name, held in measurements.items():
+        fit = fits[name]
         for rows in sorted({m.rows for m in held}):
             peaks = {m.length: f"{m.peak_bytes / _MIB:.2f}" for m in held if m.rows == rows}
             cells = "".join(f"{peaks.get(length, '-'):>9}" for length in lengths)
-            print(f"{name:<18}{rows:>5}{cells}{fits[name].exponent:>10.2f}{fits[name].residual:>10.1%}")
+            fitted = f"{fit.exponent:>10.2f}{fit.b:>9.0f}{fit.c:>7.1f}{fit.residual:>10.1%}"
+            print(f"{name:<18}{rows:>5}{cells}{fitted}")

@@ -112,7 +112,7 @@ def test_profile_of_a_random_model_shows_every_lowering(tmp_path: Path, capsys: 
     lengths = "128,256,512,1024"
     assert run_profile("--random", "tiny", "--lengths", lengths, "--plot", str(plot)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "-float32" in line]
-    exponents = {name: float(exponent) for name, *_, exponent, _ in lines}
+    exponents = {name: float(exponent) for name, *_, exponent, _, _, _ in lines}
     assert set(exponents) == {"native-float32", "contrib-float32", "eager-float32"}
     assert exponents["native-float32"] == pytest.approx(1, abs=0.05)
     assert exponents["contrib-float32"] < 1.1
