@@ -1,0 +1,89 @@
+"""The native operators as PyTorch sees them: schemas, shape rules, and that none changes what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.model.ops import native_attention, native_linear, native_select
+from antiphon.model.ops.cache_pool import read_positions, write_position
+
+HEADS, WIDTH = 2, 8
+Call = tuple[Callable[..., Any], tuple[Tensor | None, ...], dict[str, Any]]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pool() -> Tensor:
+    return torch.zeros(5, 2, 2, HEADS, 16 * 16)
+
+
+TABLES = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
+CALLS: dict[str, Call] = {
+    "embed": (native_linear.embed, (torch.tensor([1, 3]), ints(0, 1), normal(6, 8), normal(4, 8)), dict(scale=2.0)),
+    "linear": (native_linear.linear, (normal(3, 8), normal(5, 8), normal(5)), dict(activation="gelu")),
+    "gate": (native_linear.gate, (normal(3, 8),), dict(activation="relu")),
+    "add_norm": (native_linear.add_norm, (normal(3, 8), None, normal(8), None), dict(epsilon=1e-5, kind="rms")),
+    "rotary": (native_linear.rotary, (normal(3, 48), ints(0, 2, 1), normal(3, WIDTH)), dict(num_heads=HEADS)),
+    "packed_attention": (
+        native_attention.packed_attention,
+        (normal(5, 48), ints(0, 2, 5), normal(HEADS, 3), None),
+        dict(num_heads=HEADS, scale=0.5, causal=True),
+    ),
+    "paged_self_attention": (
+        native_attention.paged_self_attention,
+        (normal(3, 48), pool(), TABLES, ints(0, 2, 3), ints(15, 16, 0), None, normal(HEADS)),
+        dict(num_heads=HEADS, scale=0.5, layer=1),
+    ),
+    "paged_cross_attention": (
+        native_attention.paged_cross_attention,
+        (normal(3, 16), pool(), TABLES, ints(0, 2, 3), ints(20, 4)),
+        dict(num_heads=HEADS, scale=0.5, layer=0),
+    ),
+    "paged_write": (
+        native_attention.paged_write,
+        (normal(6, 32), pool(), TABLES, ints(0, 5, 6), None),
+        dict(num_heads=HEADS, layer=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_native_op_passes_pytorch_checks(name: str) -> None:
+    op, operands, attributes = CALLS[name]
+    torch.library.opcheck(op, operands, attributes, test_utils=("test_schema", "test_faketensor"))  # type: ignore[arg-type]
+
+
+def test_select_op_passes_pytorch_checks() -> None:
+    """Its shape rule is left out: how many likeliest tokens come back is in the data."""
+    seeds = torch.tensor([7, -7])
+    operands = (
+        normal(3, 8), normal(20, 8), ints(0, 2, 3), ints(0, 1, 4), torch.tensor([0.0, 1.0]), ints(0, 3),
+        torch.ones(2), seeds, ints(2),
+    )  # fmt: skip
+    torch.library.opcheck(native_select.select, operands, test_utils="test_schema")
+    token_ids, logprobs, top_ids, top_logprobs = native_select.select(*operands)
+    assert token_ids.shape == logprobs.shape == (2,)
+    assert top_ids.shape == top_logprobs.shape == (2, 2)
+
+
+def test_pool_gives_back_what_was_written_and_touches_nothing_else() -> None:
+    cache, table = torch.full((5, 2, 2, HEADS, 16 * 16), float("nan")), [3, 0]
+    keys, values = normal(18, HEADS, WIDTH), normal(18, HEADS, WIDTH) * 2
+    for position in range(18):
+        write_position(cache, 1, table, position, keys[position], values[position])
+    for found, expected in zip(read_positions(cache, 1, table, 18, WIDTH), (keys, values), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert cache[:, 0].isnan().all()
+    assert cache[[1, 2, 4]].isnan().all()
+    assert int((~cache.isnan()).sum()) == 2 * keys.numel()
