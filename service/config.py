@@ -63,7 +63,7 @@ class ServerConfig(BaseSettings):
     )
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that decode together.")
     max_num_batched_tokens: int = Field(
-        default=2048, ge=1, le=1_048_576, description="Most source tokens encoded in one step."
+        default=1024, ge=1, le=1_048_576, description="Most source tokens encoded in one step."
     )
     max_queued_requests: int = Field(default=1024, ge=1, le=1_000_000, description="Most requests that wait.")
     max_queued_tokens: int = Field(

@@ -40,7 +40,7 @@ class EngineConfig:
     """
 
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 1024
     max_queued_requests: int = 1024
     max_queued_tokens: int = 131_072
 

@@ -241,4 +241,5 @@ def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDAr
     """The pool, as GraphSet describes it."""
     head_width = -(-model.resolved_head_dim // _LANES) * _LANES
     shape = (num_blocks, model.decoder_layers, 2, model.num_heads, CACHE_BLOCK_SIZE * head_width)
-    return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks")
+    # Blocks are handed out from one end of the pool, and a block just freed goes first.
+    return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks", is_dense=True)

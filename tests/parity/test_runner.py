@@ -90,13 +90,16 @@ def test_native_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoin
 
 def test_native_runner_workspace_does_not_depend_on_how_tokens_are_divided(bundle: Bundle) -> None:
     runner = NativeRunner(bundle, max_rows=8, threads=1)
-    peaks = [
+    reports = [
         runner.encode(
             [[5] * length] * (48 // length), 0, [(row,) * blocks_for(length, 16) for row in range(48 // length)]
         )
         for length in (6, 12, 48)
     ]
-    assert len({report.peak_workspace_bytes for report in peaks}) == 1
+    peaks = [report.peak_workspace_bytes or 0 for report in reports]
+    # Attention's scratch, 64 bytes a token of the longest source, is all that may differ.
+    assert min(peaks) > 0
+    assert max(peaks) - min(peaks) <= 64 * 48
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -22,7 +22,7 @@ struct Packing {
   int64_t sequences;
 
   int64_t begin(int64_t sequence) const { return offsets[sequence]; }
-  int64_t length(int64_t sequence) const { return offsets[sequence + 1] - offsets[sequence]; }
+  int64_t length(int64_t sequence) const { return int64_t{offsets[sequence + 1]} - offsets[sequence]; }
 };
 
 Packing CheckedPacking(const Tensor& offsets, int64_t tokens) {
@@ -250,7 +250,7 @@ class PagedSelfAttention {
     const Packing packing = CheckedPacking(call.Input(3, "offsets", 1), qkv.dims[0]);
     const int32_t* positions = CheckedPositions(call.Input(4, "positions", 1), packing, qkv.dims[0]);
     const auto length = [&](int64_t row) -> int64_t {
-      return packing.length(row) == 0 ? 0 : positions[packing.offsets[row + 1] - 1] + 1;
+      return packing.length(row) == 0 ? 0 : int64_t{positions[packing.offsets[row + 1] - 1]} + 1;
     };
     const Tables<Element> tables(pool, call.Input(2, "block_tables", 2), packing.sequences, length);
     const Biases biases(call, 5, 6, heads_);
@@ -272,7 +272,7 @@ class PagedSelfAttention {
         kernels.append(view, positions[token], key, key + heads_ * width);
       }
       for (int64_t token = begin; token < end; ++token) {
-        kernels.attend(view, queries + token * qkv.dims[1], positions[token] + 1, positions[token], biases.Of(head),
+        kernels.attend(view, queries + token * qkv.dims[1], int64_t{positions[token]} + 1, positions[token], biases.Of(head),
                        scores, out + (token * heads_ + head) * width);
       }
     });
@@ -284,7 +284,7 @@ class PagedSelfAttention {
     for (int64_t row = 0; row < packing.sequences; ++row) {
       for (int64_t token = packing.begin(row); token < packing.offsets[row + 1]; ++token) {
         Require(positions[token] >= 0, "positions", positions[token], "it must be 0 or more");
-        Require(token == packing.begin(row) || positions[token] == positions[token - 1] + 1, "positions",
+        Require(token == packing.begin(row) || int64_t{positions[token]} == int64_t{positions[token - 1]} + 1, "positions",
                 positions[token], "within a row they must rise by 1");
       }
     }

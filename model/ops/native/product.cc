@@ -11,7 +11,7 @@ constexpr double kBytesPerNs = 20.0;           // weights streamed
 constexpr double kQuantizedMacsPerNs = 500.0;  // int8 products
 constexpr double kFloatMacsPerNs = 40.0;
 constexpr double kQuantizedPerNs = 8.0;  // activations quantised
-constexpr double kTaskNs = 5000.0;       // starting a task costs about 1 us
+constexpr double kTaskNs = 1500.0;       // starting a task costs about 1 us, waiting for the last one more
 constexpr size_t kMaxTasks = 32;
 
 // With so many rows each task takes some of them and every column, as long as the weights stay in its core's cache.
