@@ -78,8 +78,11 @@ class ServerConfig(BaseSettings):
     workspace_limit_bytes: int | None = Field(
         default=None, ge=1, le=2**50, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
     )
-    coalesce_ms: float = Field(
-        default=20.0, ge=0, le=1000, description="Least time between two messages of a stream after its first."
+    max_stream_messages_per_s: int = Field(
+        default=1000,
+        ge=1,
+        le=1_000_000,
+        description="Most messages a second of all streams together; with more tokens than that, each brings several.",
     )
     max_message_bytes: int = Field(default=1_048_576, ge=1024, le=1_073_741_824, description="Largest request message.")
     max_concurrent_streams: int = Field(

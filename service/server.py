@@ -84,7 +84,7 @@ def _metrics_port(config: ServerConfig, registry: CollectorRegistry) -> Iterator
 
 async def _serve(config: ServerConfig, loaded: Loaded, metrics_port: int) -> int:
     stop = _stop_on_signals()
-    calls = Calls(InferenceServicer(loaded.model, loaded.engine, coalesce_s=config.coalesce_ms / 1000))
+    calls = Calls(InferenceServicer(loaded.model, loaded.engine, max_messages_per_s=config.max_stream_messages_per_s))
     health_servicer = health.aio.HealthServicer()
     server = build_server(config, calls, health_servicer)
     port = _bind(server, config)

@@ -52,11 +52,12 @@ class ServedModel:
 class InferenceServicer:
     """The RPC methods of one model and its engine. Methods raise AntiphonError; `handlers.py` tells the client."""
 
-    def __init__(self, model: ServedModel, engine: Engine, *, coalesce_s: float) -> None:
+    def __init__(self, model: ServedModel, engine: Engine, *, max_messages_per_s: int) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
         self._engine = engine
-        self._coalesce_s = coalesce_s
+        self._max_messages_per_s = max_messages_per_s
+        self._num_streams = 0
         self._ids = itertools.count()
 
     async def generate(self, message: pb.GenerateRequest, context: _Context) -> None:
@@ -64,6 +65,7 @@ class InferenceServicer:
         request = await self._request(message, context)
         decoder = self._tokenizer.stream()
         stream = self._submit(message, request)
+        self._num_streams += 1
         try:
             async for event in stream:
                 text = decoder.push(event.token_ids)
@@ -72,6 +74,7 @@ class InferenceServicer:
                 elif text or event.token_ids:
                     await context.write(pb.GenerateResponse(text_delta=text, token_ids=event.token_ids))
         finally:
+            self._num_streams -= 1
             self._engine.cancel(request.request_id)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: _Context) -> pb.GenerateUnaryResponse:
@@ -132,7 +135,9 @@ class InferenceServicer:
         )
 
     def _submit(self, message: _GenerateRequest, request: Request) -> OutputStream:
-        stream = OutputStream(request.request_id, coalesce_s=self._coalesce_s)
+        # A message costs CPU that the model needs: alone, a stream gets every token by itself; in a crowd, several.
+        window_s = (self._num_streams + 1) / self._max_messages_per_s
+        stream = OutputStream(request.request_id, coalesce_s=window_s)
         try:
             self._engine.submit(request, stream)
         except InvalidArgument as error:

@@ -77,7 +77,11 @@ async def serving(
     engine = Engine(runner, engine_config or EngineConfig(), Metrics(CollectorRegistry()))
     limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
-    calls = Calls(InferenceServicer(ServedModel(description=description, tokenizer=tokenizer), engine, coalesce_s=0))
+    calls = Calls(
+        InferenceServicer(
+            ServedModel(description=description, tokenizer=tokenizer), engine, max_messages_per_s=1_000_000
+        )
+    )
     server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.start()

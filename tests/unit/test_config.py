@@ -60,7 +60,11 @@ def test_load_config_refuses_two_bundles() -> None:
     [
         ("--port", "70000", r"port \(from --port\) is '70000'; it must be a whole number from 0 to 65535"),
         ("--port", "http", r"port \(from --port\) is 'http'; it must be a whole number"),
-        ("--coalesce-ms", "-1", r"coalesce_ms \(from --coalesce-ms\) is '-1'; it must be a number from 0"),
+        (
+            "--max-stream-messages-per-s",
+            "0",
+            r"max_stream_messages_per_s \(from --max-stream-messages-per-s\) is '0'; it must be a whole number from 1",
+        ),
         ("--precision", "int4", r"precision .* is 'int4'; it must be one of float32, int8"),
         ("--lowering", "eager", r"lowering .* is 'eager'; it must be one of native, contrib"),
         ("--host", "", r"host .* is ''; it must be a text that is not empty"),
