@@ -208,8 +208,9 @@ const PagedKernels<uint16_t>& Paged(const Kernels& kernels, uint16_t) { return k
 // scores: room for `positions` floats, one task's own (the workspace's lock is too dear for every head).
 template <typename Body>
 void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_t positions, const Body& body) {
+  if (rows == 0) return;
   const auto tasks = static_cast<int64_t>(TasksFor(macs / kAttentionMacsPerNs));
-  const int64_t groups = rows >= tasks ? 1 : std::min(heads, (tasks + rows - 1) / std::max<int64_t>(rows, 1));
+  const int64_t groups = rows >= tasks ? 1 : std::min(heads, (tasks + rows - 1) / rows);
   const int64_t share = (heads + groups - 1) / groups;  // heads of a task
   const int64_t together = std::max<int64_t>(1, rows * groups / tasks);
   const int64_t items = rows * groups;
