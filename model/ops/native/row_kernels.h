@@ -148,7 +148,9 @@ int64_t AtLeast(const float* logits, int64_t columns, float threshold, int32_t* 
     uint32_t bits = _mm512_movepi32_mask(reinterpret_cast<__m512i>(passed));
 #else
     uint32_t bits = 0;
-    for (int lane = 0; lane < kLanes; ++lane) bits |= (passed[lane] != 0 ? 1u : 0u) << lane;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (passed[lane] != 0) bits |= 1u << lane;
+    }
 #endif
     for (; bits != 0; bits &= bits - 1) {
       if (count < room) indices[count] = static_cast<int32_t>(k) + __builtin_ctz(bits);
