@@ -79,7 +79,7 @@ class ServerConfig(BaseSettings):
         default=None, ge=1, le=2**50, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
     )
     max_stream_messages_per_s: int = Field(
-        default=1000,
+        default=500,
         ge=1,
         le=1_000_000,
         description="Most messages a second of all streams together; with more tokens than that, each brings several.",
