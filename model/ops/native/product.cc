@@ -38,6 +38,7 @@ const float* CheckedBias(const Tensor& bias, int64_t outputs) {
 // Calls body(begin, end) for even shares of 0 .. count - 1, each a multiple of `step` but the last.
 template <typename Body>
 void Share(const Call& call, int64_t count, int64_t step, size_t tasks, const Body& body) {
+  if (count == 0) return;
   const int64_t steps = (count + step - 1) / step;
   const int64_t share = (steps + static_cast<int64_t>(tasks) - 1) / static_cast<int64_t>(tasks) * step;
   call.Parallel(static_cast<size_t>((count + share - 1) / share), [&](size_t task) {
