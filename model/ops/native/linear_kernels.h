@@ -169,13 +169,14 @@ class Dequantizer {
   ANTIPHON_INLINE Dequantizer(const QuantizedWeight& weight, int64_t panel)
       : scales_(Load(weight.scales + panel * kPanel)), width_(PanelWidth(weight.outputs, panel)) {
     memcpy(&offsets_, weight.column_sums + panel * kPanel, sizeof(offsets_));
-    offsets_ *= kMiddle;
+    offsets_ *= static_cast<uint32_t>(kMiddle);
     bias_ = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + panel * kPanel, width_);
   }
 
   ANTIPHON_INLINE void Emit(I32 sums, const QuantizedRows& rows, int64_t row, float* out) const {
     // Zero points are 0 or 128: all bits of the mask are clear or set.
-    const I32 exact = sums - (offsets_ & -(rows.zeros[row] / kMiddle));
+    const U32 mask = U32{} - static_cast<uint32_t>(rows.zeros[row] / kMiddle);
+    const I32 exact = reinterpret_cast<I32>(reinterpret_cast<U32>(sums) - (offsets_ & mask));
     const F32 value = Activate<kind>(Fma(ToFloat(exact) * scales_, Splat(rows.steps[row]), bias_));
     if (__builtin_expect(width_ == kPanel, 1)) {
       Store(out, value);
@@ -185,7 +186,7 @@ class Dequantizer {
   }
 
  private:
-  I32 offsets_;
+  U32 offsets_;  // unsigned: column sums of a foreign model may be any numbers
   F32 scales_, bias_;
   int width_;
 };
