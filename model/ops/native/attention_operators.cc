@@ -77,9 +77,9 @@ class PackedAttention {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit PackedAttention(const Attributes& attributes)
-      : heads_(attributes.Int("num_heads")), scale_(attributes.Float("scale")), causal_(attributes.Int("causal") != 0) {
-    Require(heads_ > 0, "num_heads", heads_, "it must be at least 1");
-  }
+      : heads_(attributes.Size("num_heads")),
+        scale_(attributes.Float("scale")),
+        causal_(attributes.Int("causal") != 0) {}
 
   void Run(const Call& call) const {
     const Tensor qkv = call.Input(0, "qkv", 2);
@@ -234,9 +234,7 @@ class PagedSelfAttention {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit PagedSelfAttention(const Attributes& attributes)
-      : heads_(attributes.Int("num_heads")), scale_(attributes.Float("scale")), layer_(attributes.Int("layer")) {
-    Require(heads_ > 0, "num_heads", heads_, "it must be at least 1");
-  }
+      : heads_(attributes.Size("num_heads")), scale_(attributes.Float("scale")), layer_(attributes.Int("layer")) {}
 
   void Run(const Call& call) const {
     const Tensor qkv = call.Input(0, "qkv", 2);
@@ -305,9 +303,7 @@ class PagedCrossAttention {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit PagedCrossAttention(const Attributes& attributes)
-      : heads_(attributes.Int("num_heads")), scale_(attributes.Float("scale")), layer_(attributes.Int("layer")) {
-    Require(heads_ > 0, "num_heads", heads_, "it must be at least 1");
-  }
+      : heads_(attributes.Size("num_heads")), scale_(attributes.Float("scale")), layer_(attributes.Int("layer")) {}
 
   void Run(const Call& call) const {
     const Tensor query = call.Input(0, "query", 2);
@@ -358,9 +354,7 @@ class PagedWrite {
   static constexpr Port kOutputs[] = {{kInt32}};
 
   explicit PagedWrite(const Attributes& attributes)
-      : heads_(attributes.Int("num_heads")), layer_(attributes.Int("layer")) {
-    Require(heads_ > 0, "num_heads", heads_, "it must be at least 1");
-  }
+      : heads_(attributes.Size("num_heads")), layer_(attributes.Int("layer")) {}
 
   void Run(const Call& call) const {
     const Tensor kv = call.Input(0, "kv", 2);

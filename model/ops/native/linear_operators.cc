@@ -14,7 +14,7 @@ class Linear {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit Linear(const Attributes& attributes)
-      : width_(attributes.Int("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
+      : width_(attributes.Size("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
 
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);
@@ -37,7 +37,7 @@ class QuantizedLinear {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit QuantizedLinear(const Attributes& attributes)
-      : width_(attributes.Int("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
+      : width_(attributes.Size("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
 
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);

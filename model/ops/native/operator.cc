@@ -1,6 +1,7 @@
 #include "operator.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace antiphon {
 
@@ -44,6 +45,13 @@ int64_t Tensor::size() const {
 int64_t Attributes::Int(const char* name) const {
   int64_t value = 0;
   Check(api_, api_->KernelInfoGetAttribute_int64(info_, name, &value), name);
+  return value;
+}
+
+int64_t Attributes::Size(const char* name) const {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const int64_t value = Int(name);
+  Require(value >= 1 && value <= kMost, name, value, "it must be 1 to " + std::to_string(kMost));
   return value;
 }
 

@@ -41,6 +41,8 @@ class Attributes {
  public:
   Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
   int64_t Int(const char* name) const;
+  // A number of columns, tokens or heads: 1 to 2^31 - 1, so that products of a few sizes stay whole numbers.
+  int64_t Size(const char* name) const;
   float Float(const char* name) const;
   std::string String(const char* name) const;
   const OrtApi* api() const { return api_; }

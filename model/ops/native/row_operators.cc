@@ -45,7 +45,7 @@ class Embed {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit Embed(const Attributes& attributes)
-      : width_(attributes.Int("width")), vocab_(attributes.Int("vocab")), scale_(attributes.Float("scale")) {}
+      : width_(attributes.Size("width")), vocab_(attributes.Size("vocab")), scale_(attributes.Float("scale")) {}
 
   void Run(const Call& call) const {
     const Places places = CheckedPlaces(call, 3, vocab_, width_);
@@ -69,7 +69,7 @@ class QuantizedEmbed {
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit QuantizedEmbed(const Attributes& attributes)
-      : width_(attributes.Int("width")), vocab_(attributes.Int("vocab")), scale_(attributes.Float("scale")) {}
+      : width_(attributes.Size("width")), vocab_(attributes.Size("vocab")), scale_(attributes.Float("scale")) {}
 
   void Run(const Call& call) const {
     const Places places = CheckedPlaces(call, 4, vocab_, width_);
@@ -139,9 +139,7 @@ class Rotary {
   static constexpr Port kInputs[] = {{kFloat32}, {kInt32}, {kFloat32}};
   static constexpr Port kOutputs[] = {{kFloat32}};
 
-  explicit Rotary(const Attributes& attributes) : heads_(attributes.Int("num_heads")) {
-    Require(heads_ > 0, "num_heads", heads_, "it must be at least 1");
-  }
+  explicit Rotary(const Attributes& attributes) : heads_(attributes.Size("num_heads")) {}
 
   void Run(const Call& call) const {
     const Tensor qkv = call.Input(0, "qkv", 2), positions = call.Input(1, "positions", 1);

@@ -242,7 +242,7 @@ class Select {
                                      {kInt32},   {kFloat32}, {kInt64}, {kInt32}};
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}};
 
-  explicit Select(const Attributes& attributes) : vocab_(attributes.Int("vocab")) {}
+  explicit Select(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
@@ -265,7 +265,7 @@ class QuantizedSelect {
                                      {kFloat32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}};
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}};
 
-  explicit QuantizedSelect(const Attributes& attributes) : vocab_(attributes.Int("vocab")) {}
+  explicit QuantizedSelect(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
