@@ -145,7 +145,7 @@ class Rotary {
     const Tensor qkv = call.Input(0, "qkv", 2), positions = call.Input(1, "positions", 1);
     const Tensor table = call.Input(2, "table", 2);
     const int64_t rows = qkv.dims[0], width = qkv.dims[1] / (3 * heads_);
-    Require(qkv.dims[1] == 3 * heads_ * width && width % 2 == 0, "width of qkv", qkv.dims[1],
+    Require(qkv.dims[1] == 3 * heads_ * width && width > 0 && width % 2 == 0, "width of qkv", qkv.dims[1],
             "it must be 3 * num_heads times an even number");
     Require(positions.dims[0] == rows, "length of positions", positions.dims[0], "it must be the rows of qkv");
     Require(table.dims[1] == width, "width of table", table.dims[1], "it must be that of a head");

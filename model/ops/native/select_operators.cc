@@ -75,7 +75,7 @@ class LastHidden {
   LastHidden(const Tensor& hidden, const Rows& rows)
       : gathered_(hidden.dims[0] == rows.count ? 0 : static_cast<size_t>(rows.count * hidden.dims[1])),
         data_(hidden.as<float>()) {
-    if (hidden.dims[0] == rows.count) return;
+    if (hidden.dims[0] == rows.count || hidden.size() == 0) return;
     const int64_t width = hidden.dims[1];
     for (int64_t row = 0; row < rows.count; ++row) {
       std::memcpy(gathered_.data() + row * width, data_ + rows.LastToken(row) * width,
