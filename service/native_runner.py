@@ -25,6 +25,8 @@ from antiphon.service.reserve import reserve
 from antiphon.service.runner import DecodeBatch, Draw, EncodeReport
 
 _LANES = 16  # head widths are rounded up to it in the pool
+# Activations of more tokens no longer fit near the cores: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
+_RUN_TOKENS = 768
 _ENCODER_INPUTS = ["input_ids", "positions", "offsets", "block_tables", "cache"]
 
 
@@ -74,12 +76,29 @@ class NativeRunner:
     def encode(
         self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]]
     ) -> EncodeReport:
-        """Encode sources of any lengths in one run; source i fills the blocks block_tables[i].
+        """Encode sources of any lengths, packed; source i fills the blocks block_tables[i].
 
         first_row means nothing here. Raises ValueError when a source does not fit its table, GraphError when the
         graph fails.
         """
         lengths = self._checked_lengths(sources, block_tables)
+        peaks, largest = [], 0
+        for part in _parts(lengths.tolist()):
+            peaks.append(self._encode_part(sources[part], lengths[part], block_tables[part]))
+            largest = max(largest, int(lengths[part].sum()))
+        return EncodeReport(
+            rows=len(sources),
+            num_tokens=int(lengths.sum()),
+            longest=int(lengths.max()),
+            peak_workspace_bytes=max(peaks),
+            predicted_fused_bytes=self._fit.predict(1, largest) if self._fit else None,
+            predicted_materialised_bytes=self._num_heads * 4 * int(np.square(lengths).sum()),
+        )
+
+    def _encode_part(
+        self, sources: Sequence[Sequence[int]], lengths: NDArray[np.int64], block_tables: Sequence[Sequence[int]]
+    ) -> int:
+        """One run of the graph; returns its peak workspace in bytes."""
         offsets = np.zeros(len(sources) + 1, np.int32)
         np.cumsum(lengths, out=offsets[1:])
         num_tokens = int(offsets[-1])
@@ -93,14 +112,7 @@ class NativeRunner:
         self._workspace.reset_peak()
         before = self._workspace.stats().in_use_bytes
         self._encoder.run_bound(self._encoder.bind(inputs, {"written": np.zeros(1, np.int32)}))
-        return EncodeReport(
-            rows=len(sources),
-            num_tokens=num_tokens,
-            longest=int(lengths.max()),
-            peak_workspace_bytes=self._workspace.stats().peak_bytes - before,
-            predicted_fused_bytes=self._fit.predict(1, num_tokens) if self._fit else None,
-            predicted_materialised_bytes=self._num_heads * 4 * int(np.square(lengths).sum()),
-        )
+        return self._workspace.stats().peak_bytes - before
 
     def decode(self, batch: DecodeBatch) -> Draw:
         """Feed every row its new tokens and choose its next one, in one run; arrays are valid until the next.
@@ -228,6 +240,17 @@ class NativeDecoder:
 
     def _outputs(self, rows: int) -> dict[str, NDArray[Any]]:
         return {name: array[:rows] for name, array in self._drawn.items()}
+
+
+def _parts(lengths: Sequence[int]) -> list[slice]:
+    """Neighbouring sources that one run encodes: of at most _RUN_TOKENS together, or one alone."""
+    parts, first, held = [], 0, 0
+    for index, length in enumerate(lengths):
+        if held and held + length > _RUN_TOKENS:
+            parts.append(slice(first, index))
+            first, held = index, 0
+        held += length
+    return [*parts, slice(first, len(lengths))]
 
 
 def _table_of(block_tables: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
