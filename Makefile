@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve test soak lint stubs wheel lock clean
+.PHONY: help setup serve test soak sanitize lint stubs wheel lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +38,10 @@ test: lint ## Run lint, types and all tests. ARGS="-k scheduler" and the like re
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. ROUNDS=1000 draws as many mixes.
 	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)
+
+sanitize: $(VENV)/.test-tools ## Call the native operators at random under sanitizers. ROUNDS=1000 calls each as often.
+	@CXX="$(CXX)" ANTIPHON_SANITIZE_ROUNDS=$(or $(ROUNDS),300) \
+		$(BIN)/python -m pytest tests/parity/test_native_sanitized.py $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, mypy and the C++ compiler's warnings only.
 	@echo "==> ruff, mypy, $(firstword $(CXX)) -Werror"

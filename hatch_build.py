@@ -78,10 +78,11 @@ def generate_stubs(root: Path) -> None:
     _call([*command, *map(str, protos)], root, "protoc")
 
 
-def compile_native(root: Path) -> Path | None:
+def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[str] = ()) -> Path | None:
     """Compile model/ops/native/*.cc into one library and return its path; None where there are no sources.
 
-    CXX chooses the compiler, CXXFLAGS adds to its flags. Raises BuildError.
+    library: where, from root. flags: more of them, sanitizers for instance. CXX chooses the compiler, CXXFLAGS adds
+    to its flags. Raises BuildError.
     """
     sources = sorted((root / NATIVE_SOURCES).glob("*.cc"))
     if not sources:
@@ -92,13 +93,13 @@ def compile_native(root: Path) -> Path | None:
         raise BuildError(f"no C++ compiler: {name} is not there; install g++ or clang++, or set CXX")
     if platform.machine().lower() not in ("x86_64", "amd64"):
         sources = [source for source in sources if source.name not in INSTRUCTION_SETS]
-    extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+    extra = [*flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
         outputs = list(pool.map(lambda source: _compile(source, compiler, extra, root, Path(objects)), sources))
         # A running server may have the old library mapped: write a new file and swap it in.
-        unfinished = NATIVE_LIBRARY.with_suffix(".so.new")
+        unfinished = library.with_suffix(".so.new")
         _call([*compiler, "-shared", "-pthread", *extra, "-o", str(unfinished), *outputs], root, compiler[0])
-    return (root / unfinished).replace(root / NATIVE_LIBRARY)
+    return (root / unfinished).replace(root / library)
 
 
 def _compile(source: Path, compiler: Sequence[str], extra: Sequence[str], root: Path, objects: Path) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
-from antiphon.model.ops.workspace import Workspace
+from antiphon.model.ops.workspace import LIBRARY, Workspace
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -117,12 +117,12 @@ class NativeStepper:
         return found
 
 
-def native_session(model: str | bytes, threads: int = 1) -> Any:
+def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY) -> Any:
     """A session that knows this project's operators; model is a path or a serialised graph."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    Workspace().attach(options)
+    Workspace(library).attach(options)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

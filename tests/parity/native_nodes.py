@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from onnx import TensorProto, helper
 from antiphon.model.native_stepper import native_session, run_native
 from antiphon.model.ops.cache_pool import BLOCK_SIZE, blocks_for, padded_width, write_position
 from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.workspace import LIBRARY
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | None]
@@ -38,10 +40,12 @@ _OUTPUTS = {
 }
 
 
-def run_node(op_type: str, inputs: Inputs, *, threads: int = 1, **attributes: Any) -> list[Array]:
+def run_node(
+    op_type: str, inputs: Inputs, *, threads: int = 1, library: Path = LIBRARY, **attributes: Any
+) -> list[Array]:
     """Run the operator; an input that it changes in place, a cache, is changed."""
     kinds = tuple((name, None if array is None else (array.dtype.str, array.ndim)) for name, array in inputs.items())
-    session = _session(op_type, kinds, tuple(attributes.items()), threads)
+    session = _session(op_type, kinds, tuple(attributes.items()), threads, library)
     return run_native(session, {name: array for name, array in inputs.items() if array is not None})
 
 
@@ -51,6 +55,7 @@ def _session(
     kinds: tuple[tuple[str, tuple[str, int] | None], ...],
     attributes: tuple[tuple[str, Any], ...],
     threads: int,
+    library: Path,
 ) -> Any:
     declared = []
     for name, kind in kinds:
@@ -64,7 +69,7 @@ def _session(
     graph = helper.make_graph([node], "single", declared, described)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return native_session(model.SerializeToString(), threads)
+    return native_session(model.SerializeToString(), threads, library)
 
 
 def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:

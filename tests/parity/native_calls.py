@@ -1,0 +1,193 @@
+"""Good calls of every native operator, drawn at random: sizes around those that the kernels are cut at, empty ones too.
+
+A call is an operator's arrays, None where an optional input is left out, and its attributes. Attributes come from
+short lists, so that sessions are made once and run often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.ops.cache_pool import BLOCK_SIZE, padded_width
+from antiphon.model.ops.packing import pack_float, pack_int8
+from tests.parity.native_nodes import ramp
+
+Rng = np.random.Generator
+Arrays = dict[str, NDArray[Any] | None]
+Call = tuple[Arrays, dict[str, Any]]
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+_OUTPUTS = [1, 16, 40, 257]
+_HEADS = [(1, 8), (2, 16), (3, 24), (1, 70)]
+_ACTIVATIONS = ["none", "relu", "gelu", "gelu_tanh"]
+_LAYERS = 2
+
+
+def any_size(rng: Rng, most: int = 130) -> int:
+    """0 to `most`: mostly small or next to a multiple of 16."""
+    kind = rng.random()
+    if kind < 0.1:
+        return 0
+    if kind < 0.4:
+        return int(rng.integers(1, 6))
+    if kind < 0.9:
+        return min(most, 16 * int(rng.integers(1, 6)) + int(rng.integers(-1, 2)))
+    return int(rng.integers(most // 2, most + 1))
+
+
+def floats(rng: Rng, *shape: int) -> NDArray[np.float32]:
+    return rng.standard_normal(shape, np.float32)
+
+
+def maybe(rng: Rng, array: NDArray[Any]) -> NDArray[Any] | None:
+    return array if rng.random() < 0.5 else None
+
+
+def pick(rng: Rng, choices: Sequence[Any]) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _packed(rng: Rng, outputs: int, inputs: int, *, quantized: bool) -> Arrays:
+    """A packed weight; one of no inputs is cut from one of a few, which pads to nothing."""
+    weight = floats(rng, outputs, max(inputs, 1))
+    if not quantized:
+        return {"weight": np.ascontiguousarray(pack_float(weight)[:, :inputs])}
+    held = pack_int8(weight)
+    integers = held.integers if inputs else np.ascontiguousarray(held.integers[:, :0])
+    return {"weight": integers, "scales": held.scales, "column_sums": held.column_sums}
+
+
+def _embed(rng: Rng, *, quantized: bool) -> Call:
+    rows, width, vocab = any_size(rng), pick(rng, _OUTPUTS), pick(rng, _OUTPUTS)
+    arrays: Arrays = {
+        "input_ids": rng.integers(0, vocab, rows), "positions": rng.integers(0, 30, rows, np.int32),
+        **_packed(rng, vocab, width, quantized=quantized), "position_table": maybe(rng, floats(rng, 30, width)),
+    }  # fmt: skip
+    arrays.pop("column_sums", None)
+    return arrays, dict(width=width, vocab=vocab, scale=2.0)
+
+
+def _linear(rng: Rng, *, quantized: bool) -> Call:
+    rows, inputs, outputs = any_size(rng, 200), any_size(rng), pick(rng, _OUTPUTS)
+    weights = _packed(rng, outputs, inputs, quantized=quantized)
+    arrays: Arrays = {"x": floats(rng, rows, inputs), **weights, "bias": maybe(rng, floats(rng, outputs))}
+    return arrays, dict(width=outputs, activation=pick(rng, _ACTIVATIONS))
+
+
+def _gate(rng: Rng) -> Call:
+    return {"x": floats(rng, any_size(rng), 2 * any_size(rng))}, dict(activation=pick(rng, _ACTIVATIONS))
+
+
+def _add_norm(rng: Rng) -> Call:
+    rows, width = any_size(rng), any_size(rng)
+    arrays: Arrays = {
+        "x": floats(rng, rows, width), "residual": maybe(rng, floats(rng, rows, width)),
+        "weight": maybe(rng, floats(rng, width)), "bias": maybe(rng, floats(rng, width)),
+    }  # fmt: skip
+    return arrays, dict(epsilon=1e-5, kind=pick(rng, ["layer", "rms"]))
+
+
+def _rotary(rng: Rng) -> Call:
+    (heads, width), rows = pick(rng, _HEADS), any_size(rng)
+    arrays: Arrays = {
+        "qkv": floats(rng, rows, 3 * heads * width), "positions": rng.integers(0, 9, rows, np.int32),
+        "table": floats(rng, 9, width),
+    }  # fmt: skip
+    return arrays, dict(num_heads=heads)
+
+
+def _lens(rng: Rng, least: int = 0) -> list[int]:
+    """Lengths of up to five sequences, none of them once in a while."""
+    return [max(least, any_size(rng)) for _ in range(int(rng.integers(0, 6)))]
+
+
+def _biases(rng: Rng, heads: int) -> Arrays:
+    reach = int(rng.integers(0, 40))
+    return {"bias_table": maybe(rng, floats(rng, heads, 2 * reach + 1)), "slopes": maybe(rng, floats(rng, heads))}
+
+
+def _packed_attention(rng: Rng) -> Call:
+    (heads, width), lens = pick(rng, _HEADS), _lens(rng)
+    arrays: Arrays = {
+        "qkv": floats(rng, sum(lens), 3 * heads * width), "offsets": ramp(lens), **_biases(rng, heads)
+    }  # fmt: skip
+    return arrays, dict(num_heads=heads, scale=0.3, causal=pick(rng, [0, 1]))
+
+
+def _pool(rng: Rng, lens: Sequence[int], heads: int, width: int) -> Arrays:
+    """A pool of either type, no larger than sequences of these lengths need, and their tables."""
+    counts = [-(-length // BLOCK_SIZE) for length in lens]
+    blocks = sum(counts) + int(rng.integers(0, 2))
+    order = iter(rng.permutation(blocks))
+    tables = np.full((len(lens), max(counts, default=0) + int(rng.integers(0, 2))), pick(rng, [LOWEST, -1, HIGHEST]))
+    for row, count in zip(tables, counts, strict=True):
+        row[:count] = [next(order) for _ in range(count)]
+    cache = floats(rng, blocks, _LAYERS, 2, heads, BLOCK_SIZE * padded_width(width))
+    return {"cache": cache.astype(pick(rng, ["float32", "float16"])), "block_tables": tables.astype(np.int32)}
+
+
+def _paged_self_attention(rng: Rng) -> Call:
+    (heads, width), new = pick(rng, _HEADS), [max(1, size % 21) for size in _lens(rng)]
+    held = [any_size(rng) for _ in new]
+    spans = [np.arange(past, past + count) for past, count in zip(held, new, strict=True)]
+    lens = [past + count for past, count in zip(held, new, strict=True)]
+    arrays: Arrays = {
+        "qkv": floats(rng, sum(new), 3 * heads * width), **_pool(rng, lens, heads, width), "offsets": ramp(new),
+        "positions": np.concatenate([*spans, []]).astype(np.int32), **_biases(rng, heads),
+    }  # fmt: skip
+    return arrays, dict(num_heads=heads, scale=0.3, layer=pick(rng, range(_LAYERS)))
+
+
+def _paged_cross_attention(rng: Rng) -> Call:
+    (heads, width), lens = pick(rng, _HEADS), _lens(rng, 1)
+    new = [int(rng.integers(0, 4)) for _ in lens]
+    arrays: Arrays = {
+        "query": floats(rng, sum(new), heads * width), **_pool(rng, lens, heads, width), "offsets": ramp(new),
+        "source_lens": np.array(lens, np.int32),
+    }  # fmt: skip
+    return arrays, dict(num_heads=heads, scale=0.3, layer=pick(rng, range(_LAYERS)))
+
+
+def _paged_write(rng: Rng) -> Call:
+    (heads, width), lens = pick(rng, _HEADS), _lens(rng)
+    arrays: Arrays = {
+        "kv": floats(rng, sum(lens), 2 * heads * width), **_pool(rng, lens, heads, width), "offsets": ramp(lens),
+        "after": maybe(rng, np.zeros(1, np.int32)),
+    }  # fmt: skip
+    return arrays, dict(num_heads=heads, layer=pick(rng, range(_LAYERS)))
+
+
+def _select(rng: Rng, *, quantized: bool) -> Call:
+    new = [int(rng.integers(1, 4)) for _ in range(any_size(rng, 40))]
+    rows, width, vocab = len(new), any_size(rng), pick(rng, [*_OUTPUTS, 700])
+    arrays: Arrays = {
+        "hidden": floats(rng, sum(new), width), **_packed(rng, vocab, width, quantized=quantized),
+        "offsets": ramp(new), "positions": rng.integers(LOWEST, HIGHEST, sum(new), np.int32),
+        "temperatures": rng.choice(np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32), rows),
+        "top_ks": rng.choice(np.array([0, 1, 5, vocab, HIGHEST], np.int32), rows),
+        "top_ps": rng.choice(np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32), rows),
+        "seeds": rng.integers(-(2**63), 2**63 - 1, rows),
+        "num_logprobs": np.array([pick(rng, [-1, 0, 1, vocab // 2, vocab])], np.int32),
+    }  # fmt: skip
+    return arrays, dict(vocab=vocab)
+
+
+CALLS: dict[str, Callable[[Rng], Call]] = {
+    "Embed": lambda rng: _embed(rng, quantized=False),
+    "QuantizedEmbed": lambda rng: _embed(rng, quantized=True),
+    "Linear": lambda rng: _linear(rng, quantized=False),
+    "QuantizedLinear": lambda rng: _linear(rng, quantized=True),
+    "Gate": _gate,
+    "AddNorm": _add_norm,
+    "Rotary": _rotary,
+    "PackedAttention": _packed_attention,
+    "PagedSelfAttention": _paged_self_attention,
+    "PagedCrossAttention": _paged_cross_attention,
+    "PagedWrite": _paged_write,
+    "Select": lambda rng: _select(rng, quantized=False),
+    "QuantizedSelect": lambda rng: _select(rng, quantized=True),
+}

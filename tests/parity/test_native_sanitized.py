@@ -1,0 +1,98 @@
+"""The native library built for AddressSanitizer and UndefinedBehaviorSanitizer, every operator called at random.
+
+ANTIPHON_SANITIZE_ROUNDS calls of each operator with each instruction set that this processor has; `make sanitize` makes
+many. Leaks are not looked for: Python and ONNX Runtime keep what they have until the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hatch_build import compile_native
+from tests.parity.native_calls import CALLS
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = int(os.environ.get("ANTIPHON_SANITIZE_ROUNDS", "24"))
+FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+
+
+def runtime(name: str) -> str:
+    """The path of one of the compiler's own libraries."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        pytest.skip("no C++ compiler")
+    done = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    if not Path(path := done.stdout.strip()).is_absolute():
+        pytest.skip(f"the C++ compiler has no {name}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """What a process needs to load the library: Python was not built for sanitizers, so their runtime comes first.
+
+    The C++ library comes with it, because the runtime must find exceptions in it before ONNX Runtime throws one.
+    """
+    return {
+        **os.environ,
+        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so.6')}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def library(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = compile_native(ROOT, tmp_path_factory.mktemp("sanitized") / "_native.so", FLAGS)
+    assert built is not None
+    return built
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
+def test_no_call_reads_or_writes_astray(library: Path, environment: dict[str, str], kernels: str) -> None:
+    chosen = {**environment, "ANTIPHON_CPU": kernels}
+    done = run(chosen, "-m", "tests.parity.native_fuzz", str(library), f"--rounds={ROUNDS}")
+    if "which this processor lacks" in done.stderr or "must be one of" in done.stderr:
+        pytest.skip(f"this processor has no {kernels}")
+    last = "".join(done.stdout.splitlines(keepends=True)[-1:])
+    assert done.returncode == 0, f"{last}{done.stderr[:6000]}"
+    assert not done.stderr
+    assert last == f"seed 0: {list(CALLS)[-1]} {ROUNDS - 1}\n"
+
+
+def test_a_write_behind_an_array_is_seen(library: Path, environment: dict[str, str]) -> None:
+    """The net is there: the library writes seven counters where there is room for one."""
+    careless = f"""
+import ctypes, numpy
+room = numpy.zeros(1, numpy.uint64)
+ctypes.CDLL({str(library)!r}).antiphon_workspace_stats(ctypes.c_void_p(room.ctypes.data))
+"""
+    done = run(environment, "-c", careless)
+    assert done.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+
+
+def test_a_read_behind_a_page_ends_the_process(environment: dict[str, str]) -> None:
+    careless = """
+import ctypes, numpy
+from tests.parity.native_fuzz import at_end_of_page
+array = at_end_of_page(numpy.arange(5, dtype=numpy.int32))
+assert array.tolist() == [0, 1, 2, 3, 4]
+ctypes.string_at(array.ctypes.data + array.nbytes, 1)
+"""
+    done = run(environment, "-c", careless)
+    assert done.returncode != 0
+    assert "AddressSanitizer: SEGV" in done.stderr
