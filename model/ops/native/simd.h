@@ -52,7 +52,8 @@ ANTIPHON_INLINE void StorePart(float* to, F32 v, int count) {
 #endif
 }
 
-ANTIPHON_INLINE F32 Splat(float x) { return F32{} + x; }
+// Listed lane by lane: adding x to zeros would be an addition indeed, for it turns -0 into 0.
+ANTIPHON_INLINE F32 Splat(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 ANTIPHON_INLINE F32 Fma(F32 a, F32 b, F32 c) {
 #if defined(__AVX512F__)
