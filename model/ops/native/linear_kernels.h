@@ -115,6 +115,18 @@ void FloatProduct(const float* x, int64_t rows, const FloatWeight& weight, Activ
   });
 }
 
+// Rounded to the nearest, ties to even, and kept within 0 .. 255; NaN becomes some byte as well.
+ANTIPHON_INLINE void StoreBytes(F32 v, uint8_t* to) {
+#if defined(__AVX512F__)
+  const __m512i integers = _mm512_max_epi32(_mm512_cvtps_epi32(reinterpret_cast<__m512>(v)), _mm512_setzero_si512());
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtusepi32_epi8(integers));
+#else
+  const F32 bounded = v > 0.0f ? (v < 255.0f ? v : Splat(255.0f)) : F32{};
+  const F32 shifted = bounded + 12582912.0f;  // 1.5 * 2^23: the last bits are the nearest integer
+  for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<uint8_t>(reinterpret_cast<I32>(shifted)[lane]);
+#endif
+}
+
 // Rows that are nowhere negative use all 256 levels from 0 up; others 255 levels around 128. Every 64 inputs lie
 // `spacing` bytes after the 64 before.
 ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, uint8_t* row, int64_t spacing,
@@ -143,15 +155,7 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
   for (k = 0; k < padded; k += kLanes) {
     const int64_t left = inputs - k;
     const F32 v = left >= kLanes ? Load(x + k) : (left > 0 ? LoadPart(x + k, static_cast<int>(left)) : F32{});
-    const F32 scaled = Fma(v, Splat(inverse), Splat(12582912.0f));  // 1.5 * 2^23: rounds to nearest, ties to even
-    I32 integers = reinterpret_cast<I32>(scaled) - 0x4b400000 + *zero;
-    integers = integers < 0 ? I32{} : (integers > 255 ? I32{} + 255 : integers);  // NaN and infinity, too, must be bytes
-    uint8_t* to = row + k / kDepth * spacing + k % kDepth;
-#if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
-#else
-    for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<uint8_t>(integers[lane]);
-#endif
+    StoreBytes(Fma(v, Splat(inverse), Splat(static_cast<float>(*zero))), row + k / kDepth * spacing + k % kDepth);
   }
 }
 
