@@ -8,16 +8,21 @@ sessions compute; torch-free. The allocator is one per process, as ONNX Runtime'
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).with_name("_native.so")
+# The native library's own number (antiphon_native_version in native/register.cc): raise both together.
+NATIVE_VERSION = 1
+
+_BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"
 
 
 class WorkspaceError(Exception):
-    """The native library is missing or does not fit this ONNX Runtime; the message names the file."""
+    """The native library is missing or does not fit its surroundings; the message names the file and says to what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,24 +58,25 @@ class Workspace:
         self.library = library
         try:
             self._native = ctypes.CDLL(str(library))
+            _check_version(self._native)
             self._stats = _function(self._native, "antiphon_workspace_stats", ctypes.POINTER(_NativeStats))
             self._set_limit = _function(self._native, "antiphon_workspace_set_limit", ctypes.c_uint64)
             self.reset_peak: Callable[[], None] = _function(self._native, "antiphon_workspace_reset_peak")
             self.trim: Callable[[], None] = _function(self._native, "antiphon_workspace_trim")
         except (OSError, AttributeError) as error:
-            raise WorkspaceError(
-                f"{library} cannot be used: {error}; install antiphon again (or `make setup` in a checkout) to build it"
-            ) from None
+            raise WorkspaceError(f"{library} cannot be used: {error}; {_BUILD_IT}") from None
 
     def attach(self, options: Any) -> None:
         """Make the sessions built from these onnxruntime.SessionOptions allocate here, weights included.
 
-        Raises WorkspaceError when this ONNX Runtime is not one the library was built for.
+        Raises WorkspaceError when this ONNX Runtime is not one the library was built for, or ANTIPHON_CPU asks for an
+        instruction set that there is not.
         """
         try:
             options.register_custom_ops_library(str(self.library))
         except Exception as error:  # onnxruntime's exceptions share no narrower base
-            raise WorkspaceError(f"{self.library} does not fit the installed onnxruntime: {error}") from None
+            reason = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error))
+            raise WorkspaceError(f"{self.library} cannot be used: {reason}") from None
         options.add_session_config_entry("session.use_env_allocators", "1")
 
     def stats(self) -> WorkspaceStats:
@@ -89,6 +95,14 @@ class Workspace:
             return
         self.trim()
         self._set_limit(self.stats().reserved_bytes + budget_bytes)
+
+
+def _check_version(native: ctypes.CDLL) -> None:
+    """Raises OSError for a library of another version of this package."""
+    version = getattr(native, "antiphon_native_version", None)
+    found = "none" if version is None else version()
+    if found != NATIVE_VERSION:
+        raise OSError(f"its version is {found}, this antiphon needs {NATIVE_VERSION}")
 
 
 def _function(native: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:

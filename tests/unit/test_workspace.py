@@ -131,7 +131,7 @@ def test_workspace_names_a_library_that_is_missing(tmp_path: Path) -> None:
 def test_workspace_names_a_library_that_is_not_ours() -> None:
     other = ctypes.util.find_library("m")
     assert other
-    with pytest.raises(WorkspaceError, match=r"cannot be used: .*antiphon_workspace_stats"):
+    with pytest.raises(WorkspaceError, match=r"cannot be used: its version is none"):
         Workspace(Path(other))
 
 

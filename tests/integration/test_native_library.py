@@ -1,0 +1,116 @@
+"""A native library that cannot serve: refused in one line that names the file or the variable, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import antiphon.model.ops
+from antiphon.model.ops.workspace import LIBRARY, NATIVE_VERSION, Workspace, WorkspaceError
+
+NATIVE = Path(antiphon.model.ops.__file__).parent / "native"
+# antiphon's command with the library elsewhere.
+WITH_LIBRARY = """
+import pathlib, sys
+from antiphon.cli import main
+from antiphon.model.ops.workspace import Workspace
+Workspace.__init__.__defaults__ = (pathlib.Path(sys.argv[1]),)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def compiled(source: str, target: Path, *flags: str) -> Path:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    command = [compiler, "-x", "c++", "-std=c++17", *flags, "-o", str(target), "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+    return target
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text("Hallo.\n", encoding="utf-8")
+    return path
+
+
+def complaint(library: Path, text: Path, command: str, **variables: str) -> str:
+    """What the command says on its way out."""
+    arguments = {
+        "serve": ["serve", "--port", "0", "--metrics-port", "0"],
+        "evaluate": ["evaluate", str(shipped()), "--source", str(text), "--reference", str(text)],
+    }[command]
+    asked = {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")} | variables
+    program = [sys.executable, "-c", WITH_LIBRARY, str(library), *arguments]
+    done = subprocess.run(program, env=asked, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"antiphon {command}: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def shipped() -> Path:
+    return Path(antiphon.model.ops.__file__).parents[1] / "bundles" / "en-de"
+
+
+@pytest.mark.parametrize("command", ["serve", "evaluate"])
+def test_command_names_a_library_that_is_missing(command: str, text: Path) -> None:
+    said = complaint(text.parent / "absent.so", text, command)
+    assert "absent.so cannot be used: " in said
+    assert "install antiphon again" in said
+
+
+@pytest.mark.parametrize("command", ["serve", "evaluate"])
+def test_command_names_the_variable_that_asks_for_an_unknown_instruction_set(command: str, text: Path) -> None:
+    said = complaint(LIBRARY, text, command, ANTIPHON_CPU="mmx")
+    assert "ANTIPHON_CPU is mmx; it must be one of " in said
+    assert "portable" in said
+
+
+def test_workspace_refuses_the_library_of_another_antiphon(tmp_path: Path) -> None:
+    other = NATIVE_VERSION + 1
+    library = compiled(
+        f'extern "C" int antiphon_native_version() {{ return {other}; }}', tmp_path / "other.so", "-shared", "-fPIC"
+    )
+    message = rf"other\.so cannot be used: its version is {other}, this antiphon needs {NATIVE_VERSION}; install"
+    with pytest.raises(WorkspaceError, match=message):
+        Workspace(library)
+
+
+def test_workspace_says_what_the_library_has_against_an_onnx_runtime() -> None:
+    class Options:
+        def register_custom_ops_library(self, path: str) -> None:
+            raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : works with ONNX Runtime 1.31.x, not 1.40.2")
+
+    with pytest.raises(WorkspaceError, match=r"_native\.so cannot be used: works with ONNX Runtime 1\.31\.x, not"):
+        Workspace().attach(Options())
+
+
+@pytest.mark.parametrize("wanted", ["avx2", "avx512", "amx"])
+def test_kernels_that_the_processor_lacks_are_refused(tmp_path: Path, wanted: str) -> None:
+    """The choice compiled for a processor that has nothing but its base."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("other processors have one choice")
+    tables = "\n".join(
+        f"const Kernels& {name}Kernels() {{ static const Kernels table{{}}; return table; }}"
+        for name in ("Portable", "Avx2", "Avx512", "Amx")
+    )
+    source = f"""
+#include <cstdio>
+#include <exception>
+#include "{NATIVE}/cpu.cc"
+namespace antiphon {{ {tables} }}
+int main() {{
+  try {{ antiphon::ActiveKernels(); }} catch (const std::exception& error) {{ std::puts(error.what()); }}
+}}"""
+    program = compiled(source, tmp_path / "choice", "-D__builtin_cpu_supports(name)=0", f"-I{NATIVE}")
+    for asked, answer in ((wanted, f"ANTIPHON_CPU is {wanted}, which this processor lacks\n"), ("portable", "")):
+        done = subprocess.run([program], env={"ANTIPHON_CPU": asked}, capture_output=True, text=True, check=True)
+        assert done.stdout == answer
