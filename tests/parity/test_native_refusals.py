@@ -146,6 +146,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Rotary", {"table": normal(4, 6)}, "table is 6"),
     ("Rotary", {"num_heads": 5}, "qkv is 48"),
     ("Rotary", {"num_heads": 0}, "num_heads is 0"),
+    ("Linear", {"width": 2**63 - 1}, "width is 9223372036854775807"),
+    ("Select", {"vocab": -1}, "vocab is -1"),
     ("PackedAttention", {"offsets": ramp([2, 2])}, "offsets is 4"),
     ("PackedAttention", {"offsets": ints(1, 2, 5)}, "offsets.* is 1"),
     ("PackedAttention", {"offsets": ints(0, 7, 5)}, "offsets is 5"),
@@ -206,6 +208,14 @@ def run_changed(op_type: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("op_type", CALLS)
 def test_calls_that_refusals_start_from_are_good(op_type: str) -> None:
     run_changed(op_type, {})
+
+
+@pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Select"])
+def test_calls_without_rows_give_nothing(op_type: str) -> None:
+    kept = ("weight", "cache", "bias_table", "slopes", "num_logprobs")
+    arrays, _ = CALLS[op_type]()
+    empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}
+    run_changed(op_type, {**empty, "offsets": ints(0)})
 
 
 @pytest.mark.parametrize(("op_type", "changes", "message"), BAD, ids=[f"{op}-{next(iter(c))}" for op, c, _ in BAD])
