@@ -20,7 +20,7 @@ from tests.parity.native_calls import CALLS
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = int(os.environ.get("ANTIPHON_SANITIZE_ROUNDS", "24"))
-FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
 def runtime(name: str) -> str:
