@@ -39,11 +39,11 @@ ANTIPHON_INLINE void PackQueries(const PackedHead& head, int64_t first, float* t
 // Scores of `Keys` keys from `key` on against the tile: [Keys][16].
 template <int Keys>
 ANTIPHON_INLINE void ScoreKeys(const PackedHead& head, int64_t key, const float* tile, float* scores) {
-  const float* from = head.key + key * head.stride;
+  const float* from = head.key + key * head.kv_stride;
   F32 sums[Keys] = {};
   for (int64_t d = 0; d < head.width; ++d) {
     const F32 queries = Load(tile + d * kLanes);
-    for (int k = 0; k < Keys; ++k) sums[k] = Fma(queries, Splat(from[k * head.stride + d]), sums[k]);
+    for (int k = 0; k < Keys; ++k) sums[k] = Fma(queries, Splat(from[k * head.kv_stride + d]), sums[k]);
   }
   for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, sums[k]);
 }
@@ -88,7 +88,7 @@ ANTIPHON_INLINE void MixValues(const PackedHead& head, int64_t keys, const float
                                int64_t lane, int64_t d, int part) {
   F32 sums[Queries][Vectors] = {};
   for (int64_t key = 0; key < keys; ++key) {
-    const float* from = head.value + key * head.stride + d;
+    const float* from = head.value + key * head.kv_stride + d;
     F32 values[Vectors];
     for (int v = 0; v < Vectors - 1; ++v) values[v] = Load(from + v * kLanes);
     values[Vectors - 1] = LoadPart(from + (Vectors - 1) * kLanes, part);
@@ -123,10 +123,13 @@ void PackedAttention(const PackedHead& head, int64_t first, float* scores, float
   PackQueries(head, first, tile);
   int64_t key = 0;
   for (; keys - key >= 8; key += 8) ScoreKeys<8>(head, key, tile, scores);
+  for (; keys - key >= 2; key += 2) ScoreKeys<2>(head, key, tile, scores);
   for (; key < keys; ++key) ScoreKeys<1>(head, key, tile, scores);
   const F32 inverse = SoftmaxLanes(head, first, keys, scores);
   int64_t lane = 0;
+  for (; count - lane >= 6; lane += 6) MixRow<6>(head, keys, scores, inverse, first, lane);
   for (; count - lane >= 4; lane += 4) MixRow<4>(head, keys, scores, inverse, first, lane);
+  for (; count - lane >= 2; lane += 2) MixRow<2>(head, keys, scores, inverse, first, lane);
   for (; lane < count; ++lane) MixRow<1>(head, keys, scores, inverse, first, lane);
 }
 

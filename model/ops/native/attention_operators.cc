@@ -2,6 +2,7 @@
 //
 // A call's offsets say which tokens belong together: those of sequence b are offsets[b] .. offsets[b + 1] - 1. Caches
 // are changed in place, so everything that could lead a pointer out of the pool is checked before the first write.
+#include <cstring>
 #include <string>
 
 #include "operators.h"
@@ -13,6 +14,7 @@ namespace antiphon {
 namespace {
 
 constexpr double kAttentionMacsPerNs = 20.0;
+constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: enough that copying keys and values for them pays
 
 std::string UpTo(int64_t last) { return "it must be 0 to " + std::to_string(last); }
 
@@ -91,35 +93,62 @@ class PackedAttention {
   }
 
  private:
-  // Sixteen queries of one head of one sequence.
+  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: every head of a short one, one of a long one.
   struct Task {
     int32_t sequence;
     int32_t first;
+    int32_t head;
+    int32_t num_heads;
   };
 
   void Attend(const Call& call, const Packing& packing, const float* qkv, int64_t width, const Biases& biases,
               float* out) const {
     int64_t num_tasks = 0;
-    for (int64_t b = 0; b < packing.sequences; ++b) num_tasks += RoundUp(packing.length(b), kQueryTile) / kQueryTile;
-    const Scratch<Task> tasks(static_cast<size_t>(num_tasks));
-    int64_t filled = 0;
     for (int64_t b = 0; b < packing.sequences; ++b) {
-      for (int64_t first = 0; first < packing.length(b); first += kQueryTile) {
-        tasks[static_cast<size_t>(filled++)] = {static_cast<int32_t>(b), static_cast<int32_t>(first)};
-      }
+      num_tasks += RoundUp(packing.length(b), kGroup) / kGroup * (IsLong(packing.length(b)) ? heads_ : 1);
     }
-    const Kernels& kernels = ActiveKernels();
-    // Neighbouring tasks share keys and values: heads vary slowest within a sequence's tiles.
+    const Scratch<Task> tasks(static_cast<size_t>(num_tasks));
+    FillTasks(packing, tasks.data());
     call.Parallel(static_cast<size_t>(num_tasks), [&](size_t index) {
       const Task task = tasks[index];
       const int64_t length = packing.length(task.sequence);
-      const Scratch<float> scores(static_cast<size_t>(length * kQueryTile));
-      const Scratch<float> tile(static_cast<size_t>(RoundUp(width, kPanel) * kQueryTile));
-      for (int64_t head = 0; head < heads_; ++head) {
-        const PackedHead view = Head(packing, qkv, width, biases, out, task.sequence, head);
-        kernels.packed_attention(view, task.first, scores.data(), tile.data());
+      const int64_t num_pairs = IsLong(length) ? 2 * length * width : 0, num_scores = length * kQueryTile;
+      const Scratch<float> room(static_cast<size_t>(num_pairs + num_scores + RoundUp(width, kPanel) * kQueryTile));
+      float* scores = room.data() + num_pairs;
+      for (int32_t head = task.head; head < task.head + task.num_heads; ++head) {
+        PackedHead view = Head(packing, qkv, width, biases, out, task.sequence, head);
+        if (num_pairs > 0) Gather(room.data(), &view);
+        const int64_t end = std::min<int64_t>(task.first + kGroup, length);
+        for (int64_t first = task.first; first < end; first += kQueryTile) {
+          ActiveKernels().packed_attention(view, first, scores, scores + num_scores);
+        }
       }
     });
+  }
+
+  // Whether copying keys and values pays: they are read once for each tile of queries.
+  static bool IsLong(int64_t length) { return length > 3 * kQueryTile; }
+
+  void FillTasks(const Packing& packing, Task* task) const {
+    for (int32_t b = 0; b < packing.sequences; ++b) {
+      const int32_t together = IsLong(packing.length(b)) ? 1 : static_cast<int32_t>(heads_);
+      for (int32_t head = 0; head < heads_; head += together) {
+        for (int32_t first = 0; first < packing.length(b); first += kGroup) *task++ = {b, first, head, together};
+      }
+    }
+  }
+
+  // Copies keys and values side by side: where they come from, rows of one head share a few sets of the first cache.
+  static void Gather(float* pairs, PackedHead* view) {
+    const auto bytes = static_cast<size_t>(view->width) * sizeof(float);
+    float* values = pairs + view->length * view->width;
+    for (int64_t t = 0; t < view->length; ++t) {
+      std::memcpy(pairs + t * view->width, view->key + t * view->stride, bytes);
+      std::memcpy(values + t * view->width, view->value + t * view->stride, bytes);
+    }
+    view->key = pairs;
+    view->value = values;
+    view->kv_stride = view->width;
   }
 
   PackedHead Head(const Packing& packing, const float* qkv, int64_t width, const Biases& biases, float* out,
@@ -131,7 +160,7 @@ class PackedAttention {
     view.key = query + heads_ * width;
     view.value = query + 2 * heads_ * width;
     view.out = out + packing.begin(sequence) * heads_ * width + head * width;
-    view.stride = stride;
+    view.stride = view.kv_stride = stride;
     view.out_stride = heads_ * width;
     view.length = packing.length(sequence);
     view.width = width;

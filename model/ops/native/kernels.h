@@ -50,13 +50,14 @@ struct ScoreBias {
   float slope;  // subtracts slope * |k - q|
 };
 
-// One head of one packed sequence: query t at query + t * stride, keys and values likewise.
+// One head of one packed sequence: query t at query + t * stride, key t at key + t * kv_stride, values likewise.
 struct PackedHead {
   const float* query;
   const float* key;
   const float* value;
   float* out;  // row t at out + t * out_stride
   int64_t stride;
+  int64_t kv_stride;
   int64_t out_stride;
   int64_t length;
   int64_t width;  // D
