@@ -41,7 +41,8 @@ def odd_numbers(rng: Rng, call: Call) -> None:
 
 
 def wrong_integers(rng: Rng, call: Call) -> None:
-    """Put any integer at all where ids, lengths, positions or blocks stand."""
+    """Put any integer at all, or one just out of bounds, where ids, lengths, positions or blocks stand."""
+    sizes = [size for array in call[0].values() if array is not None for size in array.shape]
     names = [name for name, array in call[0].items() if array is not None and array.dtype.kind == "i" and array.size]
     if not names:
         return wrong_shape(rng, call)
@@ -49,7 +50,7 @@ def wrong_integers(rng: Rng, call: Call) -> None:
     assert array is not None
     limits = np.iinfo(array.dtype)
     for index in rng.integers(0, array.size, int(rng.integers(1, 4))):
-        array.flat[index] = np.clip(pick(rng, [*_EXTREMES, int(rng.integers(-40, 40))]), limits.min, limits.max)
+        array.flat[index] = np.clip(pick(rng, [*_EXTREMES, *sizes, int(rng.integers(-40, 40))]), limits.min, limits.max)
     return None
 
 
