@@ -71,6 +71,7 @@ killed, the same command resumes from the last checkpoint; the averaged checkpoi
         summary="export a checkpoint to a bundle that serve reads",
         examples="""\
   antiphon export CHECKPOINT BUNDLE         float32 and int8 graphs, verified against PyTorch
+  antiphon export CHECKPOINT BUNDLE --precision int8 --contrib       ONNX Runtime's own operators as well as ours
   antiphon serve BUNDLE""",
     ),
     "evaluate": Subcommand(
@@ -89,18 +90,22 @@ sacreBLEU and chrF; --json for one object a system""",
         extra="server,train",
         summary="measure a bundle's attention workspace against T^2",
         examples="""\
-  antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it""",
+  antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it
+  antiphon profile --random base --plot memory.png       every lowering of random weights, up to 4,096 tokens""",
     ),
     "bench": Subcommand(
         module="antiphon.service.bench.command",
         extra="server",
         summary="measure a bundle on this machine",
         examples="""\
-  antiphon bench                            every section, with the shipped English-German model
+  antiphon bench                            every section, with the shipped English-German model and a random one
+  antiphon bench --section decode --model random --rows 64        beside CTranslate2, same weights, same cores
   antiphon bench BUNDLE --section engine --source test.en --json bench.json
+  antiphon bench --profile nodes.txt        which operators take the time
 
-engine: continuous batching against static batches through the same graphs, outputs compared
+decode, encode, poisson, memory: beside CTranslate2 (pip install ctranslate2) at its best settings, outputs compared
 grpc_overhead: what a client sees over 64 streams, against the engine alone
+engine: continuous batching against static batches through the same graphs
 startup: time until ready, and resident memory""",
     ),
 }
