@@ -102,7 +102,7 @@ def _rotary(rng: Rng) -> Call:
 
 def _lens(rng: Rng, least: int = 0) -> list[int]:
     """Lengths of up to five sequences, none of them once in a while."""
-    return [max(least, any_size(rng)) for _ in range(int(rng.integers(0, 6)))]
+    return [max(least, any_size(rng, 200)) for _ in range(int(rng.integers(0, 6)))]
 
 
 def _biases(rng: Rng, heads: int) -> Arrays:
