@@ -116,9 +116,9 @@ ANTIPHON_INLINE F32 Exp(F32 x) {
   p = Fma(p, r, Splat(1.6666665459e-1f));
   p = Fma(p, r, Splat(5.0000001201e-1f));
   p = Fma(p, r * r, r + 1.0f);
-  const I32 exponent = (reinterpret_cast<I32>(shifted) - 0x4b400000) << 23;
-  const F32 scaled = reinterpret_cast<F32>(reinterpret_cast<I32>(p) + exponent);
-  return x < -87.33f ? F32{} : scaled;
+  // Multiplied, not added to the exponent's bits: NaN must stay NaN.
+  const U32 power = (reinterpret_cast<U32>(shifted) - (0x4b400000u - 127u)) << 23;
+  return x < -87.33f ? F32{} : p * reinterpret_cast<F32>(power);
 }
 
 ANTIPHON_INLINE float HalfToFloat(uint16_t half) {
