@@ -114,14 +114,8 @@ LogitSummary Summarize(const float* logits, int64_t columns, bool with_sum) {
     where = v > largest ? Iota() + static_cast<int32_t>(k) : where;
     largest = Max(v, largest);
   });
-  LogitSummary summary{largest[0], where[0], 0.0f, 0};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    summary.invalid |= invalid[lane];
-    if (largest[lane] > summary.largest || (largest[lane] == summary.largest && where[lane] < summary.index)) {
-      summary.largest = largest[lane];
-      summary.index = where[lane];
-    }
-  }
+  LogitSummary summary{Largest(largest), 0, 0.0f, IsAny(invalid)};
+  summary.index = Smallest(largest == summary.largest ? where : I32{} + INT32_MAX);
   if (with_sum) {
     F32 sum = {};
     Vectors(columns, [&](int64_t k, int part) {

@@ -80,25 +80,32 @@ ANTIPHON_INLINE F32 ToFloat(I32 v) { return __builtin_convertvector(v, F32); }
 // Lane numbers 0 .. 15.
 ANTIPHON_INLINE I32 Iota() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
+// v with its lanes `step` places on, around the end.
+ANTIPHON_INLINE F32 Turned(F32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
+ANTIPHON_INLINE I32 Turned(I32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
+
 // In a fixed order: halves are folded onto each other.
 ANTIPHON_INLINE float Sum(F32 v) {
-  float lanes[kLanes];
-  Store(lanes, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
+  for (int half = kLanes / 2; half > 0; half /= 2) v += Turned(v, half);
+  return v[0];
 }
 
 ANTIPHON_INLINE float Largest(F32 v) {
-  float lanes[kLanes];
-  Store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2) v = Max(Turned(v, half), v);
+  return v[0];
+}
+
+ANTIPHON_INLINE int32_t Smallest(I32 v) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) {
-      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
-    }
+    const I32 turned = Turned(v, half);
+    v = turned < v ? turned : v;
   }
-  return lanes[0];
+  return v[0];
+}
+
+ANTIPHON_INLINE bool IsAny(I32 v) {
+  for (int half = kLanes / 2; half > 0; half /= 2) v |= Turned(v, half);
+  return v[0] != 0;
 }
 
 // exp(x) to about 1 ulp for x <= 88; 0 below -87.33, -inf included; NaN stays NaN. Cephes' polynomial after
