@@ -11,7 +11,8 @@ namespace antiphon {
 
 std::vector<const OrtCustomOp*> LinearOperators();
 std::vector<const OrtCustomOp*> RowOperators();
-std::vector<const OrtCustomOp*> AttentionOperators();
+std::vector<const OrtCustomOp*> PackedOperators();
+std::vector<const OrtCustomOp*> PagedOperators();
 std::vector<const OrtCustomOp*> SelectOperators();
 
 // Calls body(row) for every row of a tensor [rows, width], on several threads when it is large.

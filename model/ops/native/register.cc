@@ -69,8 +69,8 @@ OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
   if (domain == nullptr) {
     OrtCustomOpDomain* built = nullptr;
     if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
-    for (const auto& room : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::AttentionOperators(),
-                             antiphon::SelectOperators()}) {
+    for (const auto& room : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
+                             antiphon::PagedOperators(), antiphon::SelectOperators()}) {
       for (const OrtCustomOp* op : room) {
         if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
       }
