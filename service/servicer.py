@@ -52,7 +52,7 @@ class ServedModel:
 class InferenceServicer:
     """The RPC methods of one model and its engine. Methods raise AntiphonError; `handlers.py` tells the client."""
 
-    def __init__(self, model: ServedModel, engine: Engine, *, max_messages_per_s: int) -> None:
+    def __init__(self, model: ServedModel, engine: Engine, *, max_messages_per_s: float) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
         self._engine = engine

@@ -68,6 +68,7 @@ async def serving(
     engine_config: EngineConfig | None = None,
     *,
     prepare: Callable[[FakeRunner], object] = lambda runner: None,
+    max_messages_per_s: float = 1e6,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port; on leaving, every block must be free again."""
@@ -79,7 +80,7 @@ async def serving(
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
     calls = Calls(
         InferenceServicer(
-            ServedModel(description=description, tokenizer=tokenizer), engine, max_messages_per_s=1_000_000
+            ServedModel(description=description, tokenizer=tokenizer), engine, max_messages_per_s=max_messages_per_s
         )
     )
     server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())

@@ -302,3 +302,13 @@ def test_layers_of_a_pool_are_apart() -> None:
     run_node("PagedWrite", arrays, num_heads=2, layer=1)
     np.testing.assert_array_equal(pool.cache[:, [0, 2]], before[:, [0, 2]])
     assert np.isfinite(pool.cache[:, 1]).any()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0xFFC12345], ids=hex)
+def test_packed_attention_lets_every_nan_through(bits: int) -> None:
+    """A NaN in a key must not become a key that nobody looks at."""
+    qkv = normal(5, 3 * 2 * 8)
+    qkv[2, 16 + 3] = np.array(bits, np.uint32).view(np.float32)
+    (found,) = run_node("PackedAttention", {"qkv": qkv, "offsets": ramp([5])}, num_heads=2, scale=0.35, causal=0)
+    assert np.isnan(found[:, :8]).all()
+    assert np.isfinite(found[:, 8:]).all()

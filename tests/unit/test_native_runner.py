@@ -224,3 +224,17 @@ def test_open_runner_takes_the_runner_that_the_graphs_are_for(bundle: Bundle, tm
     assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9
     with pytest.raises(BundleError, match="no contrib graphs at precision any; it holds native-float32"):
         open_runner(bundle, max_rows=1, threads=1, lowering="contrib")
+
+
+def test_native_runner_fills_the_same_caches_when_sources_take_several_runs(bundle: Bundle) -> None:
+    """1,200 tokens are more than one run of the encoder takes."""
+    sources = [tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(30)]
+    tables = [tuple(range(3 * row, 3 * row + 3)) for row in range(len(sources))]
+    together, one_by_one = (NativeRunner(bundle, max_rows=1, threads=1, num_blocks=90) for _ in range(2))
+    report = together.encode(sources, 0, tables)
+    for source, table in zip(sources, tables, strict=True):
+        one_by_one.encode([source], 0, [table])
+    np.testing.assert_array_equal(together.cache, one_by_one.cache)
+    assert together.cache[-1].any()
+    assert (report.rows, report.num_tokens, report.longest) == (30, 1200, 40)
+    assert report.peak_workspace_bytes == one_by_one.encode(sources[:19], 0, tables[:19]).peak_workspace_bytes

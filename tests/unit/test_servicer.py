@@ -60,6 +60,14 @@ async def test_generate_streams_the_models_answer_and_one_terminal_message() -> 
     assert not any(message.HasField("usage") or message.HasField("timing") for message in messages[:-1])
 
 
+async def test_generate_sends_first_token_and_end_only_when_the_budget_of_messages_is_spent() -> None:
+    async with serving(max_messages_per_s=1e-3) as served:
+        messages = [message async for message in stub_of(served).Generate(asking())]
+        expected, _ = served.runner.answer((*SOURCE, EOS_ID))
+    assert [token for message in messages for token in message.token_ids] == expected
+    assert len(messages) <= 2 < len(expected)
+
+
 @pytest.mark.parametrize("ids", [(4, 40), (12, 200, 100), (31, 31), (20, 100, 101, 102)])
 async def test_generate_deltas_join_to_the_unary_text(ids: tuple[int, ...]) -> None:
     async with serving() as served:
