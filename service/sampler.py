@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.ops.counter_random import uniform_at
 from antiphon.service.runner import DecodeBatch, Draw
 
 NUCLEUS_GUESS = 256  # tokens a nucleus is first expected within: sorting these is cheap, the vocabulary is not
@@ -43,12 +44,6 @@ def sample(logits: NDArray[np.float32], batch: DecodeBatch) -> Draw:
     draw = _log_probabilities(logits, np.where(is_valid, token_ids, 0), batch.num_logprobs)
     token_ids[~is_valid] = -1
     return Draw(token_ids, *draw)
-
-
-def uniform_at(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a seed and a target position: Philox 4x64, key = seed, counter = position."""
-    word: int = np.random.Philox(key=seed, counter=position).random_raw()
-    return (word >> 11) * 2.0**-53
 
 
 def sample_row(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int:

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from antiphon.model.ops.counter_random import uniform_at
+
 _SELECT = (
     "(Tensor hidden, Tensor weight, Tensor offsets, Tensor positions, Tensor temperatures, Tensor top_ks,"
     " Tensor top_ps, Tensor seeds, Tensor num_logprobs) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -80,12 +82,6 @@ def _select_shape(
         seeds.new_empty(rows, count),
         hidden.new_empty(rows, count),
     )
-
-
-def uniform_at(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a seed and a position: Philox 4x64 (Salmon et al. 2011), counter = position."""
-    word: int = np.random.Philox(key=seed % 2**64, counter=position).random_raw()
-    return (word >> 11) * 2.0**-53
 
 
 def distribution(

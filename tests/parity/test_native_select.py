@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.native_select import distribution, select, uniform_at
+from antiphon.model.ops.counter_random import uniform_at
+from antiphon.model.ops.native_select import distribution, select
 from antiphon.model.ops.packing import pack_float, pack_int8, unpack_int8
 from tests.parity.native_nodes import normal, ramp, run_node
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from antiphon.model.ops.counter_random import uniform_at
 from antiphon.service.request import MAX_SEED, SamplingParams
 from antiphon.service.runner import Draw
-from antiphon.service.sampler import Warp, distribution, invert, sample, uniform_at
+from antiphon.service.sampler import Warp, distribution, invert, sample
 from tests.batches import batch_of
 
 GREEDY = SamplingParams()

@@ -167,15 +167,17 @@ void FillBlock(const PagedHead<Element>& head, int64_t block, int64_t count, con
     F32 rows[kLanes];
     for (int64_t row = 0; row < kLanes; ++row) rows[row] = row < count ? LoadPart(key + row * stride + d, part) : F32{};
     Transpose(rows);
-    for (int row = 0; row < part; ++row) StoreElements(keys + (d + row) * kBlockSize, rows[row], static_cast<int>(count));
+    for (int row = 0; row < part; ++row) {
+      StoreElements(keys + (d + row) * kBlockSize, rows[row], static_cast<int>(count));
+    }
   }
   for (int64_t row = 0; row < count; ++row) {
     StoreRow(value + row * stride, head.width, keys + head.values + row * padded);
   }
 }
 
-// The next head of a block lies right behind this one and is read next, from far away: the caches of a full batch do not
-// fit near the core (64 rows, 2 cores: 12.0 -> 10.0 ms a step with one thread, 6.0 -> 5.4 with two).
+// The next head of a block lies right behind this one and is read next, from far away: the caches of a full batch do
+// not fit near the core (64 rows, 2 cores: 12.0 -> 10.0 ms a step with one thread, 6.0 -> 5.4 with two).
 template <typename Element>
 ANTIPHON_INLINE void PrefetchNextHead(const Element* at, int64_t width) {
   __builtin_prefetch(at + (width + kLanes - 1) / kLanes * kLanes * kBlockSize, 0, 2);

@@ -35,7 +35,7 @@ class PackedAttention {
   }
 
  private:
-  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: every head of a short one, one of a long one.
+  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: every head of a short one, or one head.
   struct Task {
     int32_t sequence;
     int32_t first;

@@ -225,7 +225,9 @@ ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t pa
   for (int64_t quarter = 0; quarter < 4; ++quarter) {
     int32_t pairs[8];
     memcpy(pairs, &sums[quarter], sizeof(pairs));
-    for (int64_t column = 0; column < 4; ++column) result[4 * quarter + column] = pairs[2 * column] + pairs[2 * column + 1];
+    for (int64_t column = 0; column < 4; ++column) {
+      result[4 * quarter + column] = pairs[2 * column] + pairs[2 * column + 1];
+    }
   }
   return result;
 #else

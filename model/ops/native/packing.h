@@ -58,7 +58,8 @@ struct Biases {
   }
 
   ScoreBias Of(int64_t head) const {
-    return {table == nullptr ? nullptr : table + head * (2 * reach + 1), reach, slopes == nullptr ? 0.0f : slopes[head]};
+    const float* row = table == nullptr ? nullptr : table + head * (2 * reach + 1);
+    return {row, reach, slopes == nullptr ? 0.0f : slopes[head]};
   }
 };
 

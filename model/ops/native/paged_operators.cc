@@ -1,6 +1,6 @@
 // PagedSelfAttention and PagedCrossAttention (decoder), PagedWrite (a source's keys and values): attention over blocks.
 //
-// Caches are changed in place, so everything that could lead a pointer out of the pool is checked before the first write.
+// Caches are changed in place, so whatever could lead a pointer out of the pool is checked before the first write.
 #include <string>
 
 #include "operators.h"
@@ -141,8 +141,9 @@ class PagedSelfAttention {
         kernels.append(view, positions[token], key, key + heads_ * width);
       }
       for (int64_t token = begin; token < end; ++token) {
-        kernels.attend(view, queries + token * qkv.dims[1], int64_t{positions[token]} + 1, positions[token], biases.Of(head),
-                       scores, out + (token * heads_ + head) * width);
+        const int64_t position = positions[token];
+        kernels.attend(view, queries + token * qkv.dims[1], position + 1, position, biases.Of(head), scores,
+                       out + (token * heads_ + head) * width);
       }
     });
   }
@@ -152,9 +153,10 @@ class PagedSelfAttention {
     const auto* positions = tensor.as<int32_t>();
     for (int64_t row = 0; row < packing.sequences; ++row) {
       for (int64_t token = packing.begin(row); token < packing.offsets[row + 1]; ++token) {
-        Require(positions[token] >= 0, "positions", positions[token], "it must be 0 or more");
-        Require(token == packing.begin(row) || int64_t{positions[token]} == int64_t{positions[token - 1]} + 1, "positions",
-                positions[token], "within a row they must rise by 1");
+        const int64_t position = positions[token];
+        Require(position >= 0, "positions", position, "it must be 0 or more");
+        Require(token == packing.begin(row) || position == int64_t{positions[token - 1]} + 1, "positions", position,
+                "within a row they must rise by 1");
       }
     }
     return positions;

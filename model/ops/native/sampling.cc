@@ -12,7 +12,9 @@ namespace {
 constexpr int64_t kNucleusGuess = 64;   // tokens a nucleus is first expected within
 constexpr float kSteepest = 1e30f;      // of inverse temperatures: 0 times infinity would not be 0
 
-bool IsLikelier(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+bool IsLikelier(const Candidate& a, const Candidate& b) {
+  return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
 bool HasLowerId(const Candidate& a, const Candidate& b) { return a.id < b.id; }
 
 // A logit that at least `count` logits reach: the count-th largest of the chunks' maxima.

@@ -112,7 +112,7 @@ ANTIPHON_INLINE bool IsAny(I32 v) {
 // Cody-Waite reduction.
 ANTIPHON_INLINE F32 Exp(F32 x) {
   const F32 clamped = x < -87.33f ? Splat(-87.33f) : (x > 88.0f ? Splat(88.0f) : x);
-  const F32 shifted = Fma(clamped, Splat(1.44269504f), Splat(12582912.0f));  // 1.5 * 2^23: rounds to the nearest integer
+  const F32 shifted = Fma(clamped, Splat(1.44269504f), Splat(12582912.0f));  // 1.5 * 2^23: rounds
   const F32 n = shifted - 12582912.0f;
   F32 r = Fma(n, Splat(-0.693359375f), clamped);
   r = Fma(n, Splat(2.12194440e-4f), r);
