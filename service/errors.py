@@ -13,6 +13,7 @@ class Status(enum.Enum):
     RESOURCE_EXHAUSTED = enum.auto()
     DEADLINE_EXCEEDED = enum.auto()
     UNAVAILABLE = enum.auto()
+    UNIMPLEMENTED = enum.auto()
     CANCELLED = enum.auto()
     INTERNAL = enum.auto()
 
@@ -43,6 +44,13 @@ class ModelNotFound(AntiphonError):
 
     status = Status.NOT_FOUND
     reason = "MODEL_NOT_FOUND"
+
+
+class Unsupported(AntiphonError):
+    """The served graphs cannot do what is asked; another bundle or lowering could."""
+
+    status = Status.UNIMPLEMENTED
+    reason = "UNSUPPORTED"
 
 
 class QueueFull(AntiphonError):

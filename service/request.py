@@ -6,39 +6,108 @@ Knows nothing of protobuf, tensors, blocks or clocks.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from antiphon.service.errors import InvalidArgument
 
 MAX_SEED = 2**64 - 1
+MAX_BEAM_WIDTH = 16
+MAX_NUM_LOGPROBS = 20
 
 
 class FinishReason(enum.Enum):
-    """Why a request's output ended."""
+    """Why an output ended."""
 
     STOP = "stop"  # the model produced its end token
     LENGTH = "length"  # max_new_tokens or the model's own limit was reached
+    STOP_SEQUENCE = "stop_sequence"  # a stop id was chosen or a stop string completed
+    TIME_LIMIT = "time_limit"  # time_limit_s passed; what there is is returned
+    EXHAUSTED = "exhausted"  # the constraints left no token to choose
     CANCELLED = "cancelled"  # the client hung up
     DEADLINE = "deadline"  # the client's deadline passed
     ERROR = "error"  # the engine failed; the stream ends with INTERNAL
 
 
+class EarlyStopping(enum.Enum):
+    """When a beam search ends; the values are those of transformers' `early_stopping`."""
+
+    HEURISTIC = False  # no live beam, at its present length, scores better than the worst finished hypothesis
+    FIRST = True  # beam_width hypotheses are finished
+    NEVER = "never"  # no live beam could score better even at its best length
+
+
+class Task(enum.Enum):
+    """What is to be done with a source."""
+
+    GENERATE = "generate"
+    SCORE = "score"  # judge target_ids
+    EMBED = "embed"  # pool the encoder's states
+
+
+class Pooling(enum.Enum):
+    """How the encoder's states become one vector."""
+
+    MEAN = "mean"
+    MAX = "max"
+    FIRST = "first"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen from one row of logits.
+    """How targets are chosen. docs/CONTROLS.md gives the order of the steps and what excludes what.
 
     max_new_tokens: most tokens to produce, the end token included; None is the model's limit.
+    min_new_tokens: tokens to produce before the end token or a stop id may be chosen.
+    time_limit_s: seconds from arrival after which what there is is returned; None is none.
     temperature: 0 is greedy; otherwise logits are divided by it, (0, 100].
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the likeliest tokens whose probabilities reach p, (0, 1].
+    min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
+    typical_p: keep the locally typical tokens that reach this mass, (0, 1].
     seed: 64-bit key of the counter-based generator; the same seed gives the same tokens.
+    num_return_sequences: outputs: samples, or the best hypotheses of a beam search.
+    beam_width: hypotheses kept alive; 1 is no beam search.
+    length_penalty: a hypothesis scores its log-probability over its length to this power.
+    repetition_penalty: divides positive logits of tokens produced or given, multiplies negative ones; 1 is off.
+    presence_penalty, frequency_penalty: taken from a produced token's logit, once or as often as it came; 0 is off.
+    no_repeat_ngram_size: n tokens in a row come once only; 0 is off.
+    logit_bias: token ids and what is added to their logits.
+    forced_first_id: first token to produce, whatever the model says.
+    suppressed_ids, allowed_ids: tokens never chosen; where not empty, the only ones (and the end token) chosen.
+    stop_ids: tokens that end an output beside the end token.
+    ignore_eos: the end token is never chosen.
+    num_logprobs: None no log-probabilities, 0 those of the chosen tokens, k also k alternatives.
     """
 
     max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    time_limit_s: float | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
+    num_return_sequences: int = 1
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    forced_first_id: int | None = None
+    suppressed_ids: tuple[int, ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -57,6 +126,18 @@ class SamplingParams:
         """True when the likeliest token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch that a request takes: its beams, or its samples."""
+        return self.beam_width if self.beam_width > 1 else self.num_return_sequences
+
+
+class StopMatcher(Protocol):
+    """Reads one output's tokens and says when a stop string has come."""
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; True when the text so far completes a stop string."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -65,6 +146,9 @@ class Request:
     source_ids: source tokens, end token included.
     prefix_ids: first target tokens, given and not generated; without the begin token.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
+    stop_matcher: makes what reads one output for stop strings; None where there are none.
+    is_streamed: somebody reads tokens as they come; a beam search otherwise tells its outputs at the end only.
+    target_ids: of a SCORE, the tokens to judge, end token included. pooling, normalize: of an EMBED.
     """
 
     request_id: str
@@ -73,6 +157,12 @@ class Request:
     arrival_s: float
     deadline_s: float | None = None
     prefix_ids: tuple[int, ...] = ()
+    stop_matcher: Callable[[], StopMatcher] | None = None
+    is_streamed: bool = True
+    task: Task = Task.GENERATE
+    target_ids: tuple[int, ...] = ()
+    pooling: Pooling = Pooling.MEAN
+    normalize: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +174,39 @@ class Timing:
     total_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and its natural log-probability, of the model's own distribution; alternatives best first."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
-    """New tokens of one request, oldest first; exactly one event of a request has a finish reason.
+    """New tokens of one output of a request, oldest first.
 
-    token_ids: new target tokens; the end token is never among them.
-    num_generated: target tokens produced so far, the end token included.
+    Exactly one event of each output has a finish reason, and exactly one of the request is its last, unless an error
+    ends it: that event is the last, whatever outputs were left.
+
+    output_index: which output.
+    token_ids: new target tokens; end token and stop ids are never among them.
+    logprobs: of token_ids, and of the token that ended the output last; empty where not asked.
+    score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked.
+    num_generated: of the last event: target tokens produced for all outputs, end tokens included.
+    timing: of the last event.
+    embedding: of an EMBED [M] float32.
     """
 
     request_id: str
+    output_index: int = 0
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    score: float | None = None
+    is_last: bool = False
     num_generated: int = 0
     timing: Timing | None = None
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)

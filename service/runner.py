@@ -4,7 +4,7 @@ The protocol is the whole boundary: on this side rows, token ids, lengths and th
 arrays, graphs and devices. `native_runner.py` and `model_runner.py` implement it with ONNX Runtime, `tests/fakes.py`
 with arithmetic.
 
-Axes: N new tokens of a step, R rows, X and Y widths of the block tables.
+Axes: N new tokens of a step, R rows, K choices, X and Y widths of the block tables, M width of the encoder's states.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw
+
+__all__ = ["NONE_ALLOWED", "NOT_FINITE", "Choices", "DecodeBatch", "Draw", "EncodeReport", "Runner"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeReport:
@@ -25,6 +29,7 @@ class EncodeReport:
     peak_workspace_bytes: measured peak of the allocator above its level before; None where not measured.
     predicted_fused_bytes: the bundle's fit for the fused graph; None where the bundle carries no profile.
     predicted_materialised_bytes: what the score matrices of one layer alone would cost, the sum of H * S^2 * w.
+    memory [num_tokens, M] float32: the encoder's states, source after source; None where not asked for.
     """
 
     rows: int
@@ -33,20 +38,19 @@ class EncodeReport:
     peak_workspace_bytes: int | None
     predicted_fused_bytes: float | None
     predicted_materialised_bytes: int
+    memory: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """The new tokens of rows 0 .. R-1, packed, and how each row's next token is chosen.
+    """The new tokens of rows 0 .. R-1, packed, and the choices to make after some of them.
 
     token_ids [N] int64, positions [N] int32: target tokens to feed and where they stand, rows one after the other.
     offsets [R+1] int32: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one.
     self_tables [R, X], cross_tables [R, Y] int32: block b of a row holds its positions block_size * b and following;
-        entries beyond its length mean nothing.
+        entries beyond its length mean nothing. Rows may share blocks, but not one that either writes in this step.
     source_lens [R] int32: tokens of each row's source.
-    temperatures [R] float32: 0 is greedy. top_ks [R] int32: 0 is off. top_ps [R] float32: 1 is off.
-    seeds [R] uint64: key of the row's random numbers; the counter is the position of its last new token.
-    num_logprobs: -1 asks for no log-probabilities, 0 for the chosen token's, k also for the k likeliest.
+    max_num_logprobs: the largest of choices.num_logprobs, at least 0: how wide a Draw is.
     """
 
     token_ids: NDArray[np.int64]
@@ -55,11 +59,8 @@ class DecodeBatch:
     self_tables: NDArray[np.int32]
     cross_tables: NDArray[np.int32]
     source_lens: NDArray[np.int32]
-    temperatures: NDArray[np.float32]
-    top_ks: NDArray[np.int32]
-    top_ps: NDArray[np.float32]
-    seeds: NDArray[np.uint64]
-    num_logprobs: int = -1
+    choices: Choices
+    max_num_logprobs: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -70,22 +71,6 @@ class DecodeBatch:
     def num_rows(self) -> int:
         """R."""
         return len(self.source_lens)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """The token chosen for each row, and log-probabilities (natural, of the model's own distribution) as asked.
-
-    token_ids [R] int64: -1 where the row's logits are not finite.
-    logprobs [R] float32: of the chosen tokens; 0 where not asked.
-    top_ids [R, k] int64, top_logprobs [R, k] float32: the likeliest tokens, likeliest first, lowest id among equals.
-    Valid until the next decode.
-    """
-
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    top_ids: NDArray[np.int64]
-    top_logprobs: NDArray[np.float32]
 
 
 class Runner(Protocol):
@@ -127,13 +112,29 @@ class Runner(Protocol):
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values one token takes, all layers; the same for self and cross attention."""
 
+    @property
+    def can_share_blocks(self) -> bool:
+        """Whether several rows may read the same blocks, and copy_blocks works: beams and samples need it."""
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether encode can keep the encoder's states."""
+
     def encode(
-        self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]]
+        self,
+        sources: Sequence[Sequence[int]],
+        first_row: int,
+        block_tables: Sequence[Sequence[int]],
+        *,
+        keep_memory: bool = False,
     ) -> EncodeReport:
         """Encode sources of any lengths; source i fills the cross blocks block_tables[i], for row first_row + i."""
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its new tokens and choose its next one. Positions fed before may be fed again."""
+        """Feed every row its new tokens and make the choices. Positions fed before may be fed again."""
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copy what block sources[i] holds to block targets[i], all layers; no block is both."""
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Row `source`, of so many cached target and source tokens, goes on as row `target`."""
