@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.errors import InvalidArgument
-
-MAX_SEED = 2**64 - 1
-MAX_BEAM_WIDTH = 16
-MAX_NUM_LOGPROBS = 20
+from antiphon.service.combinations import Controls, check_combination
+from antiphon.service.ranges import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
+from antiphon.service.ranges import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
+from antiphon.service.ranges import MAX_SEED as MAX_SEED
+from antiphon.service.ranges import check_ranges
 
 
 class FinishReason(enum.Enum):
@@ -110,16 +110,8 @@ class SamplingParams:
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InvalidArgument("max_new_tokens", self.max_new_tokens, "at least 1")
-        if not 0.0 <= self.temperature <= 100.0:
-            raise InvalidArgument("temperature", self.temperature, "between 0 and 100")
-        if self.top_k < 0:
-            raise InvalidArgument("top_k", self.top_k, "0 (off) or more")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidArgument("top_p", self.top_p, "above 0 and at most 1")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidArgument("seed", self.seed, f"between 0 and {MAX_SEED}")
+        check_ranges(self)
+        check_combination(Controls(params=self))
 
     @property
     def is_greedy(self) -> bool:

@@ -1,0 +1,114 @@
+"""Stop strings: found in an output's text as its tokens come, wherever token borders lie, and never let out in part.
+
+The match is the one that completes first; among those that complete at one character, the longest. Only generated text
+is searched, not the target prefix. Knows the tokenizer's incremental decoder, no streams and no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from antiphon.model.tokenizer import IncrementalDecoder
+from antiphon.service.errors import InvalidArgument
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LEN = 256
+
+
+def check_stop_strings(stops: Sequence[str]) -> None:
+    """Raise InvalidArgument where there are too many, or one is empty or too long."""
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidArgument("stop_strings", f"{len(stops)} entries long", f"at most {MAX_STOP_STRINGS} entries long")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_STRING_LEN:
+            raise InvalidArgument("stop_strings", stop, f"of 1 to {MAX_STOP_STRING_LEN} characters each")
+
+
+class StopScanner:
+    """Reads characters one by one and knows how much of each stop string the text so far ends with.
+
+    Knuth, Morris and Pratt 1977: constant work for a character on average, whatever the strings are.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(self._stops)
+
+    def push(self, char: str) -> int:
+        """Take the next character; the length of the longest stop string that it completes, 0 if it completes none."""
+        completed = 0
+        for index, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[index]
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            if stop[matched] == char:
+                matched += 1
+            if matched == len(stop):
+                completed = max(completed, matched)
+                matched = borders[matched - 1]
+            self._matched[index] = matched
+        return completed
+
+    @property
+    def num_matched(self) -> int:
+        """How many characters at the end of the text may be the beginning of a stop string."""
+        return max(self._matched, default=0)
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix of a string, the length of the longest shorter prefix that it also ends with."""
+    borders = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = borders[length - 1]
+        if stop[index] == stop[length]:
+            length += 1
+        borders[index] = length
+    return borders
+
+
+class TokenStopMatcher:
+    """The engine's view of one output: tells at which token a stop string has come."""
+
+    def __init__(self, stops: Sequence[str], decoder: IncrementalDecoder) -> None:
+        self._scanner = StopScanner(stops)
+        self._decoder = decoder
+        self._is_complete = False
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; True once the text so far has completed a stop string."""
+        for char in self._decoder.push((token_id,)):
+            self._is_complete = self._scanner.push(char) > 0 or self._is_complete
+        return self._is_complete
+
+
+class StopFilter:
+    """The client's view of one output: its text, but for a stop string and whatever may yet become one."""
+
+    def __init__(self, stops: Sequence[str], decoder: IncrementalDecoder) -> None:
+        self._scanner = StopScanner(stops) if stops else None
+        self._decoder = decoder
+        self._held = ""
+        self._is_complete = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens make certain; nothing any more once a stop string has completed."""
+        text = self._decoder.push(token_ids)
+        if self._scanner is None:
+            return text
+        if self._is_complete:
+            return ""
+        window = self._held + text
+        for index, char in enumerate(text, len(self._held) + 1):
+            if length := self._scanner.push(char):
+                self._is_complete = True
+                return window[: index - length]
+        kept = len(window) - self._scanner.num_matched
+        self._held = window[kept:]
+        return window[:kept]
+
+    def finish(self) -> str:
+        """What is left at the end: text held back for nothing, unless a stop string has completed."""
+        rest = self._decoder.finish()
+        return "" if self._is_complete else self._held + rest
