@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.ops.counter_random import uniform_at
+from antiphon.model.ops.warpers import Warp, draw_from, ids_of_largest
+
 NOT_FINITE = -1
 NONE_ALLOWED = -2
 
@@ -74,3 +77,96 @@ class Draw:
     top_ids: NDArray[np.int64]
     top_logprobs: NDArray[np.float32]
     top_scores: NDArray[np.float32]
+
+
+def choose(logits: NDArray[np.float32], choices: Choices, positions: NDArray[np.int32]) -> Draw:
+    """Make every choice: what the native operator computes, said in NumPy.
+
+    logits: [K, V] float32, the model's own after each picked token, not changed; -inf forbids a token
+    positions: [K] int32 of the picked tokens: the counters of the random numbers
+    A given token is judged, not checked: it stands even where the edits forbid every token.
+    """
+    rows = np.arange(len(choices))
+    likeliest = logits.argmax(axis=1)
+    is_finite = np.isfinite(logits[rows, likeliest])
+    width = max(0, int(choices.num_logprobs.max(initial=0)))
+    draw = Draw(
+        np.where(is_finite, likeliest, NOT_FINITE),
+        np.zeros(len(rows), np.float32),
+        np.full((len(rows), width), -1, np.int64),
+        np.zeros((len(rows), width), np.float32),
+        np.full((len(rows), width), -np.inf, np.float32),
+    )
+    for row in np.flatnonzero(is_finite & _is_more_than_argmax(choices)).tolist():
+        _choose_one(logits[row], choices, row, int(positions[row]), draw)
+    return draw
+
+
+def _is_more_than_argmax(choices: Choices) -> NDArray[np.bool_]:
+    """[K]: which choices take more than finding the largest logit."""
+    has_edits = choices.edit_offsets[1:] > choices.edit_offsets[:-1]
+    is_edited = has_edits | (choices.is_exclusive != 0) | (choices.is_normalized != 0)
+    is_asked = (choices.temperatures > 0) | (choices.given_ids >= 0) | (choices.num_logprobs >= 0)
+    return np.asarray(is_edited | is_asked)
+
+
+def _choose_one(logits: NDArray[np.float32], choices: Choices, row: int, position: int, draw: Draw) -> None:
+    """One choice, from logits [V] of which the largest is finite, written to its row of the draw."""
+    wanted, is_normalized = int(choices.num_logprobs[row]), bool(choices.is_normalized[row])
+    log_sum = _log_sum(logits) if wanted >= 0 or is_normalized else np.float64(0)
+    values = _edited((logits - log_sum).astype(np.float32) if is_normalized else logits, choices, row)
+    token_id = _token(values, choices, row, position)
+    draw.token_ids[row] = token_id
+    if wanted >= 0 and token_id >= 0:
+        draw.logprobs[row] = logits[token_id] - log_sum
+    if wanted > 0:
+        top_ids = ids_of_largest(values, wanted)
+        top_ids = top_ids[np.argsort(-values[top_ids], kind="stable")]
+        top_ids = top_ids[values[top_ids] > -np.inf]
+        held = slice(len(top_ids))
+        draw.top_ids[row, held] = top_ids
+        draw.top_logprobs[row, held] = logits[top_ids] - log_sum
+        draw.top_scores[row, held] = values[top_ids] - (0.0 if is_normalized else log_sum)
+
+
+def _token(values: NDArray[np.float32], choices: Choices, row: int, position: int) -> int:
+    """The token that a choice's edited values [V] and its settings come to, or NONE_ALLOWED."""
+    if choices.given_ids[row] >= 0:
+        return int(choices.given_ids[row])
+    likeliest = int(values.argmax())
+    if values[likeliest] == -np.inf:
+        return NONE_ALLOWED
+    if choices.temperatures[row] == 0:
+        return likeliest
+    warp = Warp(
+        temperature=float(choices.temperatures[row]),
+        top_k=int(choices.top_ks[row]),
+        top_p=float(choices.top_ps[row]),
+        min_p=float(choices.min_ps[row]),
+        typical_p=float(choices.typical_ps[row]),
+    )
+    return draw_from(values, warp, uniform_at(int(choices.seeds[row]), position))
+
+
+def _edited(values: NDArray[np.float32], choices: Choices, row: int) -> NDArray[np.float32]:
+    """values [V] after a choice's edits: the same array where it has none, and a copy otherwise."""
+    edits = slice(int(choices.edit_offsets[row]), int(choices.edit_offsets[row + 1]))
+    ids, is_exclusive = choices.edit_ids[edits], bool(choices.is_exclusive[row])
+    if not len(ids) and not is_exclusive:
+        return values
+    result = np.full_like(values, -np.inf) if is_exclusive else values.copy()
+    result[ids] = values[ids]
+    edit_values = choices.edit_values[edits]
+    while len(ids):  # once, unless a token is edited several times: then its first edit, its second, ...
+        held, first = np.unique(ids, return_index=True)
+        bias, penalty, shift = edit_values[first].T
+        biased = result[held] + bias
+        result[held] = np.where(biased > 0, biased / penalty, biased * penalty) + shift
+        ids, edit_values = np.delete(ids, first), np.delete(edit_values, first, axis=0)
+    return result
+
+
+def _log_sum(logits: NDArray[np.float32]) -> np.float64:
+    """log(sum(exp(logits)))."""
+    maximum = np.float64(logits.max())
+    return np.float64(maximum + np.log(np.exp(logits - maximum).sum()))

@@ -13,3 +13,17 @@ def uniform_at(seed: int, position: int) -> float:
     """
     word: int = np.random.Philox(key=seed % 2**64, counter=position).random_raw()
     return (word >> 11) * 2.0**-53
+
+
+def seed_of_output(seed: int, index: int) -> int:
+    """The key that output `index` of a request draws with: the request's own seed for output 0.
+
+    Further ones are the numbers that SplitMix64 gives from that seed (Steele et al. 2014, figure 1), which are all
+    different. Below 2^64.
+    """
+    if index == 0:
+        return seed % 2**64
+    word = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31

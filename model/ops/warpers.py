@@ -1,0 +1,152 @@
+"""What a token is drawn from: logits narrowed by temperature, top-k, top-p, min-p and typical-p. Torch-free, one row.
+
+Each warper acts on what the one before left, renormalised, as transformers 5.23's do; only top-k, which there keeps all
+tokens that tie with the k-th, here keeps k, and top-p likewise the fewest: of the lowest ids. Weights are proportional
+to probability, the likeliest token's is 1, and all arithmetic is float64.
+
+Axes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUCLEUS_GUESS = 256  # tokens a nucleus is first expected within: sorting these is cheap, the vocabulary is not
+SUM_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warp:
+    """How logits become a distribution: temperature above 0; top_k 0, top_p 1, min_p 0 and typical_p 1 are off."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+
+
+def draw_from(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int:
+    """Draw from one row [V] of logits, the largest of them finite; -inf forbids a token."""
+    ids, weights = distribution(logits, warp)
+    index = invert(weights, uniform)
+    return index if ids is None else int(ids[index])
+
+
+def distribution(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+    """Ids that may be drawn, rising, and their weights; ids None is the whole vocabulary."""
+    ids, weights = _likeliest(logits, warp)
+    if warp.min_p > 0.0:
+        ids, weights = _kept(ids, weights, weights >= warp.min_p)
+    if warp.typical_p < 1.0:
+        ids, weights = _kept(ids, weights, _is_typical(weights, warp.typical_p))
+    return ids, weights
+
+
+def invert(weights: NDArray[np.float64], uniform: float) -> int:
+    """Index at which the cumulative weight passes `uniform` of the total; never one of weight 0.
+
+    In two levels, blocks and then one block's members: a running sum over a vocabulary costs more than its exp.
+    """
+    starts = np.arange(0, len(weights), SUM_BLOCK)
+    before = np.cumsum(np.add.reduceat(weights, starts))
+    point = uniform * float(before[-1])
+    block = _passed(before, point)
+    if block:
+        point -= float(before[block - 1])
+    start = block * SUM_BLOCK
+    return start + _passed(np.cumsum(weights[start : start + SUM_BLOCK]), point)
+
+
+def ids_of_largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Ids of the `count` largest values (or of all, if they are fewer), rising; among equals the lowest are taken."""
+    count = min(count, len(values))
+    return _at_least(values, float(_largest(values, count).min()), count)
+
+
+def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+    """Ids and weights after temperature, top-k and top-p: all three keep the likeliest, so one threshold tells."""
+    vocab_size, maximum = len(logits), float(logits.max())
+    top_k = warp.top_k if 0 < warp.top_k < vocab_size else vocab_size
+    if warp.top_p >= 1.0:
+        count = top_k
+        if count == vocab_size:
+            return None, _weights(logits, maximum, warp.temperature)
+        threshold = float(_largest(logits, count)[0])
+    else:
+        count, threshold = _nucleus(logits, top_k, warp)
+    ids = _at_least(logits, threshold, count)
+    return ids, _weights(logits[ids], maximum, warp.temperature)
+
+
+def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
+    """Which tokens are locally typical (Meister et al. 2022): those whose surprise is nearest the entropy.
+
+    As many as reach `mass`; of tokens as near as the last of them, all.
+    """
+    probabilities = weights / weights.sum()
+    with np.errstate(divide="ignore", invalid="ignore"):  # a token of weight 0 surprises infinitely, and adds nothing
+        surprise = -np.log(probabilities)
+        entropy = np.nansum(probabilities * surprise)
+    distance = np.abs(surprise - entropy)
+    order = np.argsort(distance)
+    last = int((np.cumsum(probabilities[order]) < mass).sum())
+    is_typical: NDArray[np.bool_] = distance <= distance[order[min(last, len(order) - 1)]]
+    return is_typical
+
+
+def _kept(
+    ids: NDArray[np.int64] | None, weights: NDArray[np.float64], mask: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Those of the ids and weights where the mask holds; the weights as they were, since only their ratios count."""
+    return np.flatnonzero(mask) if ids is None else ids[mask], weights[mask]
+
+
+def _passed(cumulative: NDArray[np.float64], point: float) -> int:
+    # Rounding may push the point past the end, where weights of 0 lie: stop at the last index of any weight.
+    last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return min(int(np.searchsorted(cumulative, point, side="right")), last)
+
+
+def _largest(logits: NDArray[np.float32], count: int) -> NDArray[np.float32]:
+    """The `count` largest values; the smallest of them comes first, the others in no order (all: as they are)."""
+    if count == len(logits):
+        return logits
+    split = len(logits) - count
+    return np.partition(logits, split)[split:]
+
+
+def _at_least(logits: NDArray[np.float32], threshold: float, count: int) -> NDArray[np.int64]:
+    """Ids of the `count` largest, the smallest of which is `threshold`; among equals the lowest ids are kept."""
+    ids = np.flatnonzero(logits >= threshold)
+    surplus = len(ids) - count
+    if surplus > 0:
+        ties = np.flatnonzero(logits[ids] == threshold)
+        ids = np.delete(ids, ties[len(ties) - surplus :])
+    return ids
+
+
+def _nucleus(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, float]:
+    """How many of the top_k likeliest tokens reach top_p of their mass, and the logit of the last of those."""
+    maximum = float(logits.max())
+    candidates = _largest(logits, top_k)
+    mass = warp.top_p * float(_weights(candidates, maximum, warp.temperature).sum())
+    for guess in (min(NUCLEUS_GUESS, top_k), top_k):
+        likely = np.sort(_largest(candidates, guess))[::-1]
+        cumulative = np.cumsum(_weights(likely, maximum, warp.temperature))
+        if cumulative[-1] >= mass:
+            break
+    count = min(int(np.searchsorted(cumulative, mass, side="left")) + 1, len(likely))
+    return count, float(likely[count - 1])
+
+
+def _weights(logits: NDArray[np.float32], maximum: float, temperature: float) -> NDArray[np.float64]:
+    """exp((logits - maximum) / temperature)."""
+    scaled = logits.astype(np.float64)
+    scaled -= maximum
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the maximum to -inf, as it should
+        scaled /= temperature
+    return np.exp(scaled, out=scaled)
