@@ -1,6 +1,6 @@
 """May this request ever run here, and what must be kept for it if it does.
 
-Turns a request into a waiting sequence or refuses it, naming the field. Knows limits; not what is running or free now.
+Turns a request into a waiting group or refuses it, naming the field. Knows limits; not what is running or free now.
 """
 
 from __future__ import annotations
@@ -8,47 +8,79 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-from antiphon.service.errors import InvalidArgument
+from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.kv_cache import blocks_for
-from antiphon.service.request import Request
-from antiphon.service.sequence import Sequence
+from antiphon.service.request import Request, Task
+from antiphon.service.sequence import SequenceGroup
 from antiphon.service.stream import OutputStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """What the model and the pool can hold: token ids below vocab_size, lengths in tokens, blocks in all."""
+    """What the model and the pool can hold: token ids below vocab_size, lengths in tokens, rows and blocks in all.
+
+    can_share_blocks, can_embed: what the runner says of itself.
+    """
 
     vocab_size: int
     max_source_len: int
     max_target_len: int
+    num_rows: int
     num_blocks: int
     block_size: int
+    can_share_blocks: bool
+    can_embed: bool
 
 
-def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Sequence:
-    """Build the waiting sequence of a request, with the blocks of its source and of its longest target counted.
+def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
+    """Build the waiting group of a request, with the blocks of its source and of its longest targets counted.
 
-    Raises InvalidArgument for a request that could not run even if nothing else did.
+    Raises InvalidArgument for a request that could not run even if nothing else did, Unsupported for one that the
+    graphs cannot run.
     """
     _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
+    _check_abilities(request, limits)
+    num_rows, num_slots, max_new_tokens = _needs(request, limits)
+    group = SequenceGroup(
+        request=request,
+        stream=stream,
+        max_new_tokens=max_new_tokens,
+        num_rows=num_rows,
+        num_self_blocks=blocks_for(num_slots, limits.block_size),
+        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size),
+    )
+    if group.num_blocks > limits.num_blocks:
+        raise _too_large(group, limits)
+    return group
+
+
+def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
+    """Rows, target positions of each, and most new tokens of each."""
+    if request.task is Task.EMBED:
+        return 0, 0, 0
+    if request.task is Task.SCORE:
+        # The last token is judged and never fed, so a full-length target has room for the begin token.
+        _check_tokens("target", request.target_ids, 1, limits.max_target_len, limits)
+        return 1, len(request.target_ids), 1
     # The begin token takes a position too, and one token at least is to be generated.
     prefix_len = len(request.prefix_ids)
     _check_tokens("prefix", request.prefix_ids, 0, limits.max_target_len - 1, limits)
     room = limits.max_target_len - prefix_len
     max_new_tokens = min(request.params.max_new_tokens or room, room)
-    # The last token is never fed, so a full-length target has room for the begin token.
-    num_slots = min(1 + prefix_len + max_new_tokens, limits.max_target_len)
-    sequence = Sequence(
-        request=request,
-        stream=stream,
-        max_new_tokens=max_new_tokens,
-        num_self_blocks=blocks_for(num_slots, limits.block_size),
-        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size),
-    )
-    if sequence.num_blocks > limits.num_blocks:
-        raise _too_large(sequence, limits)
-    return sequence
+    return request.params.num_rows, min(1 + prefix_len + max_new_tokens, limits.max_target_len), max_new_tokens
+
+
+def _check_abilities(request: Request, limits: AdmissionLimits) -> None:
+    if request.task is Task.EMBED and not limits.can_embed:
+        raise Unsupported("the graphs served here do not give the encoder's states; native ones do")
+    params = request.params
+    if request.task is not Task.GENERATE or params.num_rows == 1:
+        return
+    field = "beam_width" if params.beam_width > 1 else "num_return_sequences"
+    if not limits.can_share_blocks:
+        raise Unsupported(f"{field} is {params.num_rows}; the graphs served here run 1 only, native ones more")
+    if params.num_rows > limits.num_rows:
+        raise InvalidArgument(field, params.num_rows, f"at most {limits.num_rows}, the rows of a batch")
 
 
 def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, limits: AdmissionLimits) -> None:
@@ -60,14 +92,17 @@ def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, 
         raise InvalidArgument(field, f"token id {unknown}", f"of token ids from 0 to {limits.vocab_size - 1}")
 
 
-def _too_large(sequence: Sequence, limits: AdmissionLimits) -> InvalidArgument:
-    prefix_len = len(sequence.request.prefix_ids)
-    room_blocks = limits.num_blocks - sequence.num_cross_blocks
+def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:
+    prefix_len, rows = len(group.request.prefix_ids), max(1, group.num_rows)
+    room_blocks = (limits.num_blocks - group.num_cross_blocks) // rows
     if room_blocks < 1:
-        longest = (limits.num_blocks - 1) * limits.block_size
-        return InvalidArgument("source", f"{sequence.source_len} tokens long", f"at most {longest} tokens long")
+        longest = (limits.num_blocks - rows) * limits.block_size
+        return InvalidArgument("source", f"{group.source_len} tokens long", f"at most {longest} tokens long")
     room = room_blocks * limits.block_size - 1 - prefix_len
+    if group.request.task is Task.SCORE:
+        held = len(group.request.target_ids)
+        return InvalidArgument("target", f"{held} tokens long", f"at most {room + 1} tokens long")
     if room < 1:
         return InvalidArgument("prefix", f"{prefix_len} tokens long", f"at most {prefix_len + room - 1} tokens long")
-    asked = sequence.request.params.max_new_tokens
-    return InvalidArgument("max_new_tokens", asked, f"at most {room} for a source of this length")
+    asked = group.request.params.max_new_tokens
+    return InvalidArgument("max_new_tokens", asked, f"at most {room} for a source of this length and {rows} rows")

@@ -21,7 +21,7 @@ from antiphon.service.request import Request
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import EncodeReport, Runner
 from antiphon.service.scheduler import SchedulerLimits
-from antiphon.service.sequence import Sequence
+from antiphon.service.sequence import SequenceGroup
 from antiphon.service.step import StepParts, Stepper
 from antiphon.service.stream import OutputStream
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class EngineConfig:
     """Budgets of one engine.
 
-    max_num_seqs: sequences that run together; None is as many as the runner has rows.
+    max_num_seqs: rows that run together, a beam or a sample each; None is as many as the runner has.
     max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
     max_queued_requests, max_queued_tokens: bounds of the waiting queue.
     """
@@ -57,9 +57,9 @@ class Engine:
         max_num_seqs = _max_num_seqs(runner, config)
         limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._admission = _admission(runner, self._pool)
+        self._admission = _admission(runner, self._pool, max_num_seqs)
         self._queue = _queue(config)
-        self._live: dict[str, Sequence] = {}
+        self._live: dict[str, SequenceGroup] = {}
         self._cancelled: deque[str] = deque()
         self._metrics = metrics
         self._clock = clock
@@ -117,8 +117,8 @@ class Engine:
     def submit(self, request: Request, stream: OutputStream) -> None:
         """Accept a request, whose events will come out of `stream`, or refuse it by raising.
 
-        Raises InvalidArgument where it could never run, DeadlineExceeded where its deadline has come already,
-        QueueFull where too many wait, Unavailable before start and once draining.
+        Raises InvalidArgument where it could never run, Unsupported where the graphs cannot run it, DeadlineExceeded
+        where its deadline has come already, QueueFull where too many wait, Unavailable before start and once draining.
         """
         try:
             self._submit(request, stream)
@@ -160,7 +160,7 @@ class Engine:
             self._thread.join()
 
     def _submit(self, request: Request, stream: OutputStream) -> None:
-        sequence = admit(request, stream, self._admission)
+        group = admit(request, stream, self._admission)
         now_s = self._clock()
         if request.deadline_s is not None and request.deadline_s <= now_s:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -170,9 +170,9 @@ class Engine:
             if request.request_id in self._live:
                 raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
             # Live before it is queued: a step under way may take it from the queue, and end it, at any moment.
-            self._live[request.request_id] = sequence
+            self._live[request.request_id] = group
             try:
-                self._queue.put(sequence, now_s)
+                self._queue.put(group, now_s)
             except AntiphonError:
                 del self._live[request.request_id]
                 raise
@@ -226,11 +226,14 @@ def _queue(config: EngineConfig) -> RequestQueue:
     )
 
 
-def _admission(runner: Runner, pool: BlockPool) -> AdmissionLimits:
+def _admission(runner: Runner, pool: BlockPool, max_num_seqs: int) -> AdmissionLimits:
     return AdmissionLimits(
         vocab_size=runner.vocab_size,
         max_source_len=runner.max_source_len,
         max_target_len=runner.max_target_len,
+        num_rows=max_num_seqs,
         num_blocks=pool.num_blocks,
         block_size=pool.block_size,
+        can_share_blocks=runner.can_share_blocks,
+        can_embed=runner.can_embed,
     )

@@ -38,6 +38,9 @@ class CacheUse:
     block_bytes: int
 
 
+_ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
+
+
 class Metrics:
     """The server's metrics in a registry of their own. Methods may be called from any thread."""
 
@@ -82,7 +85,7 @@ class Metrics:
 
     def finished(self, reason: FinishReason, stage: str, timing: Timing) -> None:
         """Note a request's end, in the stage (waiting or running) where it came."""
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in _ANSWERED:
             self.request_success.labels(reason.value).inc()
             self.e2e_request_latency.observe(timing.total_s)
         elif reason is FinishReason.CANCELLED:
@@ -149,10 +152,14 @@ class Metrics:
 
     def _steps(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Source tokens encoded.")
-        self.generation_tokens = self._counter("generation_tokens", "Target tokens decoded, end tokens included.")
+        self.generation_tokens = self._counter(
+            "generation_tokens", "Target tokens decoded, end tokens included, those of every beam."
+        )
         self.padding_tokens = self._counter("padding_tokens", "Tokens the encoder computed for padding.")
         self.encode_batch_size = self._histogram("encode_batch_size", "Sources in an encoder run.", ROW_BUCKETS)
-        self.decode_batch_size = self._histogram("decode_batch_size", "Rows in a decoder step.", ROW_BUCKETS)
+        self.decode_batch_size = self._histogram(
+            "decode_batch_size", "Rows in a decoder step: a beam or a sample each.", ROW_BUCKETS
+        )
 
     def _cache(self) -> None:
         self.kv_cache_usage = self._gauge("kv_cache_usage_ratio", "Share of the cache blocks in use, 0 to 1.")

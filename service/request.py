@@ -156,6 +156,12 @@ class Request:
     pooling: Pooling = Pooling.MEAN
     normalize: bool = False
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """As params say; what a SCORE asks for without a number is its target's alone."""
+        asked = self.params.num_logprobs
+        return 0 if asked is None and self.task is Task.SCORE else asked
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:

@@ -1,6 +1,6 @@
-"""Sequences that wait: first come, first served, and bounded, so that overload is refused and not hoarded.
+"""Requests that wait: first come, first served, and bounded, so that overload is refused and not hoarded.
 
-Written to by any thread, drained by the engine's. Refuses to know rows, blocks and why a sequence is taken out.
+Written to by any thread, drained by the engine's. Refuses to know rows, blocks and why a request is taken out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from antiphon.service.errors import QueueFull, Unavailable
-from antiphon.service.sequence import Sequence
+from antiphon.service.sequence import SequenceGroup
 
 # Bounds of the retry advice: long enough not to hammer, short enough not to idle a replica that has recovered.
 MIN_RETRY_S = 0.05
@@ -32,14 +32,14 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """Bounded FCFS queue of waiting sequences; every method is safe from any thread."""
+    """Bounded FCFS queue of waiting groups; every method is safe from any thread."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        self._waiting: dict[str, Sequence] = {}  # insertion order is arrival order
+        self._waiting: dict[str, SequenceGroup] = {}  # insertion order is arrival order
         self._num_source_tokens = 0
-        self._next_deadline_s = math.inf  # never later than the earliest deadline that waits
+        self._next_expiry_s = math.inf  # never later than the earliest that waits
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -50,39 +50,38 @@ class RequestQueue:
         """Source tokens that wait to be encoded."""
         return self._num_source_tokens
 
-    def put(self, sequence: Sequence, now_s: float) -> None:
-        """Append a sequence. Raises Unavailable once closed, QueueFull at a bound.
+    def put(self, group: SequenceGroup, now_s: float) -> None:
+        """Append a group. Raises Unavailable once closed, QueueFull at a bound.
 
         A source longer than the token bound is still taken by an empty queue: it could never enter otherwise.
         """
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the server is shutting down and takes no new requests")
-            self._check_room(sequence.source_len, now_s)
-            self._waiting[sequence.request_id] = sequence
-            self._num_source_tokens += sequence.source_len
-            if sequence.request.deadline_s is not None:
-                self._next_deadline_s = min(self._next_deadline_s, sequence.request.deadline_s)
+            self._check_room(group.source_len, now_s)
+            self._waiting[group.request_id] = group
+            self._num_source_tokens += group.source_len
+            self._next_expiry_s = min(self._next_expiry_s, group.expires_s)
 
-    def peek(self, max_sequences: int) -> list[Sequence]:
-        """The oldest waiting sequences, oldest first, left where they are."""
+    def peek(self, max_groups: int) -> list[SequenceGroup]:
+        """The oldest waiting groups, oldest first, left where they are."""
         with self._lock:
-            return list(itertools.islice(self._waiting.values(), max_sequences))
+            return list(itertools.islice(self._waiting.values(), max_groups))
 
-    def remove(self, request_id: str) -> Sequence | None:
-        """Take one sequence out; None when it does not wait here."""
+    def remove(self, request_id: str) -> SequenceGroup | None:
+        """Take one group out; None when it does not wait here."""
         with self._lock:
             return self._remove(request_id)
 
-    def expired(self, now_s: float) -> list[Sequence]:
-        """Take out every sequence whose deadline has come, oldest first."""
-        if now_s < self._next_deadline_s:  # spares the scan; a stale bound only costs one
+    def expired(self, now_s: float) -> list[SequenceGroup]:
+        """Take out every group whose deadline or time limit has come, oldest first."""
+        if now_s < self._next_expiry_s:  # spares the scan; a stale bound only costs one
             return []
         with self._lock:
-            late = [s for s in self._waiting.values() if _deadline_s(s) <= now_s]
-            for sequence in late:
-                self._remove(sequence.request_id)
-            self._next_deadline_s = min(map(_deadline_s, self._waiting.values()), default=math.inf)
+            late = [group for group in self._waiting.values() if group.expires_s <= now_s]
+            for group in late:
+                self._remove(group.request_id)
+            self._next_expiry_s = min((group.expires_s for group in self._waiting.values()), default=math.inf)
             return late
 
     def close(self) -> None:
@@ -90,11 +89,11 @@ class RequestQueue:
         with self._lock:
             self._is_closed = True
 
-    def _remove(self, request_id: str) -> Sequence | None:
-        sequence = self._waiting.pop(request_id, None)
-        if sequence is not None:
-            self._num_source_tokens -= sequence.source_len
-        return sequence
+    def _remove(self, request_id: str) -> SequenceGroup | None:
+        group = self._waiting.pop(request_id, None)
+        if group is not None:
+            self._num_source_tokens -= group.source_len
+        return group
 
     def _check_room(self, source_len: int, now_s: float) -> None:
         if not self._waiting:
@@ -109,7 +108,3 @@ class RequestQueue:
         oldest = next(iter(self._waiting.values()))
         waited_s = now_s - oldest.request.arrival_s
         raise QueueFull(message, retry_after_s=min(max(waited_s, MIN_RETRY_S), MAX_RETRY_S))
-
-
-def _deadline_s(sequence: Sequence) -> float:
-    return math.inf if sequence.request.deadline_s is None else sequence.request.deadline_s

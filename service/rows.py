@@ -5,19 +5,31 @@ Rows 0 .. num_rows-1 are taken, in the order of the runner's batches. Allocates 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.runner import DecodeBatch
-from antiphon.service.sequence import Sequence
-from antiphon.service.stream import OutputStream
+from antiphon.model.ops.counter_random import seed_of_output
+from antiphon.service.request import Task
+from antiphon.service.runner import Choices, DecodeBatch
+from antiphon.service.sequence import Sequence, SequenceGroup
+from antiphon.service.stream import TokenSink
 
 _MAX_TOP_K = 2**31 - 1
 # Settings become float32; so small a one may round, but not to 0, which means something else.
 _TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a row feeds at its first step, and which of these tokens are to be judged: (index, the token after it)."""
+
+    fed: tuple[int, ...]
+    judged: tuple[tuple[int, int], ...] = ()
 
 
 class RunningRows:
@@ -26,6 +38,9 @@ class RunningRows:
     self_width, cross_width: blocks of the longest target and source.
     token_ids, positions: the last token a row is to feed, and where it stands; what precedes it in a first step
     is the begin token and the prefix. end_positions: where its last token may be fed.
+    is_beam: rows whose next token a beam search decides; num_beams: how many.
+    watched: other sequences whose tokens must be looked at one by one.
+    judging: sequence and token of every choice of the last batch after the rows' own: targets that are judged.
     """
 
     def __init__(self, max_rows: int, *, self_width: int, cross_width: int) -> None:
@@ -33,146 +48,295 @@ class RunningRows:
         self.positions: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.end_positions: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.source_lens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
-        self.deadlines_s: NDArray[np.float64] = np.full(max_rows, math.inf)
+        self.expiries_s: NDArray[np.float64] = np.full(max_rows, math.inf)
+        self.is_beam: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.self_tables: NDArray[np.int32] = np.zeros((max_rows, self_width), np.int32)
         self.cross_tables: NDArray[np.int32] = np.zeros((max_rows, cross_width), np.int32)
-        self.temperatures: NDArray[np.float32] = np.zeros(max_rows, np.float32)
-        self.top_ks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
-        self.top_ps: NDArray[np.float32] = np.ones(max_rows, np.float32)
-        self.seeds: NDArray[np.uint64] = np.zeros(max_rows, np.uint64)
+        self.choices = _no_choices(max_rows)
         self._one_each: NDArray[np.int32] = np.arange(max_rows + 1, dtype=np.int32)
-        self._first_fed: dict[int, list[int]] = {}  # begin token and prefix of rows that have not decoded yet
-        self._next_deadline_s = math.inf  # never later than the earliest deadline of a row
+        self._starts: dict[int, _Start] = {}  # of rows that have not decoded yet and feed more than the begin token
+        self._next_expiry_s = math.inf  # never later than the earliest of a row
         self.sequences: list[Sequence] = []
-        self._streams: list[OutputStream] = []
-        self._published: tuple[OutputStream, ...] | None = ()
+        self._sinks: tuple[TokenSink, ...] | None = ()
         self._batch: DecodeBatch | None = None
+        self._edited: list[Sequence] = []
+        self.watched: list[Sequence] = []
+        self.judging: list[tuple[Sequence, int]] = []
+        self.num_beams = 0
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
-    def streams(self) -> tuple[OutputStream, ...]:
-        """Stream of each row; the same object until a row is added or removed."""
-        if self._published is None:
-            self._published = tuple(self._streams)
-        return self._published
+    def sinks(self) -> tuple[TokenSink, ...]:
+        """What takes each row's tokens; the same object until a row is added or removed."""
+        if self._sinks is None:
+            self._sinks = tuple(sequence.sink for sequence in self.sequences)
+        return self._sinks
 
     def num_generated(self, row: int) -> int:
-        """Target tokens the row has produced, the prefix not counted."""
-        return int(self.positions[row]) - len(self.sequences[row].request.prefix_ids)
+        """Target tokens the row has produced, the prefix and a given target not counted."""
+        request = self.sequences[row].group.request
+        if request.task is Task.SCORE:
+            return 0
+        return int(self.positions[row]) - len(request.prefix_ids)
 
     def append(self, sequences: Iterable[Sequence], bos_id: int) -> None:
         """Give sequences the rows after the last one, ready to decode from the begin token."""
         for sequence in sequences:
             row = len(self.sequences)
-            self._fill(row, sequence, (bos_id, *sequence.request.prefix_ids))
-            self._next_deadline_s = min(self._next_deadline_s, float(self.deadlines_s[row]))
+            self._fill(row, sequence, bos_id)
+            self._next_expiry_s = min(self._next_expiry_s, float(self.expiries_s[row]))
             sequence.row = row
             self.sequences.append(sequence)
-            self._streams.append(sequence.stream)
-        self._published = self._batch = None
+            self.num_beams += int(self.is_beam[row])
+            if sequence.edits is not None:
+                self._edited.append(sequence)
+            if sequence.is_watched and not self.is_beam[row]:
+                self.watched.append(sequence)
+        self._sinks = self._batch = None
 
     def batch(self) -> DecodeBatch:
-        """What the runner is to decode next: views, the same object until rows or what they feed change in number."""
+        """What the runner is to decode next: views, the same object until rows or what they ask change."""
         if self._batch is None:
-            num_rows = len(self.sequences)
-            token_ids, positions, offsets = self._fed() if self._first_fed else self._fed_one_each()
-            self._batch = DecodeBatch(
-                token_ids=token_ids,
-                positions=positions,
-                offsets=offsets,
-                self_tables=self.self_tables[:num_rows],
-                cross_tables=self.cross_tables[:num_rows],
-                source_lens=self.source_lens[:num_rows],
-                temperatures=self.temperatures[:num_rows],
-                top_ks=self.top_ks[:num_rows],
-                top_ps=self.top_ps[:num_rows],
-                seeds=self.seeds[:num_rows],
-            )
-        return self._batch
+            self.judging = []
+            self._batch = self._starting() if self._starts else self._continuing()
+        if not self._edited:
+            return self._batch
+        choices = self._edits_into(self._batch.choices)
+        return dataclasses.replace(self._batch, choices=choices)
 
     def advance(self, token_ids: NDArray[np.int64]) -> None:
-        """Let every row feed its new token next. token_ids: [num_rows]; -1, of a row about to end, advances nothing."""
+        """Let every row feed its new token next; beams have been moved already.
+
+        token_ids: [num_rows]; below 0, of a row about to end: no advance.
+        """
         num_rows = len(self.sequences)
-        self.token_ids[:num_rows] = token_ids
-        self.positions[:num_rows] += token_ids >= 0
-        if self._first_fed:
-            self._first_fed.clear()
+        if self.num_beams:
+            is_own = ~self.is_beam[:num_rows]
+            np.copyto(self.token_ids[:num_rows], token_ids, where=is_own)
+            self.positions[:num_rows] += is_own & (token_ids >= 0)
+        else:
+            self.token_ids[:num_rows] = token_ids
+            self.positions[:num_rows] += token_ids >= 0
+        if self._starts:
+            self._starts.clear()
+            self.choices.given_ids[:num_rows] = -1
             self._batch = None
 
     def remove(self, row: int) -> Sequence | None:
         """Vacate a row. The last row's sequence moves into the hole and is returned; None when `row` was the last."""
-        self.sequences[row].row = None
-        last, last_stream = self.sequences.pop(), self._streams.pop()
-        self._published = self._batch = None
+        self._forget(self.sequences[row])
+        self.num_beams -= int(self.is_beam[row])
+        last = self.sequences.pop()
+        self._sinks = self._batch = None
         source = len(self.sequences)
-        self._first_fed.pop(row, None)
+        self._starts.pop(row, None)
         if source == row:
             return None
         for array in self._arrays():
             array[row] = array[source]
-        if source in self._first_fed:
-            self._first_fed[row] = self._first_fed.pop(source)
-        self.sequences[row], self._streams[row] = last, last_stream
+        if source in self._starts:
+            self._starts[row] = self._starts.pop(source)
+        self.sequences[row] = last
         last.row = row
         return last
 
-    def expired(self, now_s: float) -> list[Sequence]:
-        """Sequences whose deadline has come, last row first."""
-        if now_s < self._next_deadline_s:  # spares the scan; a stale bound only costs one
+    def expired(self, now_s: float) -> list[SequenceGroup]:
+        """Groups whose deadline or time limit has come, that of the last row first."""
+        if now_s < self._next_expiry_s:  # spares the scan; a stale bound only costs one
             return []
-        deadlines_s = self.deadlines_s[: len(self.sequences)]
-        late = np.flatnonzero(deadlines_s <= now_s)
-        self._next_deadline_s = float(np.min(deadlines_s, initial=math.inf, where=deadlines_s > now_s))
-        return [self.sequences[row] for row in reversed(late.tolist())]
+        expiries_s = self.expiries_s[: len(self.sequences)]
+        late = np.flatnonzero(expiries_s <= now_s)
+        self._next_expiry_s = float(np.min(expiries_s, initial=math.inf, where=expiries_s > now_s))
+        return list(dict.fromkeys(self.sequences[row].group for row in reversed(late.tolist())))
 
-    def _fill(self, row: int, sequence: Sequence, fed: tuple[int, ...]) -> None:
-        request, params = sequence.request, sequence.request.params
-        self.token_ids[row] = fed[-1]
-        self.positions[row] = len(fed) - 1
-        if len(fed) > 1:
-            self._first_fed[row] = list(fed)
-        self.end_positions[row] = len(fed) - 1 + sequence.max_new_tokens
-        self.source_lens[row] = sequence.source_len
-        self.deadlines_s[row] = math.inf if request.deadline_s is None else request.deadline_s
+    def _forget(self, sequence: Sequence) -> None:
+        sequence.row = None
+        if sequence.edits is not None:
+            self._edited.remove(sequence)
+        if sequence in self.watched:
+            self.watched.remove(sequence)
+
+    def _fill(self, row: int, sequence: Sequence, bos_id: int) -> None:
+        group = sequence.group
+        start = _start(sequence, bos_id)
+        self.token_ids[row] = start.fed[-1]
+        self.positions[row] = len(start.fed) - 1
+        if len(start.fed) > 1:
+            self._starts[row] = start
+        self.end_positions[row] = len(start.fed) - 1 + group.max_new_tokens
+        self.source_lens[row] = group.source_len
+        self.expiries_s[row] = group.expires_s
+        self.is_beam[row] = group.is_beam_search
         self.self_tables[row, : len(sequence.self_block_table)] = sequence.self_block_table
-        self.cross_tables[row, : len(sequence.cross_block_table)] = sequence.cross_block_table
-        self.temperatures[row] = max(params.temperature, _TINY) if params.temperature else 0.0
-        self.top_ks[row] = min(params.top_k, _MAX_TOP_K)
-        self.top_ps[row] = max(params.top_p, _TINY)
-        self.seeds[row] = params.seed
+        self.cross_tables[row, : len(group.cross_block_table)] = group.cross_block_table
+        self._settle(row, sequence)
+        if self.choices.given_ids[row] >= 0:
+            self._starts[row] = start
 
-    def _fed_one_each(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    def _settle(self, row: int, sequence: Sequence) -> None:
+        """How the row chooses."""
+        params, chosen = sequence.group.request.params, self.choices
+        chosen.temperatures[row] = max(params.temperature, _TINY) if params.temperature else 0.0
+        chosen.top_ks[row] = min(params.top_k, _MAX_TOP_K)
+        chosen.top_ps[row] = max(params.top_p, _TINY)
+        chosen.min_ps[row] = params.min_p
+        chosen.typical_ps[row] = max(params.typical_p, _TINY)
+        chosen.seeds[row] = seed_of_output(params.seed, sequence.index)
+        chosen.given_ids[row] = _given(sequence)
+        asked = sequence.group.request.num_logprobs
+        chosen.num_logprobs[row] = -1 if asked is None else asked
+        chosen.is_normalized[row] = chosen.is_exclusive[row] = 0
+        if sequence.edits is not None:
+            chosen.is_exclusive[row] = sequence.edits.is_exclusive
+        if sequence.group.is_beam_search:
+            chosen.is_normalized[row] = 1
+            chosen.num_logprobs[row] = num_candidates(sequence.group)
+
+    def _continuing(self) -> DecodeBatch:
+        """Every row feeds one token."""
         num_rows = len(self.sequences)
-        return self.token_ids[:num_rows], self.positions[:num_rows], self._one_each[: num_rows + 1]
+        offsets = self._one_each[: num_rows + 1]
+        fed = (self.token_ids[:num_rows], self.positions[:num_rows], offsets)
+        return self._batch_of(*fed, self._own_choices(self._one_each[:num_rows]))
 
-    def _fed(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        """Token ids, positions and offsets of a step in which some rows feed a prefix too."""
+    def _starting(self) -> DecodeBatch:
+        """Some rows feed a prefix too, or a target to be judged."""
         num_rows = len(self.sequences)
         counts = np.ones(num_rows, np.int32)
-        for row, fed in self._first_fed.items():
-            counts[row] = len(fed)
+        for row, start in self._starts.items():
+            counts[row] = len(start.fed)
         offsets = np.zeros(num_rows + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
         token_ids = np.repeat(self.token_ids[:num_rows], counts)
-        for row, fed in self._first_fed.items():
-            token_ids[offsets[row] : offsets[row + 1]] = fed
+        for row, start in self._starts.items():
+            token_ids[offsets[row] : offsets[row + 1]] = start.fed
         # A row's last token stands at positions[row], those before it right before.
         ends = np.repeat(self.positions[:num_rows] - offsets[1:] + 1, counts)
-        return token_ids, ends + np.arange(offsets[-1], dtype=np.int32), offsets
+        positions = ends + np.arange(offsets[-1], dtype=np.int32)
+        choices = self._judging(self._own_choices(offsets[1:] - 1), offsets)
+        return self._batch_of(token_ids, positions, offsets, choices)
+
+    def _batch_of(
+        self, token_ids: NDArray[np.int64], positions: NDArray[np.int32], offsets: NDArray[np.int32], choices: Choices
+    ) -> DecodeBatch:
+        num_rows = len(self.sequences)
+        return DecodeBatch(
+            token_ids=token_ids,
+            positions=positions,
+            offsets=offsets,
+            self_tables=self.self_tables[:num_rows],
+            cross_tables=self.cross_tables[:num_rows],
+            source_lens=self.source_lens[:num_rows],
+            choices=choices,
+            max_num_logprobs=max(0, int(choices.num_logprobs.max())),
+        )
+
+    def _own_choices(self, picks: NDArray[np.int32]) -> Choices:
+        """One choice a row, after the token picked; nothing edited yet."""
+        num_rows, held = len(self.sequences), self.choices
+        taken = {name: getattr(held, name)[:num_rows] for name in Choices.__slots__ if not name.startswith("edit_")}
+        return Choices(
+            **taken | {"picks": picks},
+            edit_offsets=held.edit_offsets[: num_rows + 1],
+            edit_ids=held.edit_ids,
+            edit_values=held.edit_values,
+        )
+
+    def _judging(self, choices: Choices, offsets: NDArray[np.int32]) -> Choices:
+        """The rows' own choices, then one for every token to be judged before a row's last."""
+        judged = [
+            (row, int(offsets[row]) + index, token_id)
+            for row, start in sorted(self._starts.items())
+            for index, token_id in start.judged
+        ]
+        if not judged:
+            return choices
+        self.judging = [(self.sequences[row], token_id) for row, _, token_id in judged]
+        rows, picks, given_ids = (list(column) for column in zip(*judged, strict=True))
+        extra = {name: getattr(choices, name)[rows] for name in Choices.__slots__ if not name.startswith("edit_")} | {
+            "picks": np.array(picks, np.int32),
+            "given_ids": np.array(given_ids, np.int64),
+        }
+        joined = {name: np.concatenate((getattr(choices, name), array)) for name, array in extra.items()}
+        none = np.zeros(len(picks), np.int32)
+        return dataclasses.replace(choices, **joined, edit_offsets=np.concatenate((choices.edit_offsets, none)))
+
+    def _edits_into(self, choices: Choices) -> Choices:
+        """The same choices with what is forbidden, penalised and biased now."""
+        counts = np.zeros(len(choices), np.int32)
+        ids, values = [], []
+        for sequence in sorted(self._edited, key=_row):
+            assert sequence.edits is not None
+            edited_ids, edited_values = sequence.edits.current()
+            counts[_row(sequence)] = len(edited_ids)
+            ids.append(edited_ids)
+            values.append(edited_values)
+        offsets = np.zeros(len(choices) + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        return dataclasses.replace(
+            choices, edit_offsets=offsets, edit_ids=np.concatenate(ids), edit_values=np.concatenate(values)
+        )
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
-        return (
+        own = (
             self.token_ids,
             self.positions,
             self.end_positions,
             self.source_lens,
-            self.deadlines_s,
+            self.expiries_s,
+            self.is_beam,
             self.self_tables,
             self.cross_tables,
-            self.temperatures,
-            self.top_ks,
-            self.top_ps,
-            self.seeds,
         )
+        return own + tuple(getattr(self.choices, name) for name in Choices.__slots__ if not name.startswith("edit_"))
+
+
+def num_candidates(group: SequenceGroup) -> int:
+    """Continuations a beam search looks at, of each beam and of all: enough when every beam meets every end."""
+    params = group.request.params
+    return params.beam_width * (2 + len(params.stop_ids))
+
+
+def _row(sequence: Sequence) -> int:
+    assert sequence.row is not None
+    return sequence.row
+
+
+def _start(sequence: Sequence, bos_id: int) -> _Start:
+    request = sequence.group.request
+    if request.task is Task.SCORE:
+        target_ids = request.target_ids
+        return _Start((bos_id, *target_ids[:-1]), tuple(enumerate(target_ids[:-1])))
+    if sequence.group.is_beam_search and sequence.index > 0:
+        return _Start((bos_id,))  # all beams go on from the first one: what these compute is never looked at
+    return _Start((bos_id, *request.prefix_ids))
+
+
+def _given(sequence: Sequence) -> int:
+    """The token that stands where the row's first choice would be; -1 where it is free."""
+    request = sequence.group.request
+    if request.task is Task.SCORE:
+        return request.target_ids[-1]
+    forced = request.params.forced_first_id
+    return -1 if forced is None or sequence.group.is_beam_search else forced
+
+
+def _no_choices(max_rows: int) -> Choices:
+    return Choices(
+        picks=np.zeros(max_rows, np.int32),
+        temperatures=np.zeros(max_rows, np.float32),
+        top_ks=np.zeros(max_rows, np.int32),
+        top_ps=np.ones(max_rows, np.float32),
+        min_ps=np.zeros(max_rows, np.float32),
+        typical_ps=np.ones(max_rows, np.float32),
+        seeds=np.zeros(max_rows, np.uint64),
+        given_ids=np.full(max_rows, -1, np.int64),
+        num_logprobs=np.full(max_rows, -1, np.int32),
+        is_normalized=np.zeros(max_rows, np.int32),
+        is_exclusive=np.zeros(max_rows, np.int32),
+        edit_offsets=np.zeros(max_rows + 1, np.int32),
+        edit_ids=np.zeros(0, np.int32),
+        edit_values=np.zeros((0, 3), np.float32),
+    )

@@ -19,6 +19,10 @@ class Waiting(Protocol):
     """What the scheduler must know of a waiting sequence."""
 
     @property
+    def num_rows(self) -> int:
+        """Rows to take at once."""
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens to compute before its first one is chosen."""
 
@@ -32,9 +36,9 @@ W = TypeVar("W", bound=Waiting)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """Most sequences that run together, and most tokens prefilled in one step.
+    """Most rows that run together, and most tokens prefilled in one step.
 
-    A single sequence of more tokens than the budget is prefilled in a step of its own.
+    A single one of more tokens than the budget is prefilled in a step of its own.
     """
 
     max_num_seqs: int
@@ -68,18 +72,21 @@ def schedule(
     """Choose the sequences that join the running ones at this step.
 
     waiting: the queue, oldest first, or as much of it as could join and one more
+    num_running: rows taken
     num_deferred: what the batch of the step before said
     """
     queue = list(waiting)
     num_free_rows = limits.max_num_seqs - num_running
-    if num_deferred < MAX_DEFERRED_STEPS and len(queue) > num_free_rows > 0 and num_free_rows < limits.min_free_rows:
+    wanted = sum(sequence.num_rows for sequence in queue)
+    if num_deferred < MAX_DEFERRED_STEPS and wanted > num_free_rows > 0 and num_free_rows < limits.min_free_rows:
         return Batch(joining=(), num_deferred=num_deferred + 1)
     joining: list[W] = []
-    blocks, tokens = num_free_blocks, limits.max_num_batched_tokens
-    for sequence in queue[: max(0, num_free_rows)]:
+    rows, blocks, tokens = num_free_rows, num_free_blocks, limits.max_num_batched_tokens
+    for sequence in queue:
+        rows -= sequence.num_rows
         blocks -= sequence.num_blocks
         tokens -= sequence.num_prefill_tokens
-        if blocks < 0 or (tokens < 0 and joining):
+        if rows < 0 or blocks < 0 or (tokens < 0 and joining):
             break
         joining.append(sequence)
     return Batch(joining=tuple(joining))

@@ -1,4 +1,4 @@
-"""One output being generated for a request: its state, the row and blocks it holds, and what it has cost so far.
+"""A request being answered, and the rows of the batch it holds: their state, their blocks, and what they have cost.
 
 Plain data, changed by the engine's thread only. What changes at every step (tokens, lengths) lies in `rows.py`.
 """
@@ -6,14 +6,16 @@ Plain data, changed by the engine's thread only. What changes at every step (tok
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
-from antiphon.service.request import Request, Timing
-from antiphon.service.stream import OutputStream
+from antiphon.service.logit_edits import LogitEdits
+from antiphon.service.request import Request, StopMatcher, Task, Timing
+from antiphon.service.stream import OutputStream, TokenSink
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is on its way; it only moves forward."""
+    """Where a group is on its way; it only moves forward."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -22,24 +24,64 @@ class SequenceState(enum.Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
-    """Growing generation state of a request.
+    """One row of the batch: an output being generated, or a beam of a search.
 
-    max_new_tokens: most target tokens to produce, the end token included; never above what the model has room for.
-    num_self_blocks, num_cross_blocks: to be reserved for the prefix and longest target, and for the source.
+    index: of the output, or of the beam.
     row: index in the runner's batch while running.
+    self_block_table: its own blocks; a beam's row may name its siblings' as well.
+    edits: what the request's penalties and constraints do to its next choice; None where nothing.
+    stop_matcher: reads its tokens for stop strings; None where there are none.
+    sink: takes its tokens; a beam's are told by its search.
+    logprob_sum: of its tokens, where log-probabilities are asked for.
+    num_generated: target tokens produced; up to date once its row is vacated (until then the rows count).
+    """
+
+    group: SequenceGroup
+    index: int
+    sink: TokenSink
+    row: int | None = None
+    self_block_table: tuple[int, ...] = ()
+    edits: LogitEdits | None = None
+    stop_matcher: StopMatcher | None = None
+    logprob_sum: float = 0.0
+    num_generated: int = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether its tokens must be looked at one by one."""
+        request = self.group.request
+        return bool(
+            self.edits is not None
+            or self.stop_matcher is not None
+            or request.params.stop_ids
+            or request.num_logprobs is not None
+        )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SequenceGroup:
+    """Generation state of a request: all its rows, over one encoded source.
+
+    max_new_tokens: most target tokens of an output, the end token included; never above what the model has room for.
+    num_rows: rows it needs at once: its beams or samples; 0 for what is only encoded.
+    num_self_blocks, num_cross_blocks: to be reserved for each row's prefix and longest target, and for the source.
+    sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
+    blocks: every block it still holds.
     source_len: source tokens, end token included.
-    num_generated: target tokens produced; up to date once finished (until then the rows count).
+    num_generated: target tokens produced for its finished outputs.
     """
 
     request: Request
     stream: OutputStream
     max_new_tokens: int
+    num_rows: int
     num_self_blocks: int
     num_cross_blocks: int
     state: SequenceState = SequenceState.WAITING
-    row: int | None = None
-    self_block_table: tuple[int, ...] = ()
+    sequences: tuple[Sequence, ...] = ()
     cross_block_table: tuple[int, ...] = ()
+    blocks: set[int] = field(default_factory=set)
+    num_finished: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_generated: int = 0
@@ -54,14 +96,27 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def is_beam_search(self) -> bool:
+        """Whether its rows are beams of one search."""
+        return self.request.params.beam_width > 1 and self.request.task is Task.GENERATE
+
+    @property
     def num_blocks(self) -> int:
         """Blocks it must have before it may run."""
-        return self.num_self_blocks + self.num_cross_blocks
+        return self.num_rows * self.num_self_blocks + self.num_cross_blocks
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Source and prefix tokens to compute before its first one is chosen."""
-        return self.source_len + len(self.request.prefix_ids)
+        """Source, prefix and given target tokens to compute at its first step."""
+        return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids)
+
+    @property
+    def expires_s(self) -> float:
+        """When its deadline or its time limit comes, whichever is first; infinity without either."""
+        request = self.request
+        deadline_s = math.inf if request.deadline_s is None else request.deadline_s
+        limit_s = request.params.time_limit_s
+        return deadline_s if limit_s is None else min(deadline_s, request.arrival_s + limit_s)
 
     def timing(self, now_s: float) -> Timing:
         """Seconds since its arrival at which things happened, the end being now."""

@@ -11,37 +11,44 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from antiphon.service.beam_rows import BeamRows
+from antiphon.service.commit import Ended, commit
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.logit_edits import LogitEdits
 from antiphon.service.metrics import CacheUse, Metrics
-from antiphon.service.request import FinishReason, TokenEvent
+from antiphon.service.outputs import beam_events, last_of, output_event, time_limit_events
+from antiphon.service.pooling import pool
+from antiphon.service.request import FinishReason, Task, TokenEvent
 from antiphon.service.request_queue import RequestQueue
 from antiphon.service.rows import RunningRows
-from antiphon.service.runner import Draw, Runner
+from antiphon.service.runner import NOT_FINITE, Draw, EncodeReport, Runner
 from antiphon.service.scheduler import SchedulerLimits, schedule
-from antiphon.service.sequence import Sequence, SequenceState
-from antiphon.service.stream import OutputStream, Publisher
+from antiphon.service.sequence import Sequence, SequenceGroup, SequenceState
+from antiphon.service.stream import Item, OutputStream, Publisher, TokenSink
 
 log = logging.getLogger(__name__)
+
+Told = tuple[tuple[TokenSink, ...], list[Item]]
+"""Sinks, and a token for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What a stepper works with. `live` holds every sequence without a terminal event, by request id."""
+    """What a stepper works with. `live` holds every group without its last event, by request id."""
 
     runner: Runner
     queue: RequestQueue
     pool: BlockPool
     limits: SchedulerLimits
     metrics: Metrics
-    live: dict[str, Sequence]
+    live: dict[str, SequenceGroup]
     clock: Callable[[], float]
 
 
 class Stepper:
-    """Runs steps over the sequences it admits from the queue."""
+    """Runs steps over the requests it admits from the queue."""
 
     def __init__(self, parts: StepParts) -> None:
         self._runner = parts.runner
@@ -52,18 +59,20 @@ class Stepper:
         self._live = parts.live
         self._clock = parts.clock
         self._rows = _empty_rows(parts)
+        self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
         self._lost: list[str] = []
         self._last_decode_s = 0.0
-        self._num_self_blocks = 0
+        self._num_running = 0
+        self._num_cross_blocks = 0
         self._num_deferred = 0
         self._report_occupancy()  # before the first request: an empty cache must not look like a full one
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a row."""
-        return len(self._rows)
+        """Requests that hold rows."""
+        return self._num_running
 
     @property
     def has_work(self) -> bool:
@@ -76,30 +85,36 @@ class Stepper:
         self._drop_expired()
         num_before = len(self._rows)
         self._admit()
-        streams, token_ids = self._decode(num_before) if self._rows else ((), [])
+        sinks, items = self._decode(num_before) if self._rows else ((), [])
         if self._is_occupancy_stale:
             self._report_occupancy()
-        self._publish(streams, token_ids)
+        self._publish(sinks, items)
 
     def end_all(self, error: Callable[[], AntiphonError]) -> None:
         """End whatever runs or waits at once, each with an error of its own: it may be raised, and grow a traceback."""
-        for sequence in reversed(list(self._live.values())):
-            self._end(sequence, FinishReason.ERROR, error())
+        for group in reversed(list(self._live.values())):
+            self._fail_group(group, FinishReason.ERROR, error())
         self._report_occupancy()
         self._publish((), [])
 
     def _drop_cancelled(self, cancelled: Iterable[str]) -> None:
         lost, self._lost = self._lost, []
         for request_id in (*cancelled, *lost):
-            sequence = self._live.get(request_id)
-            if sequence is not None:
-                self._end(sequence, FinishReason.CANCELLED)
+            group = self._live.get(request_id)
+            if group is not None:
+                self._fail_group(group, FinishReason.CANCELLED)
 
     def _drop_expired(self) -> None:
         now_s = self._clock()
-        late = self._queue.expired(now_s) + self._rows.expired(now_s)
-        for sequence in late:
-            self._end(sequence, FinishReason.DEADLINE, DeadlineExceeded("the deadline passed before the answer"))
+        for group in (*self._queue.expired(now_s), *self._rows.expired(now_s)):
+            deadline_s = group.request.deadline_s
+            if deadline_s is not None and deadline_s <= now_s:
+                error = DeadlineExceeded("the deadline passed before the answer")
+                self._fail_group(group, FinishReason.DEADLINE, error)
+            elif group.is_beam_search and group.state is SequenceState.RUNNING:
+                self._end_search(group, FinishReason.TIME_LIMIT)
+            else:
+                self._close(group, FinishReason.TIME_LIMIT, time_limit_events(group))
 
     def _admit(self) -> None:
         if not self._queue or len(self._rows) == self._limits.max_num_seqs:
@@ -114,143 +129,213 @@ class Stepper:
         self._num_deferred = batch.num_deferred
         if batch.joining:
             now_s = self._clock()
-            for sequence in batch.joining:
-                self._reserve(sequence, now_s)
+            for group in batch.joining:
+                self._reserve(group, now_s)
             self._encode(batch.joining)
 
-    def _encode(self, sequences: tuple[Sequence, ...]) -> None:
-        sources = [sequence.request.source_ids for sequence in sequences]
-        tables = [sequence.cross_block_table for sequence in sequences]
+    def _encode(self, groups: tuple[SequenceGroup, ...]) -> None:
+        sources = [group.request.source_ids for group in groups]
+        tables = [group.cross_block_table for group in groups]
+        is_embedding = any(group.request.task is Task.EMBED for group in groups)
         try:
-            report = self._runner.encode(sources, len(self._rows), tables)
+            report = self._runner.encode(sources, len(self._rows), tables, keep_memory=is_embedding)
         except Exception as fault:
-            if len(sequences) == 1:
-                self._fail(sequences, "encode", fault)
+            if len(groups) == 1:
+                self._fail(groups, "encode", fault)
                 return
-            log.warning("encoding %d sources together failed; trying each alone", len(sequences), exc_info=fault)
-            for sequence in sequences:
-                self._encode((sequence,))
+            log.warning("encoding %d sources together failed; trying each alone", len(groups), exc_info=fault)
+            for group in groups:
+                self._encode((group,))
             return
         self._metrics.encoded(report, sum(map(len, sources)))
-        self._rows.append(sequences, self._runner.bos_id)
+        self._rows.append((one for group in groups for one in group.sequences), self._runner.bos_id)
+        for group in groups:
+            if group.is_beam_search:
+                self._beams.add(group)
+        if is_embedding:
+            self._embed(groups, report)
 
-    def _reserve(self, sequence: Sequence, now_s: float) -> None:
-        self._queue.remove(sequence.request_id)
-        sequence.self_block_table = self._pool.allocate(sequence.num_self_blocks)
-        sequence.cross_block_table = self._pool.allocate(sequence.num_cross_blocks)
-        self._num_self_blocks += sequence.num_self_blocks
-        sequence.state = SequenceState.RUNNING
-        sequence.admitted_s = now_s
+    def _embed(self, groups: Iterable[SequenceGroup], report: EncodeReport) -> None:
+        """End the groups that only wanted their source encoded."""
+        assert report.memory is not None
+        first = 0
+        for group in groups:
+            states = report.memory[first : first + group.source_len]
+            first += group.source_len
+            if group.request.task is Task.EMBED:
+                vector = pool(states, group.request.pooling, normalize=group.request.normalize)
+                event = TokenEvent(
+                    request_id=group.request_id, finish_reason=FinishReason.STOP, is_last=True, embedding=vector
+                )
+                self._close(group, FinishReason.STOP, [event])
+
+    def _reserve(self, group: SequenceGroup, now_s: float) -> None:
+        """Take a group out of the queue, and its blocks out of the pool."""
+        self._queue.remove(group.request_id)
+        group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
+        group.sequences = tuple(self._sequence(group, index) for index in range(group.num_rows))
+        group.blocks = {*group.cross_block_table}.union(*(one.self_block_table for one in group.sequences))
+        group.state = SequenceState.RUNNING
+        group.admitted_s = now_s
+        self._num_running += 1
+        self._num_cross_blocks += group.num_cross_blocks
         self._is_occupancy_stale = True
-        self._metrics.admitted(now_s - sequence.request.arrival_s)
+        self._metrics.admitted(now_s - group.request.arrival_s)
 
-    def _decode(self, num_before: int) -> tuple[tuple[OutputStream, ...], list[int]]:
+    def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
+        request = group.request
+        blocks = self._pool.allocate(group.num_self_blocks)
+        sequence = Sequence(group=group, index=index, sink=group.stream.output(index), self_block_table=blocks)
+        if request.task is Task.GENERATE:
+            given_ids = (self._runner.bos_id, *request.prefix_ids)
+            sequence.edits = LogitEdits.of(request.params, given_ids, self._runner.eos_id)
+            sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
+        return sequence
+
+    def _decode(self, num_before: int) -> Told:
         """Decode every row, the ones from `num_before` on for the first time; returns what is to be published."""
         try:
             draw = self._runner.decode(self._rows.batch())
         except Exception as fault:
-            self._fail(self._rows.sequences, "decode", fault)
+            self._fail([one.group for one in self._rows.sequences], "decode", fault)
             return (), []
-        self._rows.advance(draw.token_ids)
+        over = self._beams.advance(draw) if len(self._beams) else []
+        self._rows.advance(draw.token_ids[: len(self._rows)])
         self._time_tokens(num_before)
+        if self._rows.num_beams:
+            return self._commit_beams(draw, over)
         return self._commit(draw)
 
     def _time_tokens(self, num_before: int) -> None:
         now_s = self._clock()
         for sequence in self._rows.sequences[num_before:]:
-            sequence.first_token_s = now_s
-            self._metrics.first_token(now_s - sequence.request.arrival_s)
+            if sequence.group.first_token_s is None:
+                sequence.group.first_token_s = now_s
+                self._metrics.first_token(now_s - sequence.group.request.arrival_s)
         self._metrics.decoded(len(self._rows), num_before, now_s - self._last_decode_s)
         self._last_decode_s = now_s
 
-    def _commit(self, draw: Draw) -> tuple[tuple[OutputStream, ...], list[int]]:
-        """End the rows that are done; returns the streams that get a token of this step, and the tokens."""
-        rows, num_rows = self._rows, len(self._rows)
-        streams, token_ids = rows.streams, draw.token_ids.tolist()
-        is_silent = (draw.token_ids == self._runner.eos_id) | (draw.token_ids < 0)
-        is_done = is_silent | (rows.positions[:num_rows] >= rows.end_positions[:num_rows])
-        if is_done.any():
-            if is_silent.any():
-                heard = np.flatnonzero(~is_silent).tolist()
-                streams = tuple(streams[row] for row in heard)
-                token_ids = [token_ids[row] for row in heard]
-            self._end_rows(np.flatnonzero(is_done), draw.token_ids)
-        return streams, token_ids
-
-    def _end_rows(self, done: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+    def _commit(self, draw: Draw) -> Told:
+        """End the outputs that are done; returns what is told of the others."""
+        committed = commit(self._rows, draw, self._runner.eos_id)
         # From the last row down: the row that moves into a hole is then one that stays.
-        for row in reversed(done.tolist()):
-            sequence = self._rows.sequences[row]
-            if token_ids[row] < 0:
-                log.error("request %s: the model's logits are not finite", sequence.request_id)
-                self._end(sequence, FinishReason.ERROR, EngineFault("the model produced no valid token"))
-            elif token_ids[row] == self._runner.eos_id:
-                self._end(sequence, FinishReason.STOP)
-            else:
-                self._end(sequence, FinishReason.LENGTH)
+        for ended in committed.ended:
+            self._end_output(ended)
+        return committed.sinks, committed.items
 
-    def _fail(self, sequences: Iterable[Sequence], doing: str, fault: Exception) -> None:
-        """End the sequences that a fault of the runner touched; the cause goes to the log, not to the client."""
-        affected = list(sequences)
-        log.error("the model failed to %s; %d requests end", doing, len(affected), exc_info=fault)
-        for sequence in reversed(affected):
-            self._end(sequence, FinishReason.ERROR, EngineFault(f"the model failed to {doing}"))
+    def _commit_beams(self, draw: Draw, over: list[SequenceGroup]) -> Told:
+        """As _commit, where some rows are beams."""
+        rows = self._rows
+        is_broken = rows.is_beam[: len(rows)] & (draw.token_ids[: len(rows)] == NOT_FINITE)
+        broken = list(dict.fromkeys(rows.sequences[row].group for row in np.flatnonzero(is_broken).tolist()))
+        sinks, items = self._beams.told()
+        others = self._commit(draw)
+        for group in broken:
+            self._break(group)
+        for group in over:
+            if group.state is not SequenceState.FINISHED:
+                self._end_search(group)
+        return (*others[0], *sinks), [*others[1], *items]
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: AntiphonError | None = None) -> None:
-        """Give up a sequence's place, row and blocks, and queue its one terminal event; later calls do nothing."""
-        if sequence.state is SequenceState.FINISHED:
+    def _end_output(self, ended: Ended) -> None:
+        """End one output of a request, and the request with its last."""
+        sequence, group = ended.sequence, ended.sequence.group
+        if group.state is SequenceState.FINISHED:
             return
-        stage = sequence.state.value
-        sequence.state = SequenceState.FINISHED
-        self._release(sequence)
-        del self._live[sequence.request_id]
-        timing = sequence.timing(self._clock())
-        event = TokenEvent(
-            request_id=sequence.request_id,
-            finish_reason=reason,
-            num_generated=sequence.num_generated,
-            timing=timing,
-            error=error,
-        )
-        self._finals.append((sequence.stream, event))
+        if ended.reason is FinishReason.ERROR:
+            self._break(group)
+            return
+        self._vacate(sequence)
+        group.num_finished += 1
+        group.num_generated += sequence.num_generated
+        event = output_event(sequence, ended.reason, ended.logprobs)
+        if group.num_finished == group.num_rows:
+            self._close(group, ended.reason, [event])
+        else:
+            freed = set(sequence.self_block_table) & group.blocks
+            self._pool.free(freed)
+            group.blocks -= freed
+            self._is_occupancy_stale = True
+            self._finals.append((group.stream, event))
+
+    def _end_search(self, group: SequenceGroup, reason: FinishReason | None = None) -> None:
+        """End a beam search with its best hypotheses; a reason ends those that are still growing."""
+        found, num_told = self._beams.hypotheses(group, reason)
+        group.num_generated = sum(len(one.token_ids) for one in found)
+        events = beam_events(group, found, num_told, reason)
+        self._close(group, events[0].finish_reason or FinishReason.STOP, events)
+
+    def _break(self, group: SequenceGroup) -> None:
+        log.error("request %s: the model's logits are not finite", group.request_id)
+        self._fail_group(group, FinishReason.ERROR, EngineFault("the model produced no valid token"))
+
+    def _fail(self, groups: Iterable[SequenceGroup], doing: str, fault: Exception) -> None:
+        """End the groups that a fault of the runner touched; the cause goes to the log, not to the client."""
+        affected = list(dict.fromkeys(groups))
+        log.error("the model failed to %s; %d requests end", doing, len(affected), exc_info=fault)
+        for group in reversed(affected):
+            self._fail_group(group, FinishReason.ERROR, EngineFault(f"the model failed to {doing}"))
+
+    def _fail_group(self, group: SequenceGroup, reason: FinishReason, error: AntiphonError | None = None) -> None:
+        """End a request without its outputs."""
+        event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, error=error)
+        self._close(group, reason, [event])
+
+    def _close(self, group: SequenceGroup, reason: FinishReason, events: list[TokenEvent]) -> None:
+        """Give up a group's place, rows and blocks, and queue its last events; later calls do nothing."""
+        if group.state is SequenceState.FINISHED:
+            return
+        stage = group.state.value
+        group.state = SequenceState.FINISHED
+        self._release(group)
+        del self._live[group.request_id]
+        timing = group.timing(self._clock())
+        self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
         self._metrics.finished(reason, stage, timing)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._queue.remove(sequence.request_id)
-        if sequence.row is not None:
-            sequence.num_generated = self._rows.num_generated(sequence.row)
-            self._vacate(sequence.row)
-        if sequence.self_block_table:
-            self._num_self_blocks -= len(sequence.self_block_table)
-            self._pool.free(sequence.self_block_table + sequence.cross_block_table)
-            sequence.self_block_table = sequence.cross_block_table = ()
+    def _release(self, group: SequenceGroup) -> None:
+        self._queue.remove(group.request_id)
+        self._beams.remove(group)
+        # From the last row down: the row that moves into a hole is then never one of these.
+        for sequence in sorted(group.sequences, key=lambda one: -1 if one.row is None else -one.row):
+            if sequence.row is not None:
+                self._vacate(sequence)
+                group.num_generated += 0 if group.is_beam_search else sequence.num_generated
+        if group.blocks:
+            self._pool.free(group.blocks)
+            group.blocks = set()
+            self._num_running -= 1
+            self._num_cross_blocks -= group.num_cross_blocks
             self._is_occupancy_stale = True
 
-    def _vacate(self, row: int) -> None:
+    def _vacate(self, sequence: Sequence) -> None:
+        row = sequence.row
+        assert row is not None
+        sequence.num_generated = self._rows.num_generated(row)
         moved = self._rows.remove(row)
         if moved is None:
             return
         try:
-            self._runner.move_row(len(self._rows), row, int(self._rows.positions[row]), moved.source_len)
+            self._runner.move_row(len(self._rows), row, int(self._rows.positions[row]), moved.group.source_len)
         except Exception as fault:
-            self._fail((moved,), "move a row", fault)
+            self._fail((moved.group,), "move a row", fault)
 
     def _report_occupancy(self) -> None:
-        pool = self._pool
+        blocks = self._pool
         use = CacheUse(
-            num_self=self._num_self_blocks,
-            num_cross=pool.num_used - self._num_self_blocks,
-            num_free=pool.num_free,
-            block_bytes=pool.block_size * self._runner.cache_bytes_per_token,
+            num_self=blocks.num_used - self._num_cross_blocks,
+            num_cross=self._num_cross_blocks,
+            num_free=blocks.num_free,
+            block_bytes=blocks.block_size * self._runner.cache_bytes_per_token,
         )
-        self._metrics.occupied(len(self._rows), use)
+        self._metrics.occupied(self._num_running, use)
         self._is_occupancy_stale = False
 
-    def _publish(self, streams: tuple[OutputStream, ...], token_ids: list[int]) -> None:
+    def _publish(self, sinks: tuple[TokenSink, ...], items: list[Item]) -> None:
         finals, self._finals = self._finals, []
-        if token_ids or finals:
-            lost = self._publisher.publish(streams, token_ids, finals)
-            self._lost = [stream.request_id for stream in lost]
+        if items or finals:
+            lost = self._publisher.publish(sinks, items, finals)
+            self._lost = [sink.request_id for sink in lost]
 
 
 def _empty_rows(parts: StepParts) -> RunningRows:

@@ -8,17 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
+from typing import Protocol
 
-from antiphon.service.request import TokenEvent
+from antiphon.service.request import TokenEvent, TokenLogprob
+
+Item = int | TokenLogprob
+"""A new token: its id, and where log-probabilities are asked for, those too."""
+
+
+class TokenSink(Protocol):
+    """What takes the tokens of one output, in an event loop."""
+
+    @property
+    def request_id(self) -> str:
+        """Whose output it is."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The only loop that may push."""
+
+    def push(self, item: Item) -> None:
+        """Add a token; in the event loop only."""
 
 
 class OutputStream:
-    """Token events of one request, for one reader in one event loop.
+    """Token events of one request, for one reader in one event loop. As a sink it is the first output's.
 
-    Iterating yields at most one message per `coalesce_s` seconds, the first token and the terminal event at once.
-    Unread tokens are kept, at most as many as the request may generate.
+    Iterating yields, of each output, at most one message per `coalesce_s` seconds; first tokens and terminal events at
+    once. Unread tokens are kept, at most as many as the request may generate.
     """
 
     def __init__(
@@ -29,10 +49,11 @@ class OutputStream:
         self.request_id = request_id
         self.loop = loop or asyncio.get_running_loop()
         self._coalesce_s = coalesce_s
-        self._pending: list[int] = []
-        self._num_tokens = 0
-        self._final: TokenEvent | None = None
-        self._is_exhausted = False
+        self._pending: dict[int, list[Item]] = {0: []}
+        self._first = self._pending[0]
+        self._finals: deque[TokenEvent] = deque()
+        self._is_ended = False  # the last event has come
+        self._is_exhausted = False  # and has been read
         self._is_due = True  # the coalescing window is over: a token may leave
         self._wants_tokens = False
         self._reader: asyncio.Future[None] | None = None
@@ -42,37 +63,55 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        """The next merged event; the last one carries the finish reason."""
+        """The next merged event of some output."""
         if self._is_exhausted:
             raise StopAsyncIteration
         self._wants_tokens = True
-        while self._final is None and not (self._pending and self._is_due):
+        while not (self._finals or (self._is_due and self._has_pending())):
             await self._wait()
-        return self._take()
+        return self._take_final() if self._finals else self._take_tokens()
 
-    async def collect(self) -> TokenEvent:
-        """Wait for the end and return every token not yet read in one terminal event; wakes once.
+    async def collect(self) -> tuple[TokenEvent, ...]:
+        """Wait for the end and return the terminal event of each output, by index, with every token not yet read.
 
-        Raises StopAsyncIteration when the terminal event has been read already.
+        Wakes once. An error comes alone. Raises StopAsyncIteration when the last event has been read already.
         """
         if self._is_exhausted:
             raise StopAsyncIteration
         self._wants_tokens = False
-        while self._final is None:
+        while not self._is_ended:
             await self._wait()
-        return self._take()
+        if self._finals[-1].error is not None:
+            self._finals = deque((self._finals[-1],))
+        return tuple(sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index))
 
-    def push(self, token_id: int) -> None:
-        """Add a token; in the stream's event loop only."""
-        self._pending.append(token_id)
+    def output(self, index: int) -> TokenSink:
+        """What takes the tokens of an output."""
+        return self if index == 0 else _Output(self, index)
+
+    def push(self, item: Item) -> None:
+        """Add a token of the first output; in the stream's event loop only."""
+        self._first.append(item)
+        if self._reader is not None and self._wants_tokens and self._is_due:
+            self._wake()
+
+    def push_to(self, output_index: int, item: Item) -> None:
+        """Add a token of any output; in the stream's event loop only."""
+        self._pending.setdefault(output_index, []).append(item)
         if self._reader is not None and self._wants_tokens and self._is_due:
             self._wake()
 
     def finish(self, event: TokenEvent) -> None:
-        """Add the terminal event; in the stream's event loop only. What comes after the first is ignored."""
-        if self._final is None:
-            self._final = event
+        """Add a terminal event; in the stream's event loop only. What comes after the last is ignored."""
+        if self._is_ended:
+            return
+        self._finals.append(event)
+        self._is_ended = event.is_last
+        if self._wants_tokens or self._is_ended:
             self._wake()
+
+    def _has_pending(self) -> bool:
+        return bool(self._first) or (len(self._pending) > 1 and any(self._pending.values()))
 
     async def _wait(self) -> None:
         self._reader = self.loop.create_future()
@@ -85,16 +124,27 @@ class OutputStream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _take(self) -> TokenEvent:
-        token_ids = tuple(self._pending)
-        self._pending.clear()
-        self._num_tokens += len(token_ids)
-        if self._final is not None:
+    def _take_final(self) -> TokenEvent:
+        event = self._finals.popleft()
+        token_ids, logprobs = self._unread(event.output_index)
+        if event.is_last:
             self._end_window()
             self._is_exhausted = True
-            return dataclasses.replace(self._final, token_ids=token_ids)
-        self._start_window()
-        return TokenEvent(request_id=self.request_id, token_ids=token_ids, num_generated=self._num_tokens)
+        return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
+
+    def _take_tokens(self) -> TokenEvent:
+        index = next(index for index, items in self._pending.items() if items)
+        token_ids, logprobs = self._unread(index)
+        if not self._has_pending():
+            self._start_window()
+        return TokenEvent(request_id=self.request_id, output_index=index, token_ids=token_ids, logprobs=logprobs)
+
+    def _unread(self, output_index: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        items = self._pending.get(output_index, [])
+        logprobs = tuple(item for item in items if isinstance(item, TokenLogprob))
+        token_ids = tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in items)
+        items.clear()
+        return token_ids, logprobs
 
     def _start_window(self) -> None:
         if self._coalesce_s > 0:
@@ -106,8 +156,27 @@ class OutputStream:
             self._window.cancel()
             self._window = None
         self._is_due = True
-        if self._pending and self._wants_tokens:
+        if self._wants_tokens and self._has_pending():
             self._wake()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Output:
+    """A stream's sink for an output after the first."""
+
+    stream: OutputStream
+    index: int
+
+    @property
+    def request_id(self) -> str:
+        return self.stream.request_id
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self.stream.loop
+
+    def push(self, item: Item) -> None:
+        self.stream.push_to(self.index, item)
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,14 +186,14 @@ class _Parcel:
     positions: of its streams among those of all loops; left empty for the only loop.
     """
 
-    streams: list[OutputStream]
+    streams: list[TokenSink]
     positions: list[int]
     finals: list[tuple[OutputStream, TokenEvent]]
 
-    def deliver(self, token_ids: Iterable[int], finals: Iterable[tuple[OutputStream, TokenEvent]]) -> None:
+    def deliver(self, items: Iterable[Item], finals: Iterable[tuple[OutputStream, TokenEvent]]) -> None:
         """Hand over; runs in the event loop."""
-        for stream, token_id in zip(self.streams, token_ids, strict=True):
-            stream.push(token_id)
+        for stream, item in zip(self.streams, items, strict=True):
+            stream.push(item)
         for stream, event in finals:
             stream.finish(event)
 
@@ -133,16 +202,16 @@ class Publisher:
     """Carries a step's tokens and terminal events from the engine's thread to the streams, one call per event loop."""
 
     def __init__(self) -> None:
-        self._streams: SequenceABC[OutputStream] = ()
+        self._streams: SequenceABC[TokenSink] = ()
         self._parcels: dict[asyncio.AbstractEventLoop, _Parcel] = {}
 
     def publish(
         self,
-        streams: SequenceABC[OutputStream],
-        token_ids: list[int],
+        streams: SequenceABC[TokenSink],
+        items: SequenceABC[Item],
         finals: Iterable[tuple[OutputStream, TokenEvent]] = (),
-    ) -> list[OutputStream]:
-        """Send token_ids[i] to streams[i], then the terminal events; returns the streams whose loop is closed.
+    ) -> list[TokenSink]:
+        """Send items[i] to streams[i], then the terminal events; returns the streams whose loop is closed.
 
         How streams are spread over loops is remembered for as long as the same `streams` object comes.
         """
@@ -150,13 +219,13 @@ class Publisher:
             self._address(streams)
         for stream, event in finals:
             self._parcel(stream.loop).finals.append((stream, event))
-        lost: list[OutputStream] = []
+        lost: list[TokenSink] = []
         for loop, parcel in self._parcels.items():
-            tokens = token_ids if len(parcel.streams) == len(token_ids) else [token_ids[i] for i in parcel.positions]
-            lost += _send(loop, parcel, tokens)
+            sent = items if len(parcel.streams) == len(items) else [items[i] for i in parcel.positions]
+            lost += _send(loop, parcel, sent)
         return lost
 
-    def _address(self, streams: SequenceABC[OutputStream]) -> None:
+    def _address(self, streams: SequenceABC[TokenSink]) -> None:
         self._streams = streams
         self._parcels = {}
         loops = {stream.loop for stream in streams}
@@ -175,12 +244,12 @@ class Publisher:
         return parcel
 
 
-def _send(loop: asyncio.AbstractEventLoop, parcel: _Parcel, token_ids: list[int]) -> list[OutputStream]:
+def _send(loop: asyncio.AbstractEventLoop, parcel: _Parcel, items: SequenceABC[Item]) -> list[TokenSink]:
     finals, parcel.finals = parcel.finals, []
-    if not token_ids and not finals:
+    if not items and not finals:
         return []
     try:
-        loop.call_soon_threadsafe(parcel.deliver, token_ids, finals)
+        loop.call_soon_threadsafe(parcel.deliver, items, finals)
     except RuntimeError:  # the loop is closed: nobody will ever read these streams
         return parcel.streams
     return []

@@ -1,0 +1,262 @@
+"""Beam search over many requests at once: from candidates to the next beams, and to finished hypotheses.
+
+The rules are those of transformers' `_beam_search` (5.x), request by request: 1 + ends candidates a beam are kept, the
+best beam_width of them that end become hypotheses, the best beam_width that do not go on. The arithmetic is vectorised
+over the searches of one shape; what is rare (an end, a finished search) is done one by one. Knows ids and scores; no
+rows, blocks, models or clocks.
+
+Axes: G searches, W beams, C candidates of a beam and of a search, T longest target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.service.request import EarlyStopping, FinishReason
+
+_DEAD = -1.0e9  # score of a beam that stands for no text yet, as in transformers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamSettings:
+    """One search.
+
+    width: beams. num_candidates: continuations looked at, of each beam and of all.
+    max_new_tokens: most tokens of a hypothesis, the end token included.
+    eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, whatever the scores say.
+    """
+
+    width: int
+    num_candidates: int
+    max_new_tokens: int
+    eos_id: int
+    stop_ids: tuple[int, ...] = ()
+    forced_first_id: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished target: its tokens, the one that ended it last if there is one, and its score.
+
+    logprobs: of the tokens, the model's own.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(eq=False, slots=True)
+class Search:
+    """One running search. slot: where its arrays lie now. finished: hypotheses, best first, at most `width`."""
+
+    settings: BeamSettings
+    slot: int
+    length: int = 0
+    finished: list[Hypothesis] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """How beams go on: beam i of slot g continues beam parents[g, i] with token_ids[g, i]; both [G, W].
+
+    ended: searches that are over; their beams go nowhere.
+    """
+
+    parents: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    ended: list[Search]
+
+
+class BeamSearches:
+    """The running searches of one width and number of candidates. For one thread.
+
+    Slots 0 .. G-1 are taken; `remove` fills the hole with the last one.
+    """
+
+    def __init__(self, width: int, num_candidates: int, max_len: int) -> None:
+        """max_len: tokens of the longest hypothesis."""
+        self.width = width
+        self.num_candidates = num_candidates
+        self.searches: list[Search] = []
+        self._max_len = max_len
+        self._scores: NDArray[np.float32] = np.zeros((0, width), np.float32)
+        self._token_ids: NDArray[np.int64] = np.zeros((0, width, max_len), np.int64)
+        self._logprobs: NDArray[np.float32] = np.zeros((0, width, max_len), np.float32)
+        self._end_ids: NDArray[np.int64] = np.zeros((0, num_candidates // width - 1), np.int64)
+        self._lengths: NDArray[np.int64] = np.zeros(0, np.int64)  # tokens of every beam so far
+        self._max_lengths: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.searches)
+
+    def add(self, settings: BeamSettings) -> Search:
+        """Start a search: only its first beam stands for the text so far."""
+        slot = len(self.searches)
+        if slot == len(self._scores):
+            self._grow()
+        self._scores[slot] = _DEAD
+        self._scores[slot, 0] = 0.0
+        self._end_ids[slot] = (settings.eos_id, *settings.stop_ids)
+        self._lengths[slot] = 0
+        self._max_lengths[slot] = settings.max_new_tokens
+        self.searches.append(Search(settings, slot))
+        return self.searches[slot]
+
+    def remove(self, search: Search) -> Search | None:
+        """Forget a search. The last slot's search moves into the hole and is returned; None when it was the last."""
+        last = self.searches.pop()
+        if last is search:
+            return None
+        for array in self._arrays():
+            array[search.slot] = array[last.slot]
+        last.slot = search.slot
+        self.searches[search.slot] = last
+        return last
+
+    def advance(self, ids: NDArray[np.int64], scores: NDArray[np.float32], logprobs: NDArray[np.float32]) -> Moves:
+        """Let every search choose among its beams' candidates.
+
+        ids, scores, logprobs [G, W, C]: of each beam the candidates, best first, what they add to its score, and their
+        log-probabilities; id -1 and score -inf where there is none.
+        """
+        count, width = len(self.searches), self.width
+        self._force(ids, scores)
+        totals = (scores + self._scores[:count, :, None]).reshape(count, -1)
+        best = np.argsort(-totals, axis=1, kind="stable")[:, : self.num_candidates]
+        parents = best // scores.shape[2]
+        totals = np.take_along_axis(totals, best, axis=1)
+        ids = np.take_along_axis(ids.reshape(count, -1), best, axis=1)
+        logprobs = np.take_along_axis(logprobs.reshape(count, -1), best, axis=1)
+        is_last = self._lengths[:count] + 1 >= self._max_lengths[:count]
+        is_end = (ids[:, :, None] == self._end_ids[:count, None, :]).any(axis=2) | is_last[:, None]
+        for slot in np.flatnonzero(is_end[:, :width].any(axis=1)).tolist():
+            self._finish(self.searches[slot], is_end[slot], parents[slot], ids[slot], totals[slot], logprobs[slot])
+        # Stable: what goes on keeps its order, best first.
+        going = np.argsort(is_end, axis=1, kind="stable")[:, :width]
+        parents = np.take_along_axis(parents, going, axis=1)
+        ids = np.maximum(np.take_along_axis(ids, going, axis=1), 0)  # a beam without a candidate is dead: feed it any
+        self._scores[:count] = np.take_along_axis(totals, going, axis=1)
+        self._remember(parents, ids, np.take_along_axis(logprobs, going, axis=1))
+        ended = [search for search in self.searches if is_last[search.slot] or not self._may_improve(search)]
+        return Moves(parents, ids, ended)
+
+    def agreed(self, search: Search, known: int) -> tuple[int, ...]:
+        """Tokens from index `known` on that every beam and the best finished hypothesis share."""
+        beams = self._token_ids[search.slot, :, : search.length]
+        alive = beams[self._scores[search.slot] > _DEAD / 2]
+        agreed = []
+        best = search.finished[0].token_ids if search.finished else None
+        for index in range(known, search.length):
+            token_id = int(alive[0, index]) if len(alive) else -1
+            if not len(alive) or (alive[:, index] != token_id).any():
+                break
+            if best is not None and (index >= len(best) or best[index] != token_id):
+                break
+            agreed.append(token_id)
+        return tuple(agreed)
+
+    def hypotheses(self, search: Search, count: int, *, reason: FinishReason | None = None) -> list[Hypothesis]:
+        """The best `count` hypotheses, best first; with a reason, live beams among them, ended by it."""
+        found = list(search.finished)
+        if reason is not None and search.length:
+            scores = self._scores[search.slot].tolist()
+            found += [self._cut(search, beam, reason) for beam, score in enumerate(scores) if score > _DEAD / 2]
+            found.sort(key=lambda hypothesis: -hypothesis.score)
+        return found[:count]
+
+    def _force(self, ids: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+        for search in self.searches:
+            if search.length == 0 and search.settings.forced_first_id is not None:
+                # As transformers' ForcedBOSToken: it costs nothing, and every beam takes it.
+                ids[search.slot], scores[search.slot] = -1, -np.inf
+                ids[search.slot, :, 0], scores[search.slot, :, 0] = search.settings.forced_first_id, 0.0
+
+    def _finish(
+        self,
+        search: Search,
+        is_end: NDArray[np.bool_],
+        parents: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        totals: NDArray[np.float32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        """Turn the ended ones among the best `width` candidates into hypotheses."""
+        settings = search.settings
+        if settings.early_stopping is EarlyStopping.FIRST and len(search.finished) == settings.width:
+            return
+        for rank in np.flatnonzero(is_end[: settings.width]).tolist():
+            if totals[rank] <= _DEAD / 2:
+                continue
+            beam, token_id = int(parents[rank]), int(ids[rank])
+            search.finished.append(
+                Hypothesis(
+                    (*self._token_ids[search.slot, beam, : search.length].tolist(), token_id),
+                    (*self._logprobs[search.slot, beam, : search.length].tolist(), float(logprobs[rank])),
+                    float(totals[rank]) / (search.length + 1) ** settings.length_penalty,
+                    _reason(token_id, settings),
+                )
+            )
+        search.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del search.finished[settings.width :]
+
+    def _remember(self, parents: NDArray[np.int64], ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        """Append the new token to the history of every beam, which is its parent's."""
+        count = len(self.searches)
+        slots = np.arange(count)
+        used = int(self._lengths[:count].max(initial=0))
+        for history, added in ((self._token_ids, ids), (self._logprobs, logprobs)):
+            if used and (parents != np.arange(self.width)).any():
+                history[:count, :, :used] = history[slots[:, None], parents, :used]
+            history[slots[:, None], np.arange(self.width), self._lengths[:count, None]] = added
+        self._lengths[:count] += 1
+        for search in self.searches:
+            search.length += 1
+
+    def _may_improve(self, search: Search) -> bool:
+        """Whether a live beam may still enter the finished ones (`_check_early_stop_heuristic` of transformers)."""
+        settings, running = search.settings, float(self._scores[search.slot, 0])
+        if len(search.finished) < settings.width:
+            return running > -np.inf
+        if settings.early_stopping is EarlyStopping.FIRST:
+            return False
+        is_patient = settings.early_stopping is EarlyStopping.NEVER and settings.length_penalty > 0
+        length = settings.max_new_tokens if is_patient else search.length
+        return bool(running / length**settings.length_penalty > search.finished[-1].score)
+
+    def _cut(self, search: Search, beam: int, reason: FinishReason) -> Hypothesis:
+        length = search.length
+        return Hypothesis(
+            tuple(self._token_ids[search.slot, beam, :length].tolist()),
+            tuple(self._logprobs[search.slot, beam, :length].tolist()),
+            float(self._scores[search.slot, beam]) / length**search.settings.length_penalty,
+            reason,
+        )
+
+    def _grow(self) -> None:
+        more = max(4, len(self._scores))
+        for name in ("_scores", "_token_ids", "_logprobs", "_end_ids", "_lengths", "_max_lengths"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros((more, *array.shape[1:]), array.dtype))))
+
+    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+        return (
+            self._scores,
+            self._token_ids,
+            self._logprobs,
+            self._end_ids,
+            self._lengths,
+            self._max_lengths,
+        )
+
+
+def _reason(token_id: int, settings: BeamSettings) -> FinishReason:
+    if token_id == settings.eos_id:
+        return FinishReason.STOP
+    return FinishReason.STOP_SEQUENCE if token_id in settings.stop_ids else FinishReason.LENGTH
