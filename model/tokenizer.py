@@ -112,6 +112,16 @@ class Tokenizer:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.bytes_of(ids).decode("utf-8", errors="replace").removeprefix(" ")
 
+    def piece(self, index: int) -> str:
+        """One token to look at: its text, leading space included; a special token's name; bytes that are no text."""
+        token_bytes = self._token_bytes[index]
+        if not token_bytes:
+            return self._backend.id_to_token(index)  # type: ignore[no-any-return]
+        try:
+            return token_bytes.decode("utf-8")
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in token_bytes)
+
     def stream(self) -> IncrementalDecoder:
         """A decoder for one output that arrives in pieces."""
         return IncrementalDecoder(self)

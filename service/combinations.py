@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Controls:
-    """All that one request sets: its parameters, and what becomes a Request's own fields. None, or empty, is not set."""
+    """All that one request sets: parameters, and what becomes a Request's own fields. None, or empty, is not set."""
 
     params: SamplingParams
     stop_strings: Sequence[str] = ()

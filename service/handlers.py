@@ -56,6 +56,9 @@ class Calls:
         servicer = self._servicer
         unary: dict[str, Callable[[Any, _Context], Awaitable[Message]]] = {
             "GenerateUnary": servicer.generate_unary,
+            "Score": servicer.score,
+            "Embed": servicer.embed,
+            "Explain": servicer.explain,
             "Tokenize": servicer.tokenize,
             "Detokenize": servicer.detokenize,
             "GetModel": servicer.get_model,

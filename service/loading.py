@@ -12,8 +12,9 @@ from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.metrics import Metrics
+from antiphon.service.options import default_options
 from antiphon.service.runners import AnyRunner, open_runner
-from antiphon.service.servicer import ServedModel, default_options
+from antiphon.service.servicer import ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
 _PRECISIONS = {"float32": pb.PRECISION_FLOAT32, "int8": pb.PRECISION_INT8}

@@ -1,36 +1,40 @@
 """antiphon.v1.InferenceService: protobuf in, domain objects out, and back. Decides nothing.
 
-Limits are the engine's to check, but for sources that are far too long to be worth tokenising; here a message becomes
-a Request, events become messages, and a client that hangs up becomes a cancellation.
+Here a message becomes a Request, events become messages, and a client that hangs up becomes a cancellation. What may
+be asked is checked by `options.py` and by the engine's admission; texts are read by `inputs.py`, answers worded by
+`answers.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
+from antiphon.service.attention_maps import Explains, explain_response
 from antiphon.service.engine import Engine
-from antiphon.service.errors import EngineFault, InvalidArgument, ModelNotFound
-from antiphon.service.request import FinishReason, Request, SamplingParams, Timing, TokenEvent
+from antiphon.service.errors import InvalidArgument, ModelNotFound, Unsupported
+from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs
+from antiphon.service.options import as_option, read_options
+from antiphon.service.ranges import check_vocabulary
+from antiphon.service.request import Pooling, Request, SamplingParams, Task, TokenEvent
 from antiphon.service.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
-
-# Above this many characters or ids the tokenizer takes over a millisecond, too long for the event loop.
-MAX_INLINE_LEN = 2000
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _GenerateRequest = pb.GenerateRequest | pb.GenerateUnaryRequest
 
-_FINISH_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+_POOLING = {
+    pb.POOLING_UNSPECIFIED: Pooling.MEAN,
+    pb.POOLING_MEAN: Pooling.MEAN,
+    pb.POOLING_MAX: Pooling.MAX,
+    pb.POOLING_FIRST: Pooling.FIRST,
 }
 
 
@@ -43,10 +47,14 @@ class _NamesModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What the servicer tells of the model, and the tokenizer it reads and writes with."""
+    """What the servicer tells of the model, the tokenizer it reads and writes with, and what explains its attention.
+
+    explainer: None where the bundle has no graph for it.
+    """
 
     description: pb.Model
     tokenizer: Tokenizer
+    explainer: Explains | None = None
 
 
 class InferenceServicer:
@@ -55,49 +63,89 @@ class InferenceServicer:
     def __init__(self, model: ServedModel, engine: Engine, *, max_messages_per_s: float) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
+        self._inputs = Inputs(model.tokenizer, model.description.limits)
         self._engine = engine
         self._max_messages_per_s = max_messages_per_s
         self._num_streams = 0
         self._ids = itertools.count()
 
     async def generate(self, message: pb.GenerateRequest, context: _Context) -> None:
-        """Stream one target in deltas."""
-        request = await self._request(message, context)
-        decoder = self._tokenizer.stream()
+        """Stream the outputs in deltas."""
+        request, wording = await self._generation(message, context)
+        answer = Answer(request, wording)
         stream = self._submit(message, request)
         self._num_streams += 1
         try:
             async for event in stream:
-                text = decoder.push(event.token_ids)
-                if event.finish_reason is not None:
-                    await context.write(_last_response(text + decoder.finish(), event, request))
-                elif text or event.token_ids:
-                    await context.write(pb.GenerateResponse(text_delta=text, token_ids=event.token_ids))
+                response = answer.delta(event)
+                if response is not None:
+                    await context.write(response)
         finally:
             self._num_streams -= 1
             self._engine.cancel(request.request_id)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: _Context) -> pb.GenerateUnaryResponse:
-        """Return one target whole."""
-        request = await self._request(message, context)
-        stream = self._submit(message, request)
-        try:
-            event = await stream.collect()
-        finally:
-            self._engine.cancel(request.request_id)
-        output = pb.Output(
-            text=self._tokenizer.decode(event.token_ids),
-            token_ids=event.token_ids,
-            finish_reason=_finish_reason(event),
+        """Return the outputs whole."""
+        request, wording = await self._generation(message, context)
+        return Answer(request, wording).whole(await self._collect(message, request))
+
+    async def score(self, message: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
+        """Return the log-probability of each token of a given target."""
+        self._check_model(message)
+        request = Request(
+            **self._arrival(context),
+            source_ids=await self._inputs.source_ids(message),
+            target_ids=await self._inputs.ended_target_ids(message),
+            task=Task.SCORE,
+            params=_scoring(message.num_alternatives),
+            is_streamed=False,
         )
-        return pb.GenerateUnaryResponse(
-            outputs=[output], usage=_usage(event, request), timing=_timing(event.timing), seed=request.params.seed
+        event = last_of(await self._collect(message, request))
+        return pb.ScoreResponse(
+            logprobs=logprobs(event.logprobs),
+            score=event.score or 0.0,
+            usage=pb.Usage(source_tokens=len(request.source_ids)),
+            timing=timing(event.timing),
         )
+
+    async def embed(self, message: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
+        """Return a source's pooled encoder states."""
+        self._check_model(message)
+        pooling = _POOLING.get(message.pooling)
+        if pooling is None:
+            raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
+        request = Request(
+            **self._arrival(context),
+            source_ids=await self._inputs.source_ids(message),
+            params=SamplingParams(),
+            task=Task.EMBED,
+            pooling=pooling,
+            normalize=message.normalize,
+            is_streamed=False,
+        )
+        event = last_of(await self._collect(message, request))
+        assert event.embedding is not None
+        return pb.EmbedResponse(
+            embedding=event.embedding.tolist(), usage=usage(request, event), timing=timing(event.timing)
+        )
+
+    async def explain(self, message: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
+        """Return the attention maps of a source and a target, which is the greedy answer where none is given."""
+        self._check_model(message)
+        explainer = self._model.explainer
+        if explainer is None:
+            raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
+        source_ids = await self._inputs.source_ids(message)
+        target_ids = await self._inputs.target_ids(message)
+        if target_ids is None:
+            target_ids = await self._greedy_answer(message, context, source_ids)
+        self._check_explainable(message, source_ids, target_ids)
+        return await asyncio.to_thread(self._explain, explainer, source_ids, target_ids)
 
     async def tokenize(self, message: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""
         self._check_model(message)
-        token_ids = await self._encode(message.text)
+        token_ids = await self._inputs.encode(message.text)
         return pb.TokenizeResponse(token_ids=token_ids, normalized_text=self._tokenizer.decode(token_ids))
 
     async def detokenize(self, message: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
@@ -119,22 +167,31 @@ class InferenceServicer:
         """Describe the only model."""
         return pb.ListModelsResponse(models=[self._model.description])
 
-    async def _request(self, message: _GenerateRequest, context: _Context) -> Request:
+    async def _generation(self, message: _GenerateRequest, context: _Context) -> tuple[Request, Wording]:
+        arrival = self._arrival(context)
+        self._check_model(message)
+        controls = read_options(message.options, self._tokenizer.vocab_size)
+        prefix_ids = await self._inputs.prefix_ids(controls)
+        wording = Wording(self._tokenizer, prefix_ids=prefix_ids, stop_strings=controls.stop_strings)
+        request = Request(
+            **arrival,
+            source_ids=await self._inputs.source_ids(message),
+            params=controls.params,
+            prefix_ids=prefix_ids,
+            stop_matcher=wording.matcher if controls.stop_strings else None,
+            is_streamed=isinstance(message, pb.GenerateRequest),
+        )
+        return request, wording
+
+    def _arrival(self, context: _Context) -> dict[str, Any]:
+        """A Request's id, arrival and deadline; to be taken before anything is tokenised."""
         arrival_s = self._engine.clock()
         # None without a deadline, which the published types leave out.
         remaining_s = cast("float | None", context.time_remaining())
-        self._check_model(message)
-        params = _sampling_params(message.options)
-        source_ids = await self._source_ids(message)
-        return Request(
-            request_id=str(next(self._ids)),
-            source_ids=source_ids,
-            params=params,
-            arrival_s=arrival_s,
-            deadline_s=None if remaining_s is None else arrival_s + remaining_s,
-        )
+        deadline_s = None if remaining_s is None else arrival_s + remaining_s
+        return {"request_id": str(next(self._ids)), "arrival_s": arrival_s, "deadline_s": deadline_s}
 
-    def _submit(self, message: _GenerateRequest, request: Request) -> OutputStream:
+    def _submit(self, message: HasSource, request: Request) -> OutputStream:
         # A message costs CPU that the model needs: alone, a stream gets every token by itself; in a crowd, several.
         window_s = (self._num_streams + 1) / self._max_messages_per_s
         stream = OutputStream(request.request_id, coalesce_s=window_s)
@@ -144,37 +201,39 @@ class InferenceServicer:
             raise _in_terms_of(message, error) from None
         return stream
 
-    async def _source_ids(self, message: _GenerateRequest) -> tuple[int, ...]:
-        kind = message.WhichOneof("source")
-        if kind is None:
-            raise InvalidArgument("source", None, "set: text or token_ids")
-        if kind == "text":
-            await self._refuse_endless(message.text)
-            ids = await self._encode(message.text)
-        else:
-            self._refuse_over(len(message.token_ids.ids), kind)
-            ids = list(message.token_ids.ids)
-        if not ids:
-            found = message.text if kind == "text" else []
-            raise InvalidArgument(kind, found, "not empty; white space alone counts as empty")
-        eos_id = self._tokenizer.eos_id
-        return (*ids,) if ids[-1] == eos_id else (*ids, eos_id)
+    async def _collect(self, message: HasSource, request: Request) -> Sequence[TokenEvent]:
+        stream = self._submit(message, request)
+        try:
+            return await stream.collect()
+        finally:
+            self._engine.cancel(request.request_id)
 
-    async def _refuse_endless(self, text: str) -> None:
-        """Refuse a text that is certainly too long before it costs seconds of a core to count its tokens."""
-        if len(text) > MAX_INLINE_LEN:
-            self._refuse_over(await asyncio.to_thread(self._tokenizer.min_tokens, text), "text")
+    async def _greedy_answer(
+        self, message: pb.ExplainRequest, context: _Context, source_ids: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        request = Request(**self._arrival(context), source_ids=source_ids, params=SamplingParams(), is_streamed=False)
+        return last_of(await self._collect(message, request)).token_ids
 
-    def _refuse_over(self, least: int, field: str) -> None:
-        limit = self._model.description.limits.max_source_len
-        if least > limit:
-            raise InvalidArgument(field, f"at least {least} tokens long", f"1 to {limit} tokens long")
+    def _check_explainable(
+        self, message: pb.ExplainRequest, source_ids: tuple[int, ...], target_ids: tuple[int, ...]
+    ) -> None:
+        limits = self._model.description.limits
+        longest = {"source": limits.max_source_len, "target": limits.max_target_len - 1}  # the begin token comes first
+        for side, ids in (("source", source_ids), ("target", target_ids)):
+            field = message.WhichOneof(side) or side  # type: ignore[call-overload]
+            check_vocabulary(field, ids, self._tokenizer.vocab_size)
+            if len(ids) > longest[side]:
+                raise InvalidArgument(field, f"{len(ids)} tokens long", f"at most {longest[side]} tokens long")
 
-    async def _encode(self, text: str) -> list[int]:
-        if len(text) <= MAX_INLINE_LEN:
-            return self._tokenizer.encode(text)
-        # As a batch of one: `encode` keeps the interpreter lock, and with it the engine, until it is done.
-        return (await asyncio.to_thread(self._tokenizer.encode_batch, [text]))[0]
+    def _explain(
+        self, explainer: Explains, source_ids: tuple[int, ...], target_ids: tuple[int, ...]
+    ) -> pb.ExplainResponse:
+        piece = self._tokenizer.piece
+        return explain_response(
+            explainer.explain(source_ids, target_ids),
+            source_tokens=[piece(token_id) for token_id in source_ids],
+            target_tokens=[piece(token_id) for token_id in (self._tokenizer.bos_id, *target_ids)],
+        )
 
     def _check_model(self, message: _NamesModel) -> None:
         name = self._model.description.name
@@ -182,66 +241,20 @@ class InferenceServicer:
             raise ModelNotFound(f"model {message.model[:80]!r} is not served here; {name!r} is")
 
 
-def _sampling_params(options: pb.GenerateOptions) -> SamplingParams:
-    """Options as given, absent ones at their defaults. Raises InvalidArgument naming the wire's field."""
-    given = {field.name: value for field, value in options.ListFields()}
-    given.setdefault("seed", secrets.randbits(64))
+def _scoring(num_alternatives: int) -> SamplingParams:
     try:
-        return SamplingParams(**given)
+        return SamplingParams(num_logprobs=num_alternatives)
     except InvalidArgument as error:
-        raise InvalidArgument(f"options.{error.field}", error.value, error.allowed) from None
+        raise InvalidArgument("num_alternatives", error.value, error.allowed) from None
 
 
-def _in_terms_of(message: _GenerateRequest, error: InvalidArgument) -> InvalidArgument:
+def _in_terms_of(message: HasSource, error: InvalidArgument) -> InvalidArgument:
     """The engine's complaint with the field named as the client knows it."""
-    field = message.WhichOneof("source") if error.field == "source" else f"options.{error.field}"
-    return InvalidArgument(field or error.field, error.value, error.allowed)
-
-
-def default_options() -> pb.GenerateOptions:
-    """Values that absent options take."""
-    params = SamplingParams()
-    return pb.GenerateOptions(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-
-
-def _last_response(text: str, event: TokenEvent, request: Request) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        text_delta=text,
-        token_ids=event.token_ids,
-        finish_reason=_finish_reason(event),
-        usage=_usage(event, request),
-        timing=_timing(event.timing),
-        seed=request.params.seed,
-    )
-
-
-def _finish_reason(event: TokenEvent) -> pb.FinishReason.ValueType:
-    """The wire's reason of a full answer. Raises what ended any other."""
-    if event.error is not None:
-        raise event.error
-    reason = None if event.finish_reason is None else _FINISH_REASONS.get(event.finish_reason)
-    if reason is None:
-        raise EngineFault(f"the answer ended as {event.finish_reason}")
-    return reason
-
-
-def _usage(event: TokenEvent, request: Request) -> pb.Usage:
-    return pb.Usage(source_tokens=len(request.source_ids), generated_tokens=event.num_generated)
-
-
-def _timing(timing: Timing | None) -> pb.Timing | None:
-    if timing is None:
-        return None
-    return pb.Timing(
-        queued=_duration(timing.queued_s),
-        time_to_first_token=_duration(timing.first_token_s),
-        total=_duration(timing.total_s),
-    )
-
-
-def _duration(seconds: float | None) -> Duration | None:
-    if seconds is None:
-        return None
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
+    if error.field == "source":
+        return InvalidArgument(message.WhichOneof("source") or error.field, error.value, error.allowed)
+    if error.field == "target" and isinstance(message, pb.ScoreRequest):
+        return InvalidArgument(message.WhichOneof("target") or error.field, error.value, error.allowed)
+    if error.field == "prefix" and isinstance(message, _GenerateRequest):
+        field = "prefix_text" if message.options.HasField("prefix_text") else "prefix_ids"
+        return InvalidArgument(f"options.{field}", error.value, error.allowed)
+    return as_option(error) if isinstance(message, _GenerateRequest) else error

@@ -20,8 +20,9 @@ from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.handlers import Calls
 from antiphon.service.metrics import Metrics
+from antiphon.service.options import default_options
 from antiphon.service.server import build_server
-from antiphon.service.servicer import InferenceServicer, ServedModel, default_options
+from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeRunner
 

@@ -1,0 +1,72 @@
+"""Attention weights as the contract tells them: a map for each layer and head, with its entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.v1 import inference_pb2 as pb
+
+
+class Explanation(Protocol):
+    """What one source and target make the model look at; L layers, H heads, S and T tokens, all float32."""
+
+    @property
+    def encoder_self(self) -> NDArray[np.float32]:
+        """[L, H, S, S]."""
+
+    @property
+    def decoder_self(self) -> NDArray[np.float32]:
+        """[L, H, T, T]."""
+
+    @property
+    def cross(self) -> NDArray[np.float32]:
+        """[L, H, T, S]."""
+
+
+class Explains(Protocol):
+    """Computes attention maps, one call at a time; blocks its caller meanwhile."""
+
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> Explanation:
+        """Maps of a source, end token included, and a target. Raises Unsupported where there is no graph for it."""
+
+
+def explain_response(
+    explanation: Explanation, *, source_tokens: Sequence[str], target_tokens: Sequence[str]
+) -> pb.ExplainResponse:
+    """The contract's message; takes as long as there are weights, so not for an event loop."""
+    return pb.ExplainResponse(
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
+        encoder_self=_maps(explanation.encoder_self),
+        decoder_self=_maps(explanation.decoder_self),
+        cross=_maps(explanation.cross),
+    )
+
+
+def mean_entropies(weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Entropy in nats of each query's weights, averaged over queries: [L, H] from [L, H, queries, keys]."""
+    wide = weights.astype(np.float64)
+    logs = np.log(wide, out=np.zeros_like(wide), where=wide > 0)
+    entropies: NDArray[np.float64] = -(wide * logs).sum(axis=-1).mean(axis=-1)
+    return entropies
+
+
+def _maps(weights: NDArray[np.float32]) -> list[pb.AttentionMap]:
+    num_layers, num_heads, rows, columns = weights.shape
+    entropies = mean_entropies(weights)
+    return [
+        pb.AttentionMap(
+            layer=layer,
+            head=head,
+            rows=rows,
+            columns=columns,
+            weights=weights[layer, head].ravel().tolist(),
+            entropy=entropies[layer, head],
+        )
+        for layer in range(num_layers)
+        for head in range(num_heads)
+    ]
