@@ -1,18 +1,20 @@
 """A fake model, a fake clock and builders of requests, for tests of everything around a model.
 
-The fake model computes: it keeps a cache for each row, checks that it is used as the runner's contract says, and
-its next token is a pure function of source and position, so the right answer of any request is known beforehand.
+The fake model computes: what it knows of a row's past it reads from the row's cache blocks, it checks that it is used
+as the runner's contract says, and its next token is a pure function of source and position (or of source and target),
+so the right answer of any request is known beforehand.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service import sampler
+from antiphon.model.ops.choices import Choices, choose
 from antiphon.service.kv_cache import blocks_for, blocks_of_longest
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.runner import DecodeBatch, Draw, EncodeReport
@@ -20,7 +22,10 @@ from antiphon.service.runner import DecodeBatch, Draw, EncodeReport
 BOS_ID = 1
 EOS_ID = 2
 FIRST_WORD_ID = 4
+MEMORY_WIDTH = 4
 WORKSPACE_BYTES_PER_TOKEN = 100
+
+Table = Sequence[int] | NDArray[np.int32]
 
 
 class FakeClock:
@@ -39,9 +44,8 @@ class FakeClock:
 class FakeRunner:
     """A model whose first source token says how many tokens precede the end token; the rest look random.
 
-    What it caches lies twice, by row and in blocks, and both must agree with what it is asked.
-
     before_encode, before_decode, before_move: called first, to hold a step or to raise a fault.
+    reads_history: the logits depend on the whole target so far, and the end token may come earlier: for beams.
     overrides: rows of logits, by source, that take the place of the computed ones at every position.
     encoded, decoded_rows, decoded_tokens: what each call was given, oldest first.
     """
@@ -59,6 +63,9 @@ class FakeRunner:
         max_target_len: int = 32,
         block_size: int = 16,
         num_blocks: int | None = None,
+        can_share_blocks: bool = True,
+        can_embed: bool = True,
+        reads_history: bool = False,
     ) -> None:
         self.max_rows = max_rows
         self.vocab_size = vocab_size
@@ -66,6 +73,9 @@ class FakeRunner:
         self.max_target_len = max_target_len
         self.block_size = block_size
         self.num_blocks = num_blocks or max_rows * blocks_of_longest(max_source_len, max_target_len, block_size)
+        self.can_share_blocks = can_share_blocks
+        self.can_embed = can_embed
+        self.reads_history = reads_history
         self.before_encode: Callable[[Sequence[Sequence[int]]], None] = lambda sources: None
         self.before_decode: Callable[[int], None] = lambda num_rows: None
         self.before_move: Callable[[], None] = lambda: None
@@ -73,71 +83,108 @@ class FakeRunner:
         self.encoded: list[list[tuple[int, ...]]] = []
         self.decoded_rows: list[int] = []
         self.decoded_tokens: list[int] = []
-        self._cells = np.full((self.num_blocks, block_size), -1, np.int64)
-        self._sources: list[tuple[int, ...]] = [()] * max_rows
-        self._targets: list[list[int]] = [[] for _ in range(max_rows)]
+        self._cells = _Cells(self.num_blocks, block_size)
+        self._marks = [0] * max_rows  # of what each row caches by itself, where rows cannot share blocks
 
     def encode(
-        self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]]
+        self,
+        sources: Sequence[Sequence[int]],
+        first_row: int,
+        block_tables: Sequence[Sequence[int]],
+        *,
+        keep_memory: bool = False,
     ) -> EncodeReport:
         self.before_encode(sources)
         _require(0 <= first_row <= self.max_rows - len(sources), f"rows from {first_row} do not exist")
+        _require(self.can_embed or not keep_memory, "it cannot keep the encoder's states")
         for row, (source, table) in enumerate(zip(sources, block_tables, strict=True), first_row):
             _require(len(table) == blocks_for(len(source), self.block_size), f"row {row} has {len(table)} blocks")
-            self._sources[row] = tuple(source)
-            self._targets[row] = []
+            mark = _mark(0, len(source))
             for position, token_id in enumerate(source):
-                self._write(table, position, token_id)
+                mark = self._cells.write(table, position, token_id, mark)
+            self._marks[row] = mark
         self.encoded.append([tuple(source) for source in sources])
-        return self._report([len(source) for source in sources])
+        return self._report(sources, keep_memory=keep_memory)
 
     def decode(self, batch: DecodeBatch) -> Draw:
         num_rows = batch.num_rows
         self.before_decode(num_rows)
-        _require(num_rows == len(batch.offsets) - 1 == len(batch.seeds) <= self.max_rows, "arrays of unequal length")
+        _require(num_rows == len(batch.offsets) - 1 <= self.max_rows, "arrays of unequal length")
         _require(batch.offsets[0] == 0 and batch.offsets[-1] == batch.num_tokens, "offsets that miss tokens")
+        _check_choices(batch)
+        self._check_sharing(batch)
         self.decoded_rows.append(num_rows)
         self.decoded_tokens.append(batch.num_tokens)
-        logits = np.empty((num_rows, self.vocab_size), np.float32)
+        picks = batch.choices.picks
+        logits = np.empty((len(picks), self.vocab_size), np.float32)
         for row in range(num_rows):
+            source, history, mark = self._past(batch, row)
             for index in range(batch.offsets[row], batch.offsets[row + 1]):
-                self._feed(batch, row, int(batch.token_ids[index]), int(batch.positions[index]))
-            logits[row] = self.logits(self._sources[row], len(self._targets[row]) - 1)
-        return sampler.sample(logits, batch)
+                mark = self._feed(batch, row, index, history, mark)
+                if (held := np.flatnonzero(picks == index)).size:
+                    logits[held] = self.logits_after(source, history)
+            self._marks[row] = mark
+        return choose(logits, batch.choices, batch.positions[picks])
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        _require(self.can_share_blocks, "it cannot copy blocks")
+        _require(len(sources) == len(targets) == len(set(targets.tolist())), f"blocks copied to {targets.tolist()}")
+        _require(not {*sources.tolist()} & {*targets.tolist()}, "a block is both source and target of a copy")
+        self._cells.copy(sources, targets)
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         self.before_move()
-        _require(self_len == len(self._targets[source]), f"row {source} caches {len(self._targets[source])} tokens")
-        _require(source_len == len(self._sources[source]), f"row {source} has a source of {len(self._sources[source])}")
-        self._sources[target] = self._sources[source]
-        self._targets[target] = self._targets[source]
-        self._sources[source], self._targets[source] = (), []
+        _require(0 <= target < source < self.max_rows, f"row {source} cannot move to row {target}")
+        _require(0 <= self_len <= self.max_target_len, f"{self_len} target tokens")
+        _require(1 <= source_len <= self.max_source_len, f"{source_len} source tokens")
+        self._marks[target] = self._marks[source]
 
-    def _feed(self, batch: DecodeBatch, row: int, token_id: int, position: int) -> None:
-        source, target = self._sources[row], self._targets[row]
-        _require(batch.source_lens[row] == len(source), f"row {row} holds a source of {len(source)} tokens")
-        cached = [self._read(batch.cross_tables[row], index) for index in range(len(source))]
-        _require(cached == list(source), f"row {row} has source {cached} in its blocks, not {source}")
-        _require(position == len(target) < self.max_target_len, f"row {row} caches {len(target)} tokens")
+    def _past(self, batch: DecodeBatch, row: int) -> tuple[tuple[int, ...], list[int], int]:
+        """A row's source and target so far, read from its blocks, and the mark of both."""
+        source_len = int(batch.source_lens[row])
+        source, mark = self._cells.read(batch.cross_tables[row], source_len, _mark(0, source_len))
+        past_len = int(batch.positions[batch.offsets[row]])
+        history, mark = self._cells.read(batch.self_tables[row], past_len, mark)
+        if not self.can_share_blocks:
+            _require(mark == self._marks[row], f"row {row} does not cache what its blocks hold")
+        return tuple(source), history, mark
+
+    def _feed(self, batch: DecodeBatch, row: int, index: int, history: list[int], mark: int) -> int:
+        token_id, position = int(batch.token_ids[index]), int(batch.positions[index])
+        _require(position == len(history) < self.max_target_len, f"row {row} caches {len(history)} tokens")
         _require((token_id == BOS_ID) == (position == 0), f"row {row} is fed {token_id} after {position} tokens")
-        if target:
-            last = self._read(batch.self_tables[row], position - 1)
-            _require(last == target[-1], f"row {row} has {last} in its blocks after {target}")
-        self._write(batch.self_tables[row], position, token_id)
-        target.append(token_id)
+        history.append(token_id)
+        return self._cells.write(batch.self_tables[row], position, token_id, mark)
 
-    def _read(self, table: Sequence[int] | NDArray[np.int32], position: int) -> int:
-        return int(self._cells[table[position // self.block_size], position % self.block_size])
+    def _check_sharing(self, batch: DecodeBatch) -> None:
+        """No row reads a block that another writes; where rows cannot share, none reads another's at all."""
+        uses: Counter[int] = Counter()
+        written: list[int] = []
+        for row in range(batch.num_rows):
+            first = int(batch.positions[batch.offsets[row]]) // self.block_size
+            end = blocks_for(int(batch.positions[batch.offsets[row + 1] - 1]) + 1, self.block_size)
+            num_cross = blocks_for(int(batch.source_lens[row]), self.block_size)
+            written += batch.self_tables[row, first:end].tolist()
+            uses.update(batch.self_tables[row, :end].tolist() + batch.cross_tables[row, :num_cross].tolist())
+        shared = [block for block in (written if self.can_share_blocks else uses) if uses[block] > 1]
+        _require(not shared, f"blocks {shared} are written by one row and used by another")
 
-    def _write(self, table: Sequence[int] | NDArray[np.int32], position: int, token_id: int) -> None:
-        self._cells[table[position // self.block_size], position % self.block_size] = token_id
+    def logits_after(self, source: Sequence[int], history: Sequence[int]) -> NDArray[np.float32]:
+        """The row of logits of a source after a target, its begin token included."""
+        position = len(history) - 1
+        if not self.reads_history or tuple(source) in self.overrides:
+            return self.logits(source, position)
+        row = self._random_logits((tuple(source), tuple(history)))
+        row[:EOS_ID] = row[EOS_ID + 1 : FIRST_WORD_ID] = -np.inf
+        if position >= source[0]:
+            row[EOS_ID] = 100.0
+        return row
 
     def logits(self, source: Sequence[int], position: int) -> NDArray[np.float32]:
-        """The row of logits of a source at a target position."""
+        """The row of logits of a source at a target position, where they do not depend on the target."""
         if (override := self.overrides.get(tuple(source))) is not None:
             return override
-        seed = zlib.crc32(repr((tuple(source), position)).encode())
-        row = np.random.default_rng(seed).standard_normal(self.vocab_size).astype(np.float32)
+        row = self._random_logits((tuple(source), position))
         row[:FIRST_WORD_ID] = -np.inf
         if position >= source[0]:
             row[EOS_ID] = 100.0
@@ -146,7 +193,7 @@ class FakeRunner:
     def answer(
         self, source: Sequence[int], max_new_tokens: int | None = None, *, prefix_len: int = 0
     ) -> tuple[list[int], FinishReason]:
-        """Greedy output for a source after a prefix, worked out alone and without a cache."""
+        """Greedy output for a source after a prefix, worked out alone; of a model that does not read its history."""
         room = self.max_target_len - prefix_len
         limit = min(max_new_tokens or room, room)
         tokens: list[int] = []
@@ -157,7 +204,16 @@ class FakeRunner:
             tokens.append(token_id)
         return tokens, FinishReason.LENGTH
 
-    def _report(self, lengths: Sequence[int]) -> EncodeReport:
+    def memory(self, source: Sequence[int]) -> NDArray[np.float32]:
+        """The encoder's states [S, MEMORY_WIDTH] of a source."""
+        return np.asarray(np.sin(np.outer(source, np.arange(1, 1 + MEMORY_WIDTH))), np.float32)
+
+    def _random_logits(self, key: tuple[object, ...]) -> NDArray[np.float32]:
+        generator = np.random.default_rng(zlib.crc32(repr(key).encode()))
+        return generator.standard_normal(self.vocab_size).astype(np.float32)
+
+    def _report(self, sources: Sequence[Sequence[int]], *, keep_memory: bool) -> EncodeReport:
+        lengths = [len(source) for source in sources]
         num_tokens = sum(lengths)
         return EncodeReport(
             rows=len(lengths),
@@ -166,7 +222,62 @@ class FakeRunner:
             peak_workspace_bytes=WORKSPACE_BYTES_PER_TOKEN * num_tokens,
             predicted_fused_bytes=0.5 * WORKSPACE_BYTES_PER_TOKEN * num_tokens,
             predicted_materialised_bytes=4 * sum(length**2 for length in lengths),
+            memory=np.concatenate([self.memory(source) for source in sources]) if keep_memory else None,
         )
+
+
+class _Cells:
+    """Cache blocks of tokens; each cell has a mark beside it that depends on everything before it, as keys do.
+
+    A cell that another row wrote, or that was left by an earlier owner of the block, is known by its mark.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._tokens = np.full((num_blocks, block_size), -1, np.int64)
+        self._marks = np.zeros((num_blocks, block_size), np.int64)
+
+    def read(self, table: Table, length: int, mark: int) -> tuple[list[int], int]:
+        """The first `length` tokens of a table, and the mark of the last; `mark` is of what precedes the first."""
+        token_ids = []
+        for position in range(length):
+            cell = self._cell(table, position)
+            token_ids.append(int(self._tokens[cell]))
+            mark = _mark(mark, token_ids[-1])
+            _require(mark == self._marks[cell], f"block {cell[0]} does not hold position {position} after {token_ids}")
+        return token_ids, mark
+
+    def write(self, table: Table, position: int, token_id: int, mark: int) -> int:
+        """Put a token after what `mark` stands for; returns its own mark."""
+        cell = self._cell(table, position)
+        self._tokens[cell] = token_id
+        self._marks[cell] = mark = _mark(mark, token_id)
+        return mark
+
+    def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        for array in (self._tokens, self._marks):
+            array[targets] = array[sources]
+
+    def _cell(self, table: Table, position: int) -> tuple[int, int]:
+        num_blocks, block_size = self._tokens.shape
+        block = int(table[position // block_size])
+        _require(0 <= block < num_blocks, f"block {block} does not exist")
+        return block, position % block_size
+
+
+def _mark(before: int, token_id: int) -> int:
+    return zlib.crc32(token_id.to_bytes(8, "little", signed=True), before)
+
+
+def _check_choices(batch: DecodeBatch) -> None:
+    choices = batch.choices
+    lengths = {len(getattr(choices, name)) for name in Choices.__slots__ if not name.startswith("edit_")}
+    _require(lengths == {len(choices.edit_offsets) - 1}, "choices of unequal length")
+    _require(bool(((choices.picks >= 0) & (choices.picks < batch.num_tokens)).all()), f"picks {choices.picks.tolist()}")
+    _require(bool((np.diff(choices.edit_offsets) >= 0).all()), f"edit_offsets {choices.edit_offsets.tolist()}")
+    num_edits = int(choices.edit_offsets[-1])
+    _require(num_edits <= min(len(choices.edit_ids), len(choices.edit_values)), f"{num_edits} edits are not there")
+    width = max(0, int(choices.num_logprobs.max(initial=0)))
+    _require(batch.max_num_logprobs == width, f"max_num_logprobs is {batch.max_num_logprobs}, not {width}")
 
 
 def source_of(*, target_len: int, length: int = 3, variant: int = 0) -> tuple[int, ...]:
