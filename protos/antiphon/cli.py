@@ -50,9 +50,21 @@ stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), 
   antiphon generate "How are you?"          prints the answer as it streams
   antiphon generate < english.txt > german.txt
   antiphon generate --temperature 0.8 --top-p 0.9 --seed 7 "A cold morning."
+  antiphon generate --beam-width 4 --num-return-sequences 4 "A cold morning."      best first
+  antiphon generate --prefix-text "Es ist" --stop-strings , --json --num-logprobs 2 "It is cold today, isn't it?"
 
-one line out for each line in, in order; a line that fails is empty, and is named on standard error
+one line out for each line in (or as many as --num-return-sequences says), in order; a line that fails is empty, and is
+named on standard error
 exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, server unreachable)""",
+    ),
+    "explain": Subcommand(
+        module="antiphon.explain",
+        extra="train",
+        summary="draw what a running server's model looks at",
+        examples="""\
+  antiphon explain "How are you?" --png map.png        the alignment of the text and its greedy translation
+  antiphon explain "How are you?" --target-text "Wie geht es dir?" --png map.png
+  antiphon explain "How are you?" --target 127.0.0.1:50051""",
     ),
     "train": Subcommand(
         module="antiphon.model.train",
@@ -84,6 +96,14 @@ killed, the same command resumes from the last checkpoint; the averaged checkpoi
   antiphon evaluate CHECKPOINT --ctranslate2 --source a --reference b     PyTorch, and CTranslate2 with the same weights
 
 sacreBLEU and chrF; --json for one object a system""",
+    ),
+    "prune": Subcommand(
+        module="antiphon.model.prune",
+        extra="train",
+        summary="drop the attention heads that matter least",
+        examples="""\
+  antiphon prune CHECKPOINT OUTPUT --heads 12 --data DATA        importance measured on DATA; OUTPUT is a checkpoint
+  antiphon export OUTPUT BUNDLE""",
     ),
     "profile": Subcommand(
         module="antiphon.model.profile",

@@ -20,19 +20,29 @@ import grpc.aio
 
 from antiphon.messages import (
     Delta,
+    Embedding,
     FinishReason,
     Generation,
-    Options,
+    Judgement,
+    Pooling,
     ServerError,
     Source,
     Timing,
+    TokenLogprob,
     Usage,
     as_delta,
-    as_generation,
+    as_embedding,
+    as_generations,
+    as_judgement,
     as_server_error,
+    embed_request,
+    explain_request,
+    score_request,
+    server_errors,
     stream_request,
     unary_request,
 )
+from antiphon.options import EarlyStopping, Options
 from antiphon.ordered import ordered_map
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
@@ -41,12 +51,17 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Delta",
+    "EarlyStopping",
+    "Embedding",
     "FinishReason",
     "Generation",
+    "Judgement",
     "Options",
+    "Pooling",
     "ServerError",
     "Source",
     "Timing",
+    "TokenLogprob",
     "Usage",
 ]
 
@@ -77,25 +92,28 @@ class AsyncClient:
     async def generate(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[Delta]:
-        """Stream the target of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
         call = self._stub.Generate(stream_request(self._model, source, options), timeout=timeout_s)
         try:
-            async for response in call:
-                yield as_delta(response)
-        except grpc.RpcError as error:
-            raise as_server_error(error) from None
+            with server_errors():
+                async for response in call:
+                    yield as_delta(response)
         finally:
             call.cancel()
 
     async def generate_text(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Generation:
-        """Return the whole target of one source. Raises ServerError."""
+        """Return the whole target of one source: the best where there are several. Raises ServerError."""
+        return (await self.generate_outputs(source, options, timeout_s=timeout_s))[0]
+
+    async def generate_outputs(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> list[Generation]:
+        """Return every target of one source, the best first where beams were searched. Raises ServerError."""
         request = unary_request(self._model, source, options)
-        try:
-            return as_generation(await self._stub.GenerateUnary(request, timeout=timeout_s))
-        except grpc.RpcError as error:
-            raise as_server_error(error) from None
+        with server_errors():
+            return as_generations(await self._stub.GenerateUnary(request, timeout=timeout_s))
 
     async def generate_many(
         self,
@@ -119,13 +137,33 @@ class AsyncClient:
         async for result in ordered_map(_as_async(sources), attempt, concurrency=concurrency):
             yield result
 
+    async def score(
+        self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None
+    ) -> Judgement:
+        """Return the log-probability of each token of a target, end token included. Raises ServerError."""
+        request = score_request(self._model, source, target, num_alternatives)
+        with server_errors():
+            return as_judgement(await self._stub.Score(request, timeout=timeout_s))
+
+    async def embed(
+        self, source: Source, *, pooling: Pooling = "mean", normalize: bool = False, timeout_s: float | None = None
+    ) -> Embedding:
+        """Return the encoder states of a source pooled into one vector. Raises ServerError."""
+        request = embed_request(self._model, source, pooling, normalize=normalize)
+        with server_errors():
+            return as_embedding(await self._stub.Embed(request, timeout=timeout_s))
+
+    async def explain(
+        self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
+    ) -> inference_pb2.ExplainResponse:
+        """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
+        with server_errors():
+            return await self._stub.Explain(explain_request(self._model, source, target), timeout=timeout_s)
+
     async def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""
-        try:
-            response = await self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model))
-        except grpc.RpcError as error:
-            raise as_server_error(error) from None
-        return response.model
+        with server_errors():
+            return (await self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model))).model
 
     async def close(self) -> None:
         """Cancel what is under way and close the connection."""
@@ -152,25 +190,28 @@ class Client:
     def generate(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Iterator[Delta]:
-        """Stream the target of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
         call = self._stub.Generate(stream_request(self._model, source, options), timeout=timeout_s)
         try:
-            for response in call:
-                yield as_delta(response)
-        except grpc.RpcError as error:
-            raise as_server_error(error) from None
+            with server_errors():
+                for response in call:
+                    yield as_delta(response)
         finally:
             call.cancel()
 
     def generate_text(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Generation:
-        """Return the whole target of one source. Raises ServerError."""
+        """Return the whole target of one source: the best where there are several. Raises ServerError."""
+        return (self.generate_outputs(source, options, timeout_s=timeout_s))[0]
+
+    def generate_outputs(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> list[Generation]:
+        """Return every target of one source, the best first where beams were searched. Raises ServerError."""
         request = unary_request(self._model, source, options)
-        try:
-            return as_generation(self._stub.GenerateUnary(request, timeout=timeout_s))
-        except grpc.RpcError as error:
-            raise as_server_error(error) from None
+        with server_errors():
+            return as_generations(self._stub.GenerateUnary(request, timeout=timeout_s))
 
     def generate_many(
         self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = 64
@@ -191,12 +232,33 @@ class Client:
             for call in under_way:
                 call.cancel()
 
+    def score(
+        self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None
+    ) -> Judgement:
+        """Return the log-probability of each token of a target, end token included. Raises ServerError."""
+        request = score_request(self._model, source, target, num_alternatives)
+        with server_errors():
+            return as_judgement(self._stub.Score(request, timeout=timeout_s))
+
+    def embed(
+        self, source: Source, *, pooling: Pooling = "mean", normalize: bool = False, timeout_s: float | None = None
+    ) -> Embedding:
+        """Return the encoder states of a source pooled into one vector. Raises ServerError."""
+        request = embed_request(self._model, source, pooling, normalize=normalize)
+        with server_errors():
+            return as_embedding(self._stub.Embed(request, timeout=timeout_s))
+
+    def explain(
+        self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
+    ) -> inference_pb2.ExplainResponse:
+        """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
+        with server_errors():
+            return self._stub.Explain(explain_request(self._model, source, target), timeout=timeout_s)
+
     def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""
-        try:
+        with server_errors():
             return self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model)).model
-        except grpc.RpcError as error:
-            raise as_server_error(error) from None
 
     def close(self) -> None:
         """Cancel what is under way and close the connection."""
@@ -213,7 +275,7 @@ class Client:
 
 def _outcome(call: grpc.Future[inference_pb2.GenerateUnaryResponse]) -> Generation | ServerError:
     try:
-        return as_generation(call.result())
+        return as_generations(call.result())[0]
     except grpc.RpcError as error:
         return as_server_error(error)
 
@@ -221,7 +283,11 @@ def _outcome(call: grpc.Future[inference_pb2.GenerateUnaryResponse]) -> Generati
 def _channel_options(target: str) -> list[tuple[str, str | int]]:
     loopback = target.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
     # A proxy from the environment cannot reach this machine's loopback.
-    return [("grpc.service_config", _SERVICE_CONFIG), ("grpc.enable_http_proxy", 0 if loopback else 1)]
+    return [
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.enable_http_proxy", 0 if loopback else 1),
+        ("grpc.max_receive_message_length", -1),  # attention maps outgrow gRPC's 4 MiB
+    ]
 
 
 async def _as_async(sources: Iterable[Source] | AsyncIterable[Source]) -> AsyncIterator[Source]:

@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import contextlib
 import io
+import json
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 
 import grpc
 
-from antiphon.client import DEFAULT_TARGET, AsyncClient, Options, ServerError
+from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
+from antiphon.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 from antiphon.ordered import ordered_map
 from antiphon.progress import Progress, remaining_bytes
 
@@ -36,10 +38,10 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What to print for a line, and what went wrong with it."""
+    """What the server made of a line, best first, and what went wrong with it; both empty for a blank line."""
 
     line: Line
-    text: str = ""
+    outputs: tuple[Generation, ...] = ()
     problem: str | None = None
 
 
@@ -52,23 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
     parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's only one)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens to produce for one text")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; above 0 samples")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that reach P")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed samples the same text (default: random)")
+    parser.add_argument("--json", action="store_true", help="print each answer as one JSON object: all that came back")
     parser.add_argument(
         "--concurrency", type=_positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
     )
+    add_option_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate the texts, or standard input where there are none; returns the exit code."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
-    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     try:
-        return asyncio.run(_run(arguments, options))
+        return asyncio.run(_run(arguments, read_option_flags(arguments)))
     except Stopped as stopped:
         print(f"antiphon generate: {stopped}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -77,22 +75,31 @@ def run(arguments: argparse.Namespace) -> int:
 async def _run(arguments: argparse.Namespace, options: Options) -> int:
     async with AsyncClient(arguments.target, model=arguments.model) as client:
         if arguments.text:
-            return await _stream_texts(client, arguments, options)
+            return await _translate_texts(client, arguments, options)
         return await _translate_lines(client, arguments, options)
 
 
-async def _stream_texts(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
+async def _translate_texts(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
+    is_streamed = _num_lines(options) == 1 and not arguments.json
     for text in arguments.text:
         try:
-            async for delta in client.generate(text, options):
-                sys.stdout.write(_one_line(delta.text))
-                sys.stdout.flush()
+            if is_streamed:
+                await _stream(client, text, options)
+            else:
+                outputs = await client.generate_outputs(text, options)
+                _print_lines(outputs, options, is_json=arguments.json)
         except ServerError as error:
             raise Stopped(_explain(error, arguments.target)) from None
         except ValueError as error:
-            raise Stopped(f"{text!r} cannot be sent: {error}") from None
-        sys.stdout.write("\n")
+            raise Stopped(f"{text!r} cannot be sent: {in_terms_of_flags(str(error))}") from None
     return 0
+
+
+async def _stream(client: AsyncClient, text: str, options: Options) -> None:
+    async for delta in client.generate(text, options):
+        sys.stdout.write(_one_line(delta.text))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
 
 
 async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
@@ -115,8 +122,7 @@ async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, o
             if answered.problem is not None:
                 num_failed += 1
                 print(f"antiphon generate: line {answered.line.number}: {answered.problem}", file=sys.stderr)
-            sys.stdout.write(f"{_one_line(answered.text)}\n")
-            sys.stdout.flush()
+            _print_lines(answered.outputs, options, is_json=arguments.json)
             progress.advance(len(answered.line.raw) + 1)
     finally:
         progress.finish()
@@ -131,13 +137,13 @@ async def _answer(client: AsyncClient, target: str, options: Options, line: Line
     if not text.strip():
         return Answer(line=line)
     try:
-        return Answer(line=line, text=(await client.generate_text(text, options)).text)
+        return Answer(line=line, outputs=tuple(await client.generate_outputs(text, options)))
     except ServerError as error:
-        if error.code is grpc.StatusCode.UNAVAILABLE or (error.field or "").startswith("options."):
+        if error.code is grpc.StatusCode.UNAVAILABLE or is_about_option(error.message):
             raise Stopped(f"line {line.number}: {_explain(error, target)}") from None
         return Answer(line=line, problem=error.message)
     except ValueError as error:
-        raise Stopped(str(error)) from None
+        raise Stopped(in_terms_of_flags(str(error))) from None
 
 
 async def _lines(descriptor: int) -> AsyncIterator[Line]:
@@ -180,7 +186,22 @@ async def _lines(descriptor: int) -> AsyncIterator[Line]:
 def _explain(error: ServerError, target: str) -> str:
     if error.code is grpc.StatusCode.UNAVAILABLE:
         return f"{target} is unavailable ({error.message}); is a server running there? start one with: antiphon serve"
-    return error.message
+    return in_terms_of_flags(error.message)
+
+
+def _num_lines(options: Options) -> int:
+    return options.num_return_sequences or 1
+
+
+def _print_lines(outputs: Sequence[Generation], options: Options, *, is_json: bool) -> None:
+    """As many lines as sequences were asked for; those there is nothing for are empty, or null."""
+    for index in range(_num_lines(options)):
+        output = outputs[index] if index < len(outputs) else None
+        if is_json:
+            print(json.dumps(output and asdict(output), ensure_ascii=False))
+        else:
+            print(_one_line(output.text) if output else "")
+    sys.stdout.flush()
 
 
 def _one_line(text: str) -> str:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import grpc
 
+from antiphon.options import Options, options_message
 from antiphon.v1 import inference_pb2
 
 Source = str | Sequence[int]
 """Text, or token ids as Tokenize returns them."""
 
-FinishReason = Literal["stop", "length"]
+Pooling = Literal["mean", "max", "first"]
+FinishReason = Literal["stop", "length", "stop_sequence", "time_limit", "exhausted"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How the target is chosen; None takes the model's default, which `Model.default_options` reports.
-
-    max_new_tokens: most tokens to produce, the end token included.
-    temperature: 0 always takes the likeliest token; otherwise logits are divided by it, up to 100.
-    top_k: sample from the k likeliest tokens only; 0 keeps all.
-    top_p: sample from the likeliest tokens whose probabilities together reach p, (0, 1].
-    seed: 0 to 2**64 - 1; the same seed gives the same tokens. None lets the server pick one, which it reports.
-    """
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+_FINISH_REASONS: dict[inference_pb2.FinishReason.ValueType, FinishReason] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_STOP_SEQUENCE: "stop_sequence",
+    inference_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
+    inference_pb2.FINISH_REASON_EXHAUSTED: "exhausted",
+}
+_POOLING: dict[Pooling, inference_pb2.Pooling.ValueType] = {
+    "mean": inference_pb2.POOLING_MEAN,
+    "max": inference_pb2.POOLING_MAX,
+    "first": inference_pb2.POOLING_FIRST,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,14 +49,29 @@ class Timing:
     total_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log-probability under the model, and the alternatives that ranked first, best first."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """New text of a stream. finish_reason is set on the last one of an output, the rest on the last of the stream."""
+    """New text of one output of a stream.
+
+    logprobs: of token_ids, and of the token that ended the output; empty unless asked for.
+    finish_reason, score: on the last one of an output. usage, timing, seed: on the last one of the stream.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     output_index: int
+    logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
+    score: float | None
     usage: Usage | None
     timing: Timing | None
     seed: int | None
@@ -66,14 +79,40 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """One finished output."""
+    """One finished output; usage, timing and seed are those of its request.
+
+    logprobs: of token_ids, and of the token that ended it; empty unless asked for.
+    score: of a hypothesis, or the sum of log-probabilities where they were asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    output_index: int
+    logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
+    score: float | None
     usage: Usage
     timing: Timing
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What the model thought of a given target: of each token, the end token last, and in all."""
+
+    logprobs: tuple[TokenLogprob, ...]
+    score: float
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embedding:
+    """A source's encoder states, pooled into one vector."""
+
+    vector: tuple[float, ...]
+    usage: Usage
+    timing: Timing
 
 
 class ServerError(Exception):
@@ -104,33 +143,44 @@ class ServerError(Exception):
         return f"{self.code.name}: {self.message}"
 
 
-def _options(options: Options | None) -> inference_pb2.GenerateOptions | None:
-    if options is None:
-        return None
-    message = inference_pb2.GenerateOptions()
-    for name, value in asdict(options).items():
-        try:
-            if value is not None:
-                setattr(message, name, value)
-        except (TypeError, ValueError):
-            raise ValueError(f"options.{name} is {value!r}, which does not fit the field") from None
-    return message
-
-
 def stream_request(model: str, source: Source, options: Options | None) -> inference_pb2.GenerateRequest:
-    """Ask for one target, streamed. Raises ValueError where a value does not fit its field."""
-    if isinstance(source, str):
-        return inference_pb2.GenerateRequest(model=model, text=source, options=_options(options))
-    ids = inference_pb2.TokenIds(ids=source)
-    return inference_pb2.GenerateRequest(model=model, token_ids=ids, options=_options(options))
+    """Ask for targets, streamed. Raises ValueError where a value does not fit its field."""
+    return inference_pb2.GenerateRequest(model=model, options=options_message(options), **_source(source))
 
 
 def unary_request(model: str, source: Source, options: Options | None) -> inference_pb2.GenerateUnaryRequest:
-    """Ask for one target, whole. Raises ValueError where a value does not fit its field."""
-    if isinstance(source, str):
-        return inference_pb2.GenerateUnaryRequest(model=model, text=source, options=_options(options))
-    ids = inference_pb2.TokenIds(ids=source)
-    return inference_pb2.GenerateUnaryRequest(model=model, token_ids=ids, options=_options(options))
+    """Ask for targets, whole. Raises ValueError where a value does not fit its field."""
+    return inference_pb2.GenerateUnaryRequest(model=model, options=options_message(options), **_source(source))
+
+
+def score_request(model: str, source: Source, target: Source, num_alternatives: int) -> inference_pb2.ScoreRequest:
+    """Ask for the log-probabilities of a target."""
+    return inference_pb2.ScoreRequest(
+        model=model, num_alternatives=num_alternatives, **_source(source), **_target(target)
+    )
+
+
+def embed_request(model: str, source: Source, pooling: Pooling, *, normalize: bool) -> inference_pb2.EmbedRequest:
+    """Ask for pooled encoder states. Raises ValueError for a pooling that there is not."""
+    if pooling not in _POOLING:
+        raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(_POOLING)}")
+    return inference_pb2.EmbedRequest(model=model, pooling=_POOLING[pooling], normalize=normalize, **_source(source))
+
+
+def explain_request(model: str, source: Source, target: Source | None) -> inference_pb2.ExplainRequest:
+    """Ask for attention maps."""
+    given = {} if target is None else _target(target)
+    return inference_pb2.ExplainRequest(model=model, **_source(source), **given)
+
+
+def _source(source: Source) -> dict[str, Any]:
+    return {"text": source} if isinstance(source, str) else {"token_ids": inference_pb2.TokenIds(ids=source)}
+
+
+def _target(target: Source) -> dict[str, Any]:
+    if isinstance(target, str):
+        return {"target_text": target}
+    return {"target_token_ids": inference_pb2.TokenIds(ids=target)}
 
 
 def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
@@ -139,28 +189,56 @@ def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
         text=response.text_delta,
         token_ids=tuple(response.token_ids),
         output_index=response.output_index,
-        finish_reason=_finish_reason(response.finish_reason) if response.finish_reason else None,
+        logprobs=_logprobs(response.logprobs),
+        finish_reason=_FINISH_REASONS[response.finish_reason] if response.finish_reason else None,
+        score=response.score if response.HasField("score") else None,
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timing=_timing(response.timing) if response.HasField("timing") else None,
         seed=response.seed if response.HasField("seed") else None,
     )
 
 
-def as_generation(response: inference_pb2.GenerateUnaryResponse) -> Generation:
-    """Read a whole answer of one output."""
-    output = response.outputs[0]
-    return Generation(
-        text=output.text,
-        token_ids=tuple(output.token_ids),
-        finish_reason=_finish_reason(output.finish_reason),
+def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Generation]:
+    """Read every output of a whole answer."""
+    usage, timing = _usage(response.usage), _timing(response.timing)
+    return [
+        Generation(
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            output_index=output.output_index,
+            logprobs=_logprobs(output.logprobs),
+            finish_reason=_FINISH_REASONS[output.finish_reason],
+            score=output.score if output.HasField("score") else None,
+            usage=usage,
+            timing=timing,
+            seed=response.seed,
+        )
+        for output in response.outputs
+    ]
+
+
+def as_judgement(response: inference_pb2.ScoreResponse) -> Judgement:
+    """Read a judged target."""
+    return Judgement(
+        logprobs=_logprobs(response.logprobs),
+        score=response.score,
         usage=_usage(response.usage),
         timing=_timing(response.timing),
-        seed=response.seed,
     )
 
 
-def _finish_reason(value: inference_pb2.FinishReason.ValueType) -> FinishReason:
-    return "stop" if value == inference_pb2.FINISH_REASON_STOP else "length"
+def as_embedding(response: inference_pb2.EmbedResponse) -> Embedding:
+    """Read an embedded source."""
+    return Embedding(vector=tuple(response.embedding), usage=_usage(response.usage), timing=_timing(response.timing))
+
+
+def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            entry.token_id, entry.logprob, tuple((other.token_id, other.logprob) for other in entry.alternatives)
+        )
+        for entry in entries
+    )
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
@@ -175,6 +253,15 @@ def _timing(timing: inference_pb2.Timing) -> Timing:
         ),
         total_s=timing.total.ToNanoseconds() / 1e9,
     )
+
+
+@contextlib.contextmanager
+def server_errors() -> Iterator[None]:
+    """Turn what a failed call raises inside into ServerError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise as_server_error(error) from None
 
 
 def as_server_error(error: grpc.RpcError) -> ServerError:

@@ -1,0 +1,111 @@
+"""The decoding controls as the client gives them, and how they become the contract's GenerateOptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from antiphon.v1 import inference_pb2
+
+EarlyStopping = Literal["heuristic", "first", "never"]
+
+_EARLY_STOPPING: dict[str, inference_pb2.EarlyStopping.ValueType] = {
+    "heuristic": inference_pb2.EARLY_STOPPING_HEURISTIC,
+    "first": inference_pb2.EARLY_STOPPING_FIRST,
+    "never": inference_pb2.EARLY_STOPPING_NEVER,
+}
+_LISTS = ("suppressed_ids", "allowed_ids", "stop_ids", "stop_strings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How targets are chosen; None takes the model's default, which `Model.default_options` reports.
+
+    docs/CONTROLS.md says in which order they act and which exclude each other.
+
+    max_new_tokens: most tokens to produce, the end token included.
+    min_new_tokens: fewest tokens to produce before the end token or a stop id; 0 is none.
+    time_limit_millis: from arrival; what there is by then is returned.
+    temperature: 0 always takes the likeliest token; otherwise logits are divided by it, up to 100.
+    top_k: sample from the k likeliest tokens only; 0 keeps all.
+    top_p: sample from the likeliest tokens whose probabilities together reach p, (0, 1].
+    min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
+    typical_p: sample from the locally typical tokens that reach this mass, (0, 1].
+    seed: 0 to 2**64 - 1; the same seed gives the same tokens. None lets the server pick one, which it reports.
+    num_return_sequences: outputs: so many samples, or the best hypotheses of a beam search.
+    beam_width: hypotheses kept alive by a beam search, 1 to 16; 1 is none.
+    length_penalty: a hypothesis scores its log-probability over its length to this power, [-10, 10].
+    early_stopping: when a beam search ends: "heuristic", at the "first" beam_width hypotheses, or "never" too early.
+    repetition_penalty: divides positive logits of tokens produced or given, multiplies negative ones; 1 is off.
+    presence_penalty, frequency_penalty: taken from a produced token's logit, once or as often as it came; 0 is off.
+    no_repeat_ngram_size: no n tokens in a row come twice; 0 is off.
+    logit_bias: added to the logits of token ids.
+    prefix_text, prefix_ids: first tokens of the target, given and not returned; one or the other.
+    forced_first_id: first token to produce, as a language code.
+    suppressed_ids, allowed_ids: tokens never chosen; where not empty, the only ones (and the end token) chosen.
+    stop_ids: tokens that end an output as the end token does.
+    stop_strings: texts that end an output; they are not returned.
+    ignore_eos: the end token is never chosen.
+    num_logprobs: 0 asks for the log-probabilities of the chosen tokens, k also for k alternatives.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    time_limit_millis: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    num_return_sequences: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    prefix_text: str | None = None
+    prefix_ids: Sequence[int] | None = None
+    forced_first_id: int | None = None
+    suppressed_ids: Sequence[int] | None = None
+    allowed_ids: Sequence[int] | None = None
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] | None = None
+    ignore_eos: bool | None = None
+    num_logprobs: int | None = None
+
+
+def options_message(options: Options | None) -> inference_pb2.GenerateOptions | None:
+    """The contract's message. Raises ValueError naming the option whose value does not fit its field."""
+    if options is None:
+        return None
+    message = inference_pb2.GenerateOptions()
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is None:
+            continue
+        try:
+            _set(message, field.name, value)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise ValueError(f"options.{field.name} is {value!r}, which does not fit the field") from None
+    return message
+
+
+def _set(message: inference_pb2.GenerateOptions, name: str, value: Any) -> None:
+    if name in _LISTS:
+        if isinstance(value, str):  # each of its characters would be taken for a text of its own
+            raise TypeError(name)
+        getattr(message, name).extend(value)
+    elif name == "logit_bias":
+        message.logit_bias.update(value)
+    elif name == "prefix_ids":
+        message.prefix_ids.SetInParent()  # absent and empty are not the same
+        message.prefix_ids.ids.extend(value)
+    elif name == "early_stopping":
+        message.early_stopping = _EARLY_STOPPING[value]
+    else:
+        setattr(message, name, value)
