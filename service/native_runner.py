@@ -1,10 +1,9 @@
 """Runs the native graphs of a bundle: tokens packed, caches in blocks of one pool, sampling inside the graph.
 
-Owns the pool's memory and the arrays bound to the graphs; who uses which block is the engine's business. Refuses to
-know requests and text. One thread calls it: the arrays of a step are reused by the next.
+Owns the pool's memory; who uses which block is the engine's business. Refuses to know requests and text. One thread
+calls it: the arrays of a step are reused by the next.
 
-Axes: N tokens of this run, R rows, B sources, X and Y widths of the self and cross tables, P block size, H heads,
-D head width, Dp = D rounded up to 16, L decoder layers.
+Axes: B sources, M model width.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import Bundle, GraphSet, Precision
 from antiphon.model.config import ModelConfig
 from antiphon.model.graph import Graph
+from antiphon.model.ops.choices import greedy_choices
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_for, blocks_of_longest
+from antiphon.service.native_decoder import NativeDecoder
 from antiphon.service.reserve import reserve
 from antiphon.service.runner import DecodeBatch, Draw, EncodeReport
 
@@ -38,6 +39,9 @@ class NativeRunner:
     a run that needs more raises GraphError and leaves the runner usable.
     Raises GraphError, BundleError (no such precision) or WorkspaceError.
     """
+
+    can_share_blocks = True
+    can_embed = True
 
     def __init__(
         self,
@@ -63,10 +67,11 @@ class NativeRunner:
         self.cache = _reserve_pool(model, graphs, self.num_blocks)
         self.cache_bytes_per_token = self.cache[0].nbytes // CACHE_BLOCK_SIZE
         self._num_heads = model.num_heads
+        self._memory_width = model.d_model
         self._fit = bundle.memory_fit(graphs)
         self._workspace = Workspace()
         self._encoder = Graph(bundle.file(graphs.encoder), "encoder", threads, self._workspace)
-        self._encoder.require(_ENCODER_INPUTS, ["written"])
+        self._encoder.require(_ENCODER_INPUTS, ["written", "memory"])
         self._cross_width = blocks_for(model.max_source_len, CACHE_BLOCK_SIZE)
         decoder = Graph(bundle.file(graphs.decoder), "decoder", threads, self._workspace)
         self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
@@ -74,7 +79,12 @@ class NativeRunner:
         self._workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
-        self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]]
+        self,
+        sources: Sequence[Sequence[int]],
+        first_row: int,
+        block_tables: Sequence[Sequence[int]],
+        *,
+        keep_memory: bool = False,
     ) -> EncodeReport:
         """Encode sources of any lengths, packed; source i fills the blocks block_tables[i].
 
@@ -82,23 +92,32 @@ class NativeRunner:
         graph fails.
         """
         lengths = self._checked_lengths(sources, block_tables)
-        peaks, largest = [], 0
+        num_tokens = int(lengths.sum())
+        memory = np.empty((num_tokens, self._memory_width), np.float32) if keep_memory else None
+        peaks, largest, first = [], 0, 0
         for part in _parts(lengths.tolist()):
-            peaks.append(self._encode_part(sources[part], lengths[part], block_tables[part]))
-            largest = max(largest, int(lengths[part].sum()))
+            end = first + int(lengths[part].sum())
+            states = None if memory is None else memory[first:end]
+            peaks.append(self._encode_part(sources[part], lengths[part], block_tables[part], states))
+            largest, first = max(largest, end - first), end
         return EncodeReport(
             rows=len(sources),
-            num_tokens=int(lengths.sum()),
+            num_tokens=num_tokens,
             longest=int(lengths.max()),
             peak_workspace_bytes=max(peaks),
             predicted_fused_bytes=self._fit.predict(1, largest) if self._fit else None,
             predicted_materialised_bytes=self._num_heads * 4 * int(np.square(lengths).sum()),
+            memory=memory,
         )
 
     def _encode_part(
-        self, sources: Sequence[Sequence[int]], lengths: NDArray[np.int64], block_tables: Sequence[Sequence[int]]
+        self,
+        sources: Sequence[Sequence[int]],
+        lengths: NDArray[np.int64],
+        block_tables: Sequence[Sequence[int]],
+        memory: NDArray[np.float32] | None,
     ) -> int:
-        """One run of the graph; returns its peak workspace in bytes."""
+        """One run of the graph, its states to `memory` where wanted; returns its peak workspace in bytes."""
         offsets = np.zeros(len(sources) + 1, np.int32)
         np.cumsum(lengths, out=offsets[1:])
         num_tokens = int(offsets[-1])
@@ -109,9 +128,12 @@ class NativeRunner:
             "block_tables": _table_of(block_tables, self._cross_width),
             "cache": self.cache,
         }
+        outputs: dict[str, NDArray[Any]] = {"written": np.zeros(1, np.int32)}
+        if memory is not None:
+            outputs["memory"] = memory
         self._workspace.reset_peak()
         before = self._workspace.stats().in_use_bytes
-        self._encoder.run_bound(self._encoder.bind(inputs, {"written": np.zeros(1, np.int32)}))
+        self._encoder.run_bound(self._encoder.bind(inputs, outputs))
         return self._workspace.stats().peak_bytes - before
 
     def decode(self, batch: DecodeBatch) -> Draw:
@@ -122,6 +144,14 @@ class NativeRunner:
         """
         return self._decoder.run(batch)
 
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copy blocks of the pool. Raises ValueError for a block outside it."""
+        for block in (*sources.tolist(), *targets.tolist()):
+            if not 0 <= block < self.num_blocks:  # NumPy would count from the end
+                raise ValueError(f"block {block} is not of this pool of {self.num_blocks}")
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self.cache[target] = self.cache[source]
+
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Nothing to do: a row's cache is where its block tables say."""
 
@@ -131,19 +161,16 @@ class NativeRunner:
         Overwrites them: call it before any sequence runs.
         """
         self.encode([[self.eos_id]], 0, [[0]])
-        first, one = np.array([0, 1], np.int32), np.array([1], np.int32)
+        zeros, ones = np.zeros(1, np.int32), np.ones(1, np.int32)
         self.decode(
             DecodeBatch(
                 token_ids=np.array([self.bos_id], np.int64),
-                positions=first[:1],
-                offsets=first,
-                self_tables=one[None],
-                cross_tables=first[None, :1],
-                source_lens=one,
-                temperatures=np.zeros(1, np.float32),
-                top_ks=first[:1],
-                top_ps=np.ones(1, np.float32),
-                seeds=np.zeros(1, np.uint64),
+                positions=zeros,
+                offsets=np.array([0, 1], np.int32),
+                self_tables=ones[None],
+                cross_tables=zeros[None],
+                source_lens=ones,
+                choices=greedy_choices(zeros),
             )
         )
 
@@ -157,89 +184,6 @@ class NativeRunner:
             held = [len(table) for table in block_tables]
             raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {held} blocks")
         return lengths
-
-
-class NativeDecoder:
-    """The decoder graph with arrays of its own, bound once for each number of rows that feed one token each."""
-
-    def __init__(self, graph: Graph, cache: NDArray[Any], model: ModelConfig, max_rows: int) -> None:
-        self._graph = graph
-        self._max_rows = max_rows
-        widths = [blocks_for(length, CACHE_BLOCK_SIZE) for length in (model.max_target_len, model.max_source_len)]
-        self._tokens: dict[str, NDArray[Any]] = {
-            "input_ids": np.zeros(max_rows, np.int64),
-            "positions": np.zeros(max_rows, np.int32),
-        }
-        self._offsets = np.zeros(max_rows + 1, np.int32)
-        self._rows: dict[str, NDArray[Any]] = {
-            "self_tables": np.zeros((max_rows, widths[0]), np.int32),
-            "cross_tables": np.zeros((max_rows, widths[1]), np.int32),
-            "source_lens": np.zeros(max_rows, np.int32),
-            "temperatures": np.zeros(max_rows, np.float32),
-            "top_ks": np.zeros(max_rows, np.int32),
-            "top_ps": np.zeros(max_rows, np.float32),
-            "seeds": np.zeros(max_rows, np.int64),
-        }
-        self._shared = {"cache": cache, "num_logprobs": np.full(1, -1, np.int32)}
-        self._drawn: dict[str, NDArray[Any]] = {
-            "token_ids": np.zeros(max_rows, np.int64),
-            "logprobs": np.zeros(max_rows, np.float32),
-        }
-        self._no_tops = (np.zeros((max_rows, 0), np.int64), np.zeros((max_rows, 0), np.float32))
-        self._bindings: dict[int, Any] = {}
-        inputs = [*self._tokens, "offsets", *self._rows, *self._shared]
-        graph.require(inputs, [*self._drawn, "top_ids", "top_logprobs"])
-
-    def run(self, batch: DecodeBatch) -> Draw:
-        """One step; see NativeRunner.decode."""
-        rows = batch.num_rows
-        if not 0 < rows <= self._max_rows:
-            raise ValueError(f"decode of {rows} rows; it must be 1 to {self._max_rows}")
-        self._fill(batch, rows)
-        if batch.num_tokens != rows or batch.num_logprobs > 0:
-            return self._run_once(batch, rows)
-        self._tokens["input_ids"][:rows] = batch.token_ids
-        self._tokens["positions"][:rows] = batch.positions
-        binding = self._bindings.get(rows)
-        if binding is None:
-            inputs = self._inputs({name: array[:rows] for name, array in self._tokens.items()}, rows)
-            binding = self._bindings[rows] = self._graph.bind(inputs, self._outputs(rows))
-        self._graph.run_bound(binding)
-        no_ids, no_logprobs = self._no_tops
-        return Draw(self._drawn["token_ids"][:rows], self._drawn["logprobs"][:rows], no_ids[:rows], no_logprobs[:rows])
-
-    def _run_once(self, batch: DecodeBatch, rows: int) -> Draw:
-        """A step of a shape that is not worth remembering: prefixes beside other rows' tokens, or likeliest tokens."""
-        tokens: dict[str, NDArray[Any]] = {
-            "input_ids": np.ascontiguousarray(batch.token_ids),
-            "positions": np.ascontiguousarray(batch.positions),
-        }
-        count = max(batch.num_logprobs, 0)
-        tops = (np.zeros((rows, count), np.int64), np.zeros((rows, count), np.float32))
-        outputs = self._outputs(rows)
-        if count:
-            outputs |= zip(("top_ids", "top_logprobs"), tops, strict=True)
-        self._graph.run_bound(self._graph.bind(self._inputs(tokens, rows), outputs))
-        return Draw(self._drawn["token_ids"][:rows], self._drawn["logprobs"][:rows], *tops)
-
-    def _fill(self, batch: DecodeBatch, rows: int) -> None:
-        held = self._rows
-        self._offsets[: rows + 1] = batch.offsets
-        for name, tables in (("self_tables", batch.self_tables), ("cross_tables", batch.cross_tables)):
-            held[name][:rows, : tables.shape[1]] = tables
-        held["source_lens"][:rows] = batch.source_lens
-        held["temperatures"][:rows] = batch.temperatures
-        held["top_ks"][:rows] = batch.top_ks
-        held["top_ps"][:rows] = batch.top_ps
-        held["seeds"][:rows] = batch.seeds.view(np.int64)
-        self._shared["num_logprobs"][0] = batch.num_logprobs
-
-    def _inputs(self, tokens: dict[str, NDArray[Any]], rows: int) -> dict[str, NDArray[Any]]:
-        held = {name: array[:rows] for name, array in self._rows.items()}
-        return {**tokens, "offsets": self._offsets[: rows + 1], **held, **self._shared}
-
-    def _outputs(self, rows: int) -> dict[str, NDArray[Any]]:
-        return {name: array[:rows] for name, array in self._drawn.items()}
 
 
 def _parts(lengths: Sequence[int]) -> list[slice]:

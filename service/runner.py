@@ -50,6 +50,7 @@ class DecodeBatch:
     self_tables [R, X], cross_tables [R, Y] int32: block b of a row holds its positions block_size * b and following;
         entries beyond its length mean nothing. Rows may share blocks, but not one that either writes in this step.
     source_lens [R] int32: tokens of each row's source.
+    choices: the very object of the step before means the same choices again, edits included.
     max_num_logprobs: the largest of choices.num_logprobs, at least 0: how wide a Draw is.
     """
 

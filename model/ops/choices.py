@@ -58,6 +58,28 @@ class Choices:
         return len(self.picks)
 
 
+def greedy_choices(picks: NDArray[np.int32]) -> Choices:
+    """The likeliest token after each picked one, without log-probabilities or edits."""
+    num_choices = len(picks)
+    ints, floats = np.zeros(num_choices, np.int32), np.zeros(num_choices, np.float32)
+    return Choices(
+        picks=picks,
+        temperatures=floats,
+        top_ks=ints,
+        top_ps=floats + 1,
+        min_ps=floats,
+        typical_ps=floats + 1,
+        seeds=np.zeros(num_choices, np.uint64),
+        given_ids=np.full(num_choices, -1, np.int64),
+        num_logprobs=ints - 1,
+        is_normalized=ints,
+        is_exclusive=ints,
+        edit_offsets=np.zeros(num_choices + 1, np.int32),
+        edit_ids=ints[:0],
+        edit_values=np.zeros((0, 3), np.float32),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """What each choice came to; log-probabilities are natural, of the model's own distribution before any control.

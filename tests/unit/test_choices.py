@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Draw, choose
+from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw, choose, greedy_choices
 from antiphon.model.ops.counter_random import seed_of_output, uniform_at
 from antiphon.model.ops.warpers import Warp, distribution, ids_of_largest, invert
 from antiphon.service.request import MAX_SEED
@@ -407,6 +407,14 @@ def test_choices_give_each_the_log_probabilities_it_asks_for() -> None:
     assert (drawn.top_ids >= 0).sum(axis=1).tolist() == [0, 0, 1, 3]
     assert (drawn.logprobs != 0).tolist() == [False, True, True, True]
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == drawn.top_scores.shape == (4, 5)
+
+
+def test_greedy_choices_are_those_of_settings_that_are_off() -> None:
+    built, listed = greedy_choices(np.array([2, 0, 5], np.int32)), choices_of([2, 0, 5])
+    for field in dataclasses.fields(Choices):
+        ours, theirs = getattr(built, field.name), getattr(listed, field.name)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_no_choices_are_an_empty_draw() -> None:
