@@ -1,10 +1,10 @@
-"""Runs the contrib graphs of a bundle: a row's caches are contiguous, and sampling is NumPy's.
+"""Runs the contrib graphs of a bundle: a row's caches are contiguous, and NumPy chooses the tokens.
 
 Owns the key and value arrays of every row, and the buffers bound to them; cache blocks are numbers to it, of which it
 has enough. Refuses to know requests and text. One thread calls it: the arrays of a step are reused by the next.
 
-Axes: B rows of this run, S source length, H heads, D head width, C self cache capacity, E cross cache capacity,
-V vocabulary.
+Axes: B rows of this run, K choices, S source length, H heads, D head width, C self cache capacity, E cross cache
+capacity, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.config import ModelConfig
 from antiphon.model.graph import Graph
+from antiphon.model.ops.choices import choose
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service import sampler
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.reserve import reserve
 from antiphon.service.runner import DecodeBatch, Draw, EncodeReport
@@ -34,6 +34,9 @@ class ModelRunner:
     leaves the runner usable.
     Raises GraphError, BundleError (no such precision) or WorkspaceError.
     """
+
+    can_share_blocks = False
+    can_embed = False
 
     def __init__(
         self,
@@ -73,13 +76,20 @@ class ModelRunner:
         self._workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
-        self, sources: Sequence[Sequence[int]], first_row: int, block_tables: Sequence[Sequence[int]] = ()
+        self,
+        sources: Sequence[Sequence[int]],
+        first_row: int,
+        block_tables: Sequence[Sequence[int]] = (),
+        *,
+        keep_memory: bool = False,
     ) -> EncodeReport:
         """Encode sources, those of one length in one run; their keys and values land in rows first_row and following.
 
-        block_tables mean nothing here. Raises ValueError when a source or the rows do not fit, GraphError when a
-        graph fails.
+        block_tables mean nothing here. Raises ValueError when a source or the rows do not fit, or the encoder's states
+        are wanted, which these graphs do not give; GraphError when a graph fails.
         """
+        if keep_memory:
+            raise ValueError("the encoder's states are wanted; this lowering's graphs do not give them")
         self._check_sources(sources, first_row)
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         groups = [list(group) for _, group in groupby(order, key=lambda index: len(sources[index]))]
@@ -96,22 +106,31 @@ class ModelRunner:
         )
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its new tokens, one a run of the graph, and sample.
+        """Feed every row its new tokens, one a run of the graph, and make the choices.
 
         Raises ValueError when a length lies outside its cache, GraphError when the graph fails.
         """
-        return sampler.sample(self.logits(batch), batch)
+        return choose(self.logits(batch), batch.choices, batch.positions[batch.choices.picks])
 
     def logits(self, batch: DecodeBatch) -> NDArray[np.float32]:
-        """Logits [R, V] after each row's last new token: a view, valid until the next call. Raises as decode does."""
+        """Logits [K, V] after each picked token, perhaps a view, valid until the next call. Raises as decode does."""
+        first, last, picks = batch.offsets[:-1], batch.offsets[1:] - 1, batch.choices.picks
         if batch.num_tokens == batch.num_rows:
-            return self._decoder.run(batch.token_ids, batch.positions, batch.source_lens)
-        first, last = batch.offsets[:-1], batch.offsets[1:] - 1
+            logits = self._decoder.run(batch.token_ids, batch.positions, batch.source_lens)
+            return logits if np.array_equal(picks, first) else logits[picks]
+        rows = np.searchsorted(batch.offsets, picks, side="right") - 1
+        result = np.empty((len(picks), self.vocab_size), np.float32)
         for step in range(int((last - first).max()) + 1):
             # A row without a further token feeds its last one again, which writes the same key and value.
             fed = np.minimum(first + step, last)
             logits = self._decoder.run(batch.token_ids[fed], batch.positions[fed], batch.source_lens)
-        return logits
+            is_picked = picks == first[rows] + step
+            result[is_picked] = logits[rows[is_picked]]
+        return result
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Never asked: rows share no blocks."""
+        raise NotImplementedError("blocks are numbers only to this runner: its rows share none")
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Copy the live part of a row's caches over another row: self_len and source_len tokens."""

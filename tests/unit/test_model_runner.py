@@ -9,11 +9,11 @@ import pytest
 
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
 from antiphon.model.graph import GraphError, has_vnni
+from antiphon.model.ops.choices import choose
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.request import SamplingParams
-from antiphon.service.sampler import sample
-from tests.batches import batch_of
+from tests.batches import Choice, batch_of, choice_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 
 # float32 sums in another order than NumPy's, over products of width 16.
@@ -111,15 +111,45 @@ def test_runner_move_row_copies_live_tokens_only(runner: ModelRunner) -> None:
         assert (cache[:, 0, :, live:] == 0).all()
 
 
-def test_runner_samples_what_the_batch_asks(runner: ModelRunner) -> None:
-    lens = encode_all(runner)
-    params = [SamplingParams(), SamplingParams(temperature=2.0, seed=5), SamplingParams(temperature=1.0, top_k=1)]
-    batch = batch_of([[1, 4], [1], [1, 5, 6]], [0] * 3, lens, params=params, num_logprobs=3)
-    drawn, logits = runner.decode(batch), runner.logits(batch)
-    expected = sample(logits, batch)
-    for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
+def test_runner_chooses_what_the_batch_asks(runner: ModelRunner, model: TinyModel) -> None:
+    """Every token of ragged rows is looked at, some twice, and in an order of its own."""
+    lens, targets = encode_all(runner), [[1, 4], [1], [1, 5, 6]]
+    ends = [(row, end) for row in range(3) for end in range(1, len(targets[row]) + 1)]
+    picks = [5, 0, 2, 3, 1, 4, 2]
+    settings = [
+        Choice(num_logprobs=3),
+        choice_of(SamplingParams(temperature=2.0, seed=5, min_p=0.1)),
+        Choice(temperature=1.0, typical_p=0.5, seed=9, num_logprobs=0),
+        Choice(edits=[(7, 50.0, 1.0, 0.0)], num_logprobs=1),
+        Choice(given_id=3, num_logprobs=2, is_normalized=True),
+        Choice(is_exclusive=True),
+        Choice(temperature=1.0, top_k=1),
+    ]
+    choices = choices_of(picks, settings)
+    drawn = runner.decode(batch_of(targets, [0] * 3, lens, choices=choices))
+    logits = np.stack([model.logits(SOURCES[ends[pick][0]], targets[ends[pick][0]][: ends[pick][1]]) for pick in picks])
+    expected = choose(logits, choices, np.array([ends[pick][1] - 1 for pick in picks], np.int32))
+    for name in ("token_ids", "top_ids"):
         np.testing.assert_array_equal(getattr(drawn, name), getattr(expected, name))
-    assert drawn.top_ids.shape == (3, 3)
+    for name in ("logprobs", "top_logprobs", "top_scores"):
+        np.testing.assert_allclose(getattr(drawn, name), getattr(expected, name), atol=TOLERANCE)
+    assert drawn.token_ids[3:6].tolist() == [7, 3, -2]
+
+
+def test_runner_picks_rows_in_any_order_where_each_feeds_one_token(runner: ModelRunner, model: TinyModel) -> None:
+    lens = encode_all(runner)
+    logits = runner.logits(batch_of([[1]] * 3, [0] * 3, lens, choices=choices_of([2, 0])))
+    expected = np.stack([model.logits(SOURCES[row], [1]) for row in (2, 0)])
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE)
+
+
+def test_runner_says_what_it_cannot_do(runner: ModelRunner) -> None:
+    assert not runner.can_share_blocks
+    assert not runner.can_embed
+    with pytest.raises(ValueError, match="encoder's states"):
+        runner.encode(SOURCES, 0, keep_memory=True)
+    with pytest.raises(NotImplementedError):
+        runner.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
 
 
 def test_runner_feeds_several_tokens_as_it_would_one_by_one(runner: ModelRunner) -> None:
