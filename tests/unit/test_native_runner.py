@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,13 @@ import pytest
 
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
 from antiphon.model.graph import GraphError
+from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
 from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.native_runner import NativeRunner
-from antiphon.service.request import SamplingParams
 from antiphon.service.runner import DecodeBatch
 from antiphon.service.runners import open_runner
-from antiphon.service.sampler import sample
-from tests.batches import batch_of
+from tests.batches import Choice, batch_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle
 
@@ -61,13 +61,13 @@ class Tables:
         fed: Sequence[Sequence[int]],
         past_lens: Sequence[int],
         *,
-        params: Sequence[SamplingParams] | None = None,
         num_logprobs: int = -1,
+        choices: Choices | None = None,
     ) -> DecodeBatch:
         width = max(map(len, self.cross))
         cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # what is unused may be anything
         tables = (self.self_tables, cross)
-        return batch_of(fed, past_lens, self.lens, tables=tables, params=params, num_logprobs=num_logprobs)
+        return batch_of(fed, past_lens, self.lens, tables=tables, num_logprobs=num_logprobs, choices=choices)
 
 
 def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> Tables:
@@ -118,21 +118,112 @@ def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundl
         assert (alone.token_ids[0], alone.logprobs[0]) == (token_ids[row], logprobs[row])
 
 
-def test_native_runner_samples_as_the_numpy_sampler_does(runner: NativeRunner, model: TinyModel) -> None:
-    settings = [
-        [SamplingParams(temperature=t, top_k=k, top_p=p, seed=2**63 + seed) for t, k, p in filters]
-        for seed in range(20)
-        for filters in [((0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7)), ((0.0, 0, 1.0), (1.0, 7, 0.6), (5.0, 0, 1.0))]
-    ]
+# Every token of ragged rows is looked at, in an order of its own, and one of them twice.
+ENDS = ((2, 21), (0, 1), (1, 1), (0, 3), (2, 1), (2, 20), (0, 3))
+KINDS = (
+    Choice(temperature=0.5),
+    Choice(temperature=2.0, top_k=5, num_logprobs=3),
+    Choice(temperature=1.0, top_p=0.7, min_p=0.05),
+    Choice(temperature=3.0, typical_p=0.6, is_normalized=True, num_logprobs=0),
+    Choice(num_logprobs=24, is_normalized=True, edits=[(7, 9.0, 1.0, 0.0), (8, 0.0, 1.5, -2.0), (7, 0.0, 2.0, 1.0)]),
+    Choice(is_exclusive=True, temperature=1.0, num_logprobs=4, edits=[(3, 0.0, 1.0, 0.0), (9, 1.0, 0.5, 0.0)]),
+    Choice(given_id=11, num_logprobs=2, edits=[(4, 0.0, 1.0, -np.inf)]),
+    Choice(is_exclusive=True),
+)
+
+
+def judged(model: TinyModel, choices: Choices, ends: Sequence[tuple[int, int]] = ENDS) -> Draw:
+    """What NumPy chooses after the network recomputed; each end is a row and how many of its targets are read."""
+    logits = np.stack([model.logits(SOURCES[row], TARGETS[row][:end]) for row, end in ends])
+    return choose(logits, choices, np.array([end - 1 for _, end in ends], np.int32))
+
+
+def assert_same(found: Draw, expected: Draw) -> None:
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    for name in ("logprobs", "top_logprobs", "top_scores"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=TOLERANCE)
+
+
+def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunner, model: TinyModel) -> None:
+    tables, starts = encode(runner), np.cumsum([0, *map(len, TARGETS)])
+    picks = [int(starts[row]) + end - 1 for row, end in ENDS]
+    found = set()
+    for seed in range(16):
+        settings = [replace(KINDS[(seed + index) % len(KINDS)], seed=2**63 + seed) for index in range(len(ENDS))]
+        choices = choices_of(picks, settings)
+        drawn = runner.decode(tables.batch(TARGETS, [0] * 3, choices=choices))
+        assert_same(drawn, judged(model, choices))
+        found |= set(drawn.token_ids.tolist())
+    assert len(found) > 8
+    assert NONE_ALLOWED in found
+
+
+def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
+    runner: NativeRunner, model: TinyModel
+) -> None:
+    """Rows of one token reuse arrays and bindings, whatever came between: other widths, edits, rows, ragged rows."""
     tables = encode(runner)
-    logits = np.stack([model.logits(*pair) for pair in zip(SOURCES, TARGETS, strict=True)])
-    drawn, expected = [], []
-    for params in settings:
-        batch = tables.batch(TARGETS, [0] * 3, params=params, num_logprobs=0)
-        drawn += runner.decode(batch).token_ids.tolist()
-        expected += sample(logits, batch).token_ids.tolist()
-    assert len(set(expected)) > 8
-    assert drawn == expected
+    many = [
+        (token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)
+    ] * 15  # more than there is room for at first
+    sets = [
+        [Choice()] * 3,
+        list(KINDS[:3]),
+        [Choice(edits=many, num_logprobs=2), KINDS[4], Choice(num_logprobs=-1)],
+        [Choice()] * 3,
+        [Choice(num_logprobs=1), Choice(temperature=1.0, seed=4), KINDS[5]],
+    ]
+    batches = [tables.batch([[1]] * 3, [0] * 3, choices=choices_of(range(3), settings)) for settings in sets]
+    ragged = tables.batch(TARGETS, [0] * 3, num_logprobs=1)
+    for index in [0, 0, 1, 2, 0, 3, 4, 4, 1, 2, 2, 0]:
+        for _ in range(2):
+            drawn = runner.decode(batches[index])
+            assert_same(drawn, judged(model, batches[index].choices, [(row, 1) for row in range(3)]))
+        runner.decode(ragged)
+    alone = batch_of([[1]], [0], tables.lens[:1], tables=(tables.self_tables[:1], tables.cross[:1]))
+    assert runner.decode(alone).token_ids.shape == (1,)
+    assert_same(runner.decode(batches[2]), judged(model, batches[2].choices, [(row, 1) for row in range(3)]))
+
+
+def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRunner, model: TinyModel) -> None:
+    source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block, and three tokens of the next
+    runner.encode([source], 0, [(0, 1)])
+    first, second = (10, 11), (10, 12)
+    runner.decode(batch_of([past], [0], [len(source)], tables=([first], [(0, 1)])))
+    runner.copy_blocks(np.array([11], np.int32), np.array([12], np.int32))
+    tables = ([first, second], [(0, 1)] * 2)
+    drawn = runner.decode(batch_of([[5], [9]], [len(past)] * 2, [len(source)] * 2, tables=tables, num_logprobs=24))
+    scores = np.empty((2, 24))
+    np.put_along_axis(scores, drawn.top_ids, drawn.top_logprobs, axis=1)
+    for row, token_id in enumerate((5, 9)):
+        logits = model.logits(source, [*past, token_id]).astype(np.float64)
+        np.testing.assert_allclose(scores[row], logits - np.log(np.exp(logits).sum()), atol=TOLERANCE)
+
+
+def test_native_runner_copies_whole_blocks_and_no_others(runner: NativeRunner) -> None:
+    generator = np.random.default_rng(0)
+    runner.cache[:] = generator.random(runner.cache.shape)
+    before = runner.cache.copy()
+    runner.copy_blocks(np.array([3, 3, 0], np.int32), np.array([1, 5, 7], np.int32))
+    before[[1, 5, 7]] = before[[3, 3, 0]]
+    np.testing.assert_array_equal(runner.cache, before)
+    for sources, targets in (([-1], [2]), ([2], [runner.num_blocks])):
+        with pytest.raises(ValueError, match=f"is not of this pool of {runner.num_blocks}"):
+            runner.copy_blocks(np.array(sources, np.int32), np.array(targets, np.int32))
+
+
+def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, model: TinyModel) -> None:
+    sources = [*SOURCES, *[tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(20)]]
+    tables = [(3 * row, 3 * row + 1, 3 * row + 2)[: blocks_for(len(s), BLOCK)] for row, s in enumerate(sources)]
+    roomy = NativeRunner(bundle, max_rows=32, threads=1)
+    assert roomy.can_embed
+    report = roomy.encode(sources, 0, tables, keep_memory=True)
+    assert report.memory is not None
+    assert report.memory.dtype == np.float32
+    expected = np.concatenate([model.memory(source) for source in sources])  # 828 tokens: two runs
+    np.testing.assert_allclose(report.memory, expected, atol=TOLERANCE)
+    assert roomy.encode(sources, 0, tables).memory is None
 
 
 def test_native_runner_gives_no_logprobs_unasked(runner: NativeRunner) -> None:

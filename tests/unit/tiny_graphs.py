@@ -37,11 +37,15 @@ class TinyModel:
     config: ModelConfig
     weights: dict[str, Array]
 
+    def memory(self, source: Sequence[int]) -> Array:
+        """The encoder's states [S, M]."""
+        w = self.weights
+        embedded = w["embedding"][list(source)]
+        return embedded + self._attend(embedded @ w["enc_q"], embedded @ w["enc_k"], embedded @ w["enc_v"])
+
     def logits(self, source: Sequence[int], targets: Sequence[int]) -> Array:
         """Logits [V] after the last of targets."""
-        w, width = self.weights, self.config.d_model
-        memory = w["embedding"][list(source)]
-        memory = memory + self._attend(memory @ w["enc_q"], memory @ w["enc_k"], memory @ w["enc_v"])
+        w, width, memory = self.weights, self.config.d_model, self.memory(source)
         hidden = w["embedding"][list(targets)]
         causal = np.where(np.tri(len(targets), dtype=bool), 0, -np.inf).astype(np.float32)
         for layer in range(self.config.decoder_layers):

@@ -20,12 +20,18 @@ from tests.unit.tiny_graphs import TinyModel
 
 PANEL = 16
 DOMAIN = "antiphon"
-_ROW_INPUTS = {
-    "source_lens": TensorProto.INT32,
+_SETTINGS = {
+    "picks": TensorProto.INT32,
     "temperatures": TensorProto.FLOAT,
     "top_ks": TensorProto.INT32,
     "top_ps": TensorProto.FLOAT,
+    "min_ps": TensorProto.FLOAT,
+    "typical_ps": TensorProto.FLOAT,
     "seeds": TensorProto.INT64,
+    "given_ids": TensorProto.INT64,
+    "num_logprobs": TensorProto.INT32,
+    "is_normalized": TensorProto.INT32,
+    "is_exclusive": TensorProto.INT32,
 }
 
 
@@ -85,8 +91,8 @@ class _Graph:
         width, vocab = self.config.d_model, self.config.vocab_size
         return self.add("Embed", ["input_ids", "positions", weight], scale=1.0, width=width, vocab=vocab)
 
-    def sum(self, left: str, right: str) -> str:
-        return self.add("Add", [left, right], domain="")
+    def sum(self, left: str, right: str, *outputs: str) -> str:
+        return self.add("Add", [left, right], *outputs, domain="")
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -104,7 +110,8 @@ def _encoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
     graph.inputs.append(_tensor("block_tables", ["B", "X"], TensorProto.INT32))
     embedded = graph.embed()
     qkv = graph.linear(embedded, "enc_q", "enc_k", "enc_v")
-    memory = graph.sum(embedded, graph.add("PackedAttention", [qkv, "offsets"], causal=0, **graph.attention))
+    attended = graph.add("PackedAttention", [qkv, "offsets"], causal=0, **graph.attention)
+    memory = graph.sum(embedded, attended, "memory")
     after: list[str] = []
     layers = model.config.decoder_layers
     for layer in range(layers):
@@ -112,15 +119,21 @@ def _encoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
         output = "written" if layer == layers - 1 else f"written{layer}"
         inputs = [kv, "cache", "block_tables", "offsets", *after]
         after = [graph.add("PagedWrite", inputs, output, num_heads=model.config.num_heads, layer=layer)]
-    return graph.model([_tensor("written", [1], TensorProto.INT32)])
+    states = _tensor("memory", ["N", model.config.d_model], TensorProto.FLOAT)
+    return graph.model([_tensor("written", [1], TensorProto.INT32), states])
 
 
 def _decoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
     graph = _Graph(model, cache)
-    graph.inputs += [_tensor(name, ["R", "X"], TensorProto.INT32) for name in ("self_tables",)]
-    graph.inputs += [_tensor(name, ["R", "Y"], TensorProto.INT32) for name in ("cross_tables",)]
-    graph.inputs += [_tensor(name, ["R"], kind) for name, kind in _ROW_INPUTS.items()]
-    graph.inputs.append(_tensor("num_logprobs", [1], TensorProto.INT32))
+    graph.inputs += [
+        _tensor("self_tables", ["R", "X"], TensorProto.INT32),
+        _tensor("cross_tables", ["R", "Y"], TensorProto.INT32),
+        _tensor("source_lens", ["R"], TensorProto.INT32),
+        *(_tensor(name, ["K"], kind) for name, kind in _SETTINGS.items()),
+        _tensor("edit_offsets", ["choice_ends"], TensorProto.INT32),
+        _tensor("edit_ids", ["E"], TensorProto.INT32),
+        _tensor("edit_values", ["E", 3], TensorProto.FLOAT),
+    ]
     hidden = graph.embed()
     for layer in range(model.config.decoder_layers):
         qkv = graph.linear(hidden, f"self_qkv_{layer}")
@@ -129,11 +142,11 @@ def _decoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
         query = graph.linear(hidden, f"cross_q_{layer}")
         read = [query, "cache", "cross_tables", "offsets", "source_lens"]
         hidden = graph.sum(hidden, graph.add("PagedCrossAttention", read, layer=layer, **graph.attention))
-    settings = ["offsets", "positions", *list(_ROW_INPUTS)[1:], "num_logprobs"]
-    outputs = ["token_ids", "logprobs", "top_ids", "top_logprobs"]
-    graph.add("Select", [hidden, "embedding", *settings], *outputs, vocab=model.config.vocab_size)
-    kinds = [TensorProto.INT64, TensorProto.FLOAT] * 2
-    shapes: list[list[str | int]] = [["R"], ["R"], ["R", "k"], ["R", "k"]]
+    operands = [hidden, "embedding", "positions", *_SETTINGS, "edit_offsets", "edit_ids", "edit_values"]
+    outputs = ["token_ids", "logprobs", "top_ids", "top_logprobs", "top_scores"]
+    graph.add("Select", operands, *outputs, vocab=model.config.vocab_size)
+    kinds = [TensorProto.INT64, TensorProto.FLOAT] * 2 + [TensorProto.FLOAT]
+    shapes = [["K"], ["K"], ["K", "k"], ["K", "k"], ["K", "k"]]
     return graph.model([_tensor(*port) for port in zip(outputs, shapes, kinds, strict=True)])
 
 
