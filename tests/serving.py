@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.attention_maps import Explains
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.handlers import Calls
@@ -24,9 +27,14 @@ from antiphon.service.options import default_options
 from antiphon.service.server import build_server
 from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner
 
+if TYPE_CHECKING:
+    from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
 MODEL_NAME = "fake"
+SOURCE = (9, 30, 31)  # the fake model answers with nine tokens
 
 
 @cache
@@ -70,20 +78,19 @@ async def serving(
     *,
     prepare: Callable[[FakeRunner], object] = lambda runner: None,
     max_messages_per_s: float = 1e6,
+    clock: Callable[[], float] = time.monotonic,
+    explainer: Explains | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port; on leaving, every block must be free again."""
     tokenizer = tiny_tokenizer()
     runner = FakeRunner(vocab_size=tokenizer.vocab_size)
     prepare(runner)
-    engine = Engine(runner, engine_config or EngineConfig(), Metrics(CollectorRegistry()))
+    engine = Engine(runner, engine_config or EngineConfig(), Metrics(CollectorRegistry()), clock=clock)
     limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
-    calls = Calls(
-        InferenceServicer(
-            ServedModel(description=description, tokenizer=tokenizer), engine, max_messages_per_s=max_messages_per_s
-        )
-    )
+    model = ServedModel(description=description, tokenizer=tokenizer, explainer=explainer)
+    calls = Calls(InferenceServicer(model, engine, max_messages_per_s=max_messages_per_s))
     server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.start()
@@ -98,6 +105,26 @@ async def serving(
     finally:
         engine.stop()
         await server.stop(None)
+
+
+def stub_of(served: Serving) -> InferenceServiceAsyncStub:
+    return InferenceServiceStub(served.channel)
+
+
+def asking(ids: Sequence[int] = SOURCE, **options: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), options=pb.GenerateOptions(**options))
+
+
+def asking_whole(ids: Sequence[int] = SOURCE, **options: Any) -> pb.GenerateUnaryRequest:
+    return pb.GenerateUnaryRequest(token_ids=pb.TokenIds(ids=ids), options=pb.GenerateOptions(**options))
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    """The error of a unary call or a stream, which must come before any response header or message."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+    assert not caught.value.initial_metadata()
+    return caught.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,34 +11,22 @@ import pytest
 
 from antiphon.service.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
-from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import EOS_ID
-from tests.serving import MODEL_NAME, Details, Gate, Serving, details_of, serving
+from tests.serving import (
+    MODEL_NAME,
+    SOURCE,
+    Details,
+    Gate,
+    asking,
+    asking_whole,
+    details_of,
+    refusal,
+    serving,
+    stub_of,
+)
 
 if TYPE_CHECKING:
     from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
-
-SOURCE = (9, 30, 31)  # the fake model answers with nine tokens
-
-
-def stub_of(served: Serving) -> InferenceServiceAsyncStub:
-    return InferenceServiceStub(served.channel)
-
-
-def asking(ids: Sequence[int] = SOURCE, **options: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), options=pb.GenerateOptions(**options))
-
-
-def asking_whole(ids: Sequence[int] = SOURCE, **options: Any) -> pb.GenerateUnaryRequest:
-    return pb.GenerateUnaryRequest(token_ids=pb.TokenIds(ids=ids), options=pb.GenerateOptions(**options))
-
-
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    """The error of a unary call or a stream, which must come before any response header or message."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
-    assert not caught.value.initial_metadata()
-    return caught.value
 
 
 async def test_generate_streams_the_models_answer_and_one_terminal_message() -> None:
@@ -140,6 +127,45 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     (dict(text="a", options=pb.GenerateOptions(temperature=float("nan"))), "options.temperature", "nan"),
     (dict(text="a", options=pb.GenerateOptions(max_new_tokens=-3)), "options.max_new_tokens", "-3.* at least 1"),
     (dict(text="a", options=pb.GenerateOptions(max_new_tokens=0)), "options.max_new_tokens", "at least 1"),
+    (dict(text="a", options=pb.GenerateOptions(time_limit_millis=0)), "options.time_limit_millis", "0.* at least 1"),
+    (dict(text="a", options=pb.GenerateOptions(beam_width=17)), "options.beam_width", "17.* 1 and 16"),
+    (dict(text="a", options=pb.GenerateOptions(beam_width=9)), "options.beam_width", "9.* at most 8"),
+    (dict(text="a", options=pb.GenerateOptions(beam_width=2, temperature=1)), "options.temperature", "beam_width is"),
+    (dict(text="a", options=pb.GenerateOptions(beam_width=2, stop_strings=["x"])), "options.stop_strings", "above 1"),
+    (dict(text="a", options=pb.GenerateOptions(num_return_sequences=2)), "options.num_return_sequences", "is 0"),
+    (
+        dict(text="a", options=pb.GenerateOptions(temperature=1, num_return_sequences=9)),
+        "options.num_return_sequences",
+        "at most 8",
+    ),
+    (dict(text="a", options=pb.GenerateOptions(early_stopping=9)), "options.early_stopping", "9.* EarlyStopping"),  # type: ignore[arg-type]
+    (dict(text="a", options=pb.GenerateOptions(logit_bias={3: float("nan")})), "options.logit_bias", "nan for .* 3"),
+    (dict(text="a", options=pb.GenerateOptions(logit_bias={280: 1.0})), "options.logit_bias", "280.* 0 to 279"),
+    (dict(text="a", options=pb.GenerateOptions(suppressed_ids=[280])), "options.suppressed_ids", "280"),
+    (dict(text="a", options=pb.GenerateOptions(allowed_ids=[280])), "options.allowed_ids", "280"),
+    (dict(text="a", options=pb.GenerateOptions(stop_ids=[280])), "options.stop_ids", "280"),
+    (dict(text="a", options=pb.GenerateOptions(stop_ids=[5] * 17)), "options.stop_ids", "17 entries"),
+    (dict(text="a", options=pb.GenerateOptions(forced_first_id=280)), "options.forced_first_id", "280"),
+    (dict(text="a", options=pb.GenerateOptions(stop_strings=[""])), "options.stop_strings", "1 to 256"),
+    (dict(text="a", options=pb.GenerateOptions(num_logprobs=21)), "options.num_logprobs", "21.* 0 and 20"),
+    (dict(text="a", options=pb.GenerateOptions(prefix_text="x" * 5000)), "options.prefix_text", "0 to 31 tokens"),
+    (dict(text="a", options=pb.GenerateOptions(prefix_text="x" * 40)), "options.prefix_text", "0 to 31 tokens"),
+    (
+        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[5] * 32))),
+        "options.prefix_ids",
+        "0 to 31 tokens",
+    ),
+    (dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[280]))), "options.prefix_ids", "280"),
+    (
+        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[5, EOS_ID]))),
+        "options.prefix_ids",
+        "the end token 2",
+    ),
+    (
+        dict(text="a", options=pb.GenerateOptions(prefix_text="", prefix_ids=pb.TokenIds())),
+        "options.prefix_ids",
+        "absent where prefix_text is set",
+    ),
 ]
 
 
