@@ -6,6 +6,7 @@ Torch-free. Layout of a bundle:
     tokenizer.json    `tokenizers` format, normalisation included
     weights.*.bin     external data shared by the graphs of one precision
     *.onnx            encoder and decoder graphs of each precision, and the eager baseline if exported
+    explain.*.onnx    attention weights of every head at one precision, unless left out
     NOTICE            licence and attribution of the training data
 """
 
@@ -76,6 +77,7 @@ class GraphSet(_Strict):
     encoder: str
     decoder: str
     cache: CacheType | None = None
+    explain: str | None = None  # graph of explain_graph.py at this precision; sets may share one, or have none
 
 
 class MemoryFit(_Strict):
@@ -182,7 +184,9 @@ def load_bundle(path: Path) -> Bundle:
     Raises BundleError.
     """
     manifest = _read_manifest(path)
-    named = {manifest.tokenizer} | {name for g in manifest.graphs for name in (g.encoder, g.decoder)}
+    named = {manifest.tokenizer} | {
+        name for g in manifest.graphs for name in (g.encoder, g.decoder, g.explain) if name is not None
+    }
     if unlisted := sorted(named - manifest.files.keys()):
         raise BundleError(f"{path / MANIFEST_NAME}: files does not list {', '.join(unlisted)}")
     for name, expected in manifest.files.items():

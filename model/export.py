@@ -32,6 +32,8 @@ from antiphon.model.bundle import (
     write_manifest,
 )
 from antiphon.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.model.explain_graph import trace_explain, verify_explain
+from antiphon.model.explain_weights import Layout, store_as
 from antiphon.model.ops.contrib_lowering import LoweringError
 from antiphon.model.ops.packing import pack_weights
 from antiphon.model.quantize import quantize
@@ -57,13 +59,15 @@ def export_bundle(
     precisions: Sequence[Precision] = PRECISIONS,
     lowerings: Sequence[Lowering] = ("native",),
     cache: CacheType | None = None,
+    explain: bool = True,
     name: str | None = None,
     overwrite: bool = False,
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
 
     cache is what native graphs hold keys and values in; None is float32, float16 where the weights are int8.
-    name defaults to the directory's. A target that is not empty is refused; with `overwrite`, unless it is a bundle.
+    explain adds a graph of attention weights for each precision. name defaults to the directory's.
+    A target that is not empty is refused; with `overwrite`, unless it is a bundle.
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
     target = target.resolve()
@@ -73,9 +77,8 @@ def export_bundle(
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         work.chmod(0o755)
-        graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache)
-        for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
-            verify(work, graph_set, checkpoint.model)
+        graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
+        _verify(checkpoint.model, work, graphs)
         _describe(checkpoint, work, graphs, name)
         if target.exists():
             shutil.rmtree(target)
@@ -84,6 +87,15 @@ def export_bundle(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return load_bundle(target)
+
+
+def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
+    """Compare every graph with the model, one that sets share once. Raises VerificationError."""
+    for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
+        verify(directory, graph_set, model)
+    for name, precision in {graph_set.explain: graph_set.precision for graph_set in graphs}.items():
+        if name is not None:
+            verify_explain(directory / name, model, precision)
 
 
 def _check(checkpoint: Checkpoint, target: Path, name: str, *, overwrite: bool) -> None:
@@ -106,6 +118,8 @@ def write_graphs(
     precisions: Sequence[Precision],
     lowerings: Sequence[Lowering],
     cache: CacheType | None = None,
+    *,
+    explain: bool = False,
 ) -> list[GraphSet]:
     """Trace the model and write its graphs and weights; arguments as of `export_bundle`. Verifies nothing."""
     traced = {
@@ -113,21 +127,26 @@ def write_graphs(
         for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
         for part, trace in (("encoder", trace_encoder), ("decoder", trace_decoder))
     }
+    explaining = trace_explain(model) if explain else None
     sets = []
     for precision in precisions:
+        explained: str | None = None
         for layout, sharing in _by_layout(lowerings).items():
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
-                for lowering in sharing:
-                    graphs = _graph_set(lowering, precision, cache)
+                written = [_graph_set(lowering, precision, cache) for lowering in sharing]
+                for graphs in written:
                     for part, name in (("encoder", graphs.encoder), ("decoder", graphs.decoder)):
-                        weights.save(_finished(traced[lowering, part], graphs), directory / name)
-                    sets.append(graphs)
+                        weights.save(_finished(traced[graphs.lowering, part], graphs), directory / name)
+                if explaining is not None and explained is None:
+                    explained = f"explain.{precision}.onnx"
+                    weights.save(_stored(explaining, layout, precision), directory / explained)
+            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
     return sets
 
 
-def _by_layout(lowerings: Sequence[Lowering]) -> dict[str, list[Lowering]]:
+def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
     """Lowerings that store weights alike share a file: packed for our own kernels, or plain."""
-    layouts: dict[str, list[Lowering]] = {}
+    layouts: dict[Layout, list[Lowering]] = {}
     for lowering in lowerings:
         layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
     return layouts
@@ -154,6 +173,13 @@ def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
         _hold_cache(copy, graphs.cache)
     elif graphs.precision == "int8":
         quantize(copy)
+    return copy
+
+
+def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
+    """A copy of the explain graph that reads weights as graphs of this layout and precision store them."""
+    copy = explaining.clone()
+    store_as(copy, layout, precision)
     return copy
 
 
@@ -205,6 +231,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CACHE_TYPES,
         help="what native graphs keep keys and values in (default: float16 beside int8 weights, else float32)",
     )
+    parser.add_argument(
+        "--no-explain", dest="explain", action="store_false", help="leave out the graph that shows attention weights"
+    )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
 
@@ -224,6 +253,7 @@ def run(args: argparse.Namespace) -> int:
             precisions=tuple(dict.fromkeys(args.precision)),
             lowerings=_lowerings(args),
             cache=args.cache_type,
+            explain=args.explain,
             name=args.name,
             overwrite=args.overwrite,
         )

@@ -45,6 +45,7 @@ def test_export_command_writes_a_bundle_with_licence_and_provenance(
     assert "By many people." in bundle.file("NOTICE").read_text()
     assert set(bundle.manifest.files) == {
         "NOTICE", "tokenizer.json", "weights.native.int8.bin", "encoder.native.int8.onnx", "decoder.native.int8.onnx",
+        "explain.int8.onnx",
     }  # fmt: skip
     assert [graphs.cache for graphs in bundle.manifest.graphs] == ["float16"]
 
