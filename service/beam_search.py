@@ -141,6 +141,7 @@ class BeamSearches:
         # Stable: what goes on keeps its order, best first.
         going = np.argsort(is_end, axis=1, kind="stable")[:, :width]
         parents = np.take_along_axis(parents, going, axis=1)
+        parents[self._lengths[:count] == 0] = 0  # only the first beam has read the text so far
         ids = np.maximum(np.take_along_axis(ids, going, axis=1), 0)  # a beam without a candidate is dead: feed it any
         self._scores[:count] = np.take_along_axis(totals, going, axis=1)
         self._remember(parents, ids, np.take_along_axis(logprobs, going, axis=1))

@@ -1,0 +1,128 @@
+"""Beam search by arithmetic alone, held to transformers' `generate`: the same hypotheses, the same scores."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from antiphon.service.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.service.request import EarlyStopping, FinishReason
+from tests.parity.transformers_reference import LogitsOf, Reference, generate
+
+BOS_ID, EOS_ID, VOCAB = 1, 2, 40
+ENDS = (FinishReason.STOP, FinishReason.STOP_SEQUENCE)
+
+
+def model(seed: int, end_bias: float) -> LogitsOf:
+    """Random logits, a pure function of the target; the end token is more or less likely."""
+
+    def logits_of(target: tuple[int, ...]) -> NDArray[np.float32]:
+        dice = np.random.default_rng(zlib.crc32(repr((seed, target)).encode()))
+        logits = dice.normal(0.0, 2.0, VOCAB).astype(np.float32)
+        logits[EOS_ID] += np.float32(end_bias)
+        return logits
+
+    return logits_of
+
+
+class Driver:
+    """Feeds searches of one shape with candidates, as the engine does, and keeps their beams' histories."""
+
+    def __init__(self, width: int, num_candidates: int, max_len: int) -> None:
+        self.searches = BeamSearches(width, num_candidates, max_len)
+        self.histories: dict[Search, list[tuple[int, ...]]] = {}
+        self.models: dict[Search, LogitsOf] = {}
+        self.told: dict[Search, list[int]] = {}
+        self.over: dict[Search, list[Hypothesis]] = {}
+
+    def add(self, logits_of: LogitsOf, beam_settings: BeamSettings) -> Search:
+        search = self.searches.add(beam_settings)
+        self.histories[search] = [(BOS_ID,)] * beam_settings.width
+        self.models[search], self.told[search] = logits_of, []
+        return search
+
+    def step(self) -> None:
+        running = list(self.searches.searches)
+        rows = [self._candidates(search, history) for search in running for history in self.histories[search]]
+        shape = (len(running), self.searches.width, -1)
+        ids, scores = (np.stack(column).reshape(shape) for column in zip(*rows, strict=True))
+        moves = self.searches.advance(ids, scores, scores.copy())
+        for slot, search in enumerate(running):
+            before = self.histories[search]
+            pairs = zip(moves.parents[slot].tolist(), moves.token_ids[slot].tolist(), strict=True)
+            self.histories[search] = [(*before[parent], token_id) for parent, token_id in pairs]
+            self.told[search] += self.searches.agreed(search, len(self.told[search]))
+        for search in moves.ended:
+            self.over[search] = self.searches.hypotheses(search, search.settings.width)
+            self.searches.remove(search)
+
+    def finish(self) -> None:
+        while self.searches.searches:
+            self.step()
+
+    def _candidates(self, search: Search, history: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        logits = self.models[search](history)
+        logprobs = logits - logits.max()
+        logprobs -= np.log(np.exp(logprobs).sum())
+        ids = np.argsort(-logprobs, kind="stable")[: self.searches.num_candidates]
+        return ids.astype(np.int64), logprobs[ids]
+
+
+def words(hypothesis: Hypothesis) -> list[int]:
+    """Its tokens without the one that ended it."""
+    return list(hypothesis.token_ids[: len(hypothesis.token_ids) - (hypothesis.finish_reason in ENDS)])
+
+
+@st.composite
+def searches(draw: st.DrawFn, width: int, num_stop_ids: int) -> BeamSettings:
+    return BeamSettings(
+        width=width,
+        num_candidates=width * (2 + num_stop_ids),
+        max_new_tokens=draw(st.integers(1, 14)),
+        eos_id=EOS_ID,
+        stop_ids=tuple(range(10, 10 + num_stop_ids)),
+        forced_first_id=draw(st.sampled_from([None, None, 7])),
+        length_penalty=draw(st.sampled_from([1.0, 0.0, -1.0, 0.6, 2.0])),
+        early_stopping=draw(st.sampled_from(EarlyStopping)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), width=st.integers(2, 8), num_stop_ids=st.integers(0, 2), seed=st.integers(0, 10**6))
+def test_beam_search_finds_what_transformers_finds(
+    data: st.DataObject, width: int, num_stop_ids: int, seed: int
+) -> None:
+    count = data.draw(st.integers(1, 3))
+    driver = Driver(width, width * (2 + num_stop_ids), 14)
+    asked = [
+        (model(seed + index, data.draw(st.sampled_from([0.0, 3.0, 5.0]))), data.draw(searches(width, num_stop_ids)))
+        for index in range(count)
+    ]
+    started = []
+    for logits_of, beam_settings in asked:
+        started.append(driver.add(logits_of, beam_settings))
+        joins_later: bool = data.draw(st.booleans())
+        if driver.searches.searches and joins_later:
+            driver.step()  # the next one joins while others run
+    driver.finish()
+    for search, (logits_of, beam_settings) in zip(started, asked, strict=True):
+        expected = generate(
+            Reference(logits_of, bos_id=BOS_ID, eos_id=EOS_ID),
+            max_new_tokens=beam_settings.max_new_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=beam_settings.length_penalty,
+            early_stopping=beam_settings.early_stopping.value,
+            forced_bos_token_id=beam_settings.forced_first_id,
+            eos_token_id=[EOS_ID, *beam_settings.stop_ids],
+        )
+        found = driver.over[search]
+        expected = [(ids, score) for ids, score in expected if score is not None and score > -1e6]
+        assert [words(one) for one in found] == [ids for ids, _ in expected]
+        assert [one.score for one in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+        assert words(found[0])[: len(driver.told[search])] == driver.told[search]

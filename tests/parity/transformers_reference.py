@@ -1,0 +1,97 @@
+"""`generate` of transformers over any function from a target to logits: the live reference of every decoding control.
+
+The model is a shell: it has an encoder that encodes nothing and a decoder that calls the function, without a cache,
+one row at a time, so that the search and the processors are all that is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+LogitsOf = Callable[[tuple[int, ...]], NDArray[np.float32]]
+"""Logits [V] after a target, the begin token first."""
+
+
+class _Config(PretrainedConfig):  # type: ignore[no-untyped-call]
+    model_type = "antiphon-reference"
+    is_encoder_decoder = True
+
+
+class _Encoder(nn.Module):
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return BaseModelOutput(last_hidden_state=torch.zeros(*input_ids.shape, 1))
+
+
+class Reference(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """A sequence-to-sequence model whose logits a function gives."""
+
+    config_class = _Config
+    main_input_name = "input_ids"
+
+    def __init__(self, logits_of: LogitsOf, *, bos_id: int, eos_id: int, pad_id: int = 0) -> None:
+        super().__init__(_Config())
+        self._logits_of = logits_of
+        self._encoder = _Encoder()
+        self._unused = nn.Parameter(torch.zeros(1))
+        self.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            decoder_start_token_id=bos_id, bos_token_id=bos_id, eos_token_id=eos_id, pad_token_id=pad_id
+        )
+
+    def get_encoder(self, *_: Any, **__: Any) -> nn.Module:
+        return self._encoder
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, decoder_input_ids: Tensor, **options: Any
+    ) -> dict[str, Any]:
+        return {"decoder_input_ids": decoder_input_ids, "encoder_outputs": options.get("encoder_outputs")}
+
+    def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Seq2SeqLMOutput:
+        rows = [torch.from_numpy(self._logits_of(tuple(row))) for row in inputs["decoder_input_ids"].tolist()]
+        return Seq2SeqLMOutput(logits=torch.stack(rows)[:, None])
+
+
+def generate(
+    reference: Reference,
+    *,
+    max_new_tokens: int,
+    prefix: Sequence[int] = (),
+    permits: Callable[[int, Any], list[int]] | None = None,
+    **options: Any,
+) -> list[tuple[list[int], float | None]]:
+    """What `generate` returns for one source: ids after the prefix, up to and without the end token, and scores.
+
+    permits: as `prefix_allowed_tokens_fn`.
+    """
+    eos_id = reference.generation_config.eos_token_id
+    start = torch.tensor([[reference.generation_config.decoder_start_token_id, *prefix]])
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        **reference.generation_config.to_diff_dict()
+        | {"max_new_tokens": max_new_tokens, "use_cache": False, "do_sample": False}
+        | {"return_dict_in_generate": True, "output_scores": True}
+        | options
+    )
+    made: Any = cast(Any, reference).generate(
+        torch.zeros(1, 1, dtype=torch.int64),
+        decoder_input_ids=start,
+        generation_config=config,
+        prefix_allowed_tokens_fn=permits,
+    )
+    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
+    ends |= set(options.get("eos_token_id", ())) if not isinstance(options.get("eos_token_id"), int) else set()
+    targets = [_until_end(row[start.shape[1] :].tolist(), ends) for row in made.sequences]
+    scores = getattr(made, "sequences_scores", None)
+    return list(zip(targets, [None] * len(targets) if scores is None else scores.tolist(), strict=True))
+
+
+def _until_end(token_ids: list[int], ends: set[int]) -> list[int]:
+    return next((token_ids[:index] for index, token_id in enumerate(token_ids) if token_id in ends), token_ids)
