@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from antiphon.client import AsyncClient, Client, Generation, Options, ServerError
+from antiphon.client import AsyncClient, Client, Generation, Options, ServerError, TokenLogprob
+from antiphon.options import options_message
 from antiphon.service.engine import EngineConfig
+from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.serving import Gate, serving
 
@@ -73,6 +78,159 @@ async def test_client_names_the_option_that_does_not_fit_its_field() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match=r"options\.seed is -1"):
             await client.generate_text("a", Options(seed=-1))
+
+
+def test_options_have_a_field_for_every_one_of_the_contract() -> None:
+    assert {field.name for field in dataclasses.fields(Options)} == set(pb.GenerateOptions.DESCRIPTOR.fields_by_name)
+
+
+EVERY_OPTION = Options(
+    max_new_tokens=9,
+    min_new_tokens=2,
+    time_limit_millis=5000,
+    temperature=0.0,
+    top_k=5,
+    top_p=0.5,
+    min_p=0.25,
+    typical_p=0.75,
+    seed=0,
+    num_return_sequences=3,
+    beam_width=4,
+    length_penalty=-1.5,
+    early_stopping="never",
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    no_repeat_ngram_size=2,
+    logit_bias={5: 1.5, 6: -2.0},
+    prefix_text="",
+    prefix_ids=(),
+    forced_first_id=0,
+    suppressed_ids=[7, 8],
+    allowed_ids=(9,),
+    stop_ids=[10],
+    stop_strings=["x", "yz"],
+    ignore_eos=False,
+    num_logprobs=0,
+)
+
+
+def test_options_become_the_contracts_fields_one_by_one() -> None:
+    message = options_message(EVERY_OPTION)
+    assert message is not None
+    for field in dataclasses.fields(Options):
+        given = getattr(EVERY_OPTION, field.name)
+        sent = getattr(message, field.name)
+        if pb.GenerateOptions.DESCRIPTOR.fields_by_name[field.name].has_presence:
+            assert message.HasField(field.name)  # type: ignore[arg-type]
+        if field.name == "prefix_ids":
+            sent = sent.ids
+        if field.name == "early_stopping":
+            given = pb.EARLY_STOPPING_NEVER
+        assert (dict(sent) if isinstance(given, dict) else type(given)(sent)) == given
+    assert not options_message(Options()).ListFields()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_strings", "abc"),
+        ("stop_strings", [5]),
+        ("stop_ids", "12"),
+        ("suppressed_ids", [-1]),
+        ("allowed_ids", 5),
+        ("prefix_ids", "12"),
+        ("logit_bias", [5]),
+        ("logit_bias", {-1: 1.0}),
+        ("early_stopping", "sometimes"),
+        ("beam_width", "4"),
+        ("ignore_eos", "no"),
+        ("prefix_text", "\udcff"),
+    ],
+)
+async def test_client_names_the_option_whose_value_is_of_another_kind(field: str, value: Any) -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=rf"^options\.{field} is "):
+            await client.generate_text("a", Options(**{field: value}))
+
+
+async def test_generate_outputs_gives_every_output_and_generate_text_the_best() -> None:
+    options = Options(beam_width=4, num_return_sequences=3, num_logprobs=0, seed=1)
+
+    def ask(target: str) -> tuple[list[Generation], Generation]:
+        with Client(target) as client:
+            return client.generate_outputs(SOURCES[3], options), client.generate_text(SOURCES[3], options)
+
+    async with serving() as served, AsyncClient(served.target) as client:
+        outputs = await client.generate_outputs(SOURCES[3], options)
+        best = await client.generate_text(SOURCES[3], options)
+        deltas = [delta async for delta in client.generate(SOURCES[3], options)]
+        synchronous, synchronous_best = await asyncio.to_thread(ask, served.target)
+    assert [output.output_index for output in outputs] == [0, 1, 2]
+    scores = [output.score or 0.0 for output in outputs]
+    assert scores == sorted(scores, reverse=True)
+    assert [output.text for output in outputs] == [output.text for output in synchronous]
+    assert outputs[0].text == best.text == synchronous_best.text
+    assert [delta.score for delta in deltas if delta.finish_reason] == scores
+    ended = outputs[0].finish_reason == "stop"
+    assert [entry.token_id for entry in outputs[0].logprobs] == [*outputs[0].token_ids, *[EOS_ID][: int(ended)]]
+
+
+async def test_score_and_embed_agree_between_the_clients() -> None:
+    def ask(target: str) -> tuple[Any, ...]:
+        with Client(target) as client:
+            judged = client.score(SOURCES[3], "the cat", num_alternatives=2)
+            vector = client.embed(SOURCES[3], pooling="max", normalize=True).vector
+            return judged.logprobs, judged.score, vector
+
+    async with serving() as served, AsyncClient(served.target) as client:
+        judged = await client.score(SOURCES[3], served.tokenizer.encode("the cat"), num_alternatives=2)
+        embedding = await client.embed(SOURCES[3], pooling="max", normalize=True)
+        synchronous = await asyncio.to_thread(ask, served.target)
+        states = served.runner.memory((*SOURCES[3], EOS_ID))
+        with pytest.raises(ValueError, match="mean, max, first"):
+            await client.embed("a", pooling="median")  # type: ignore[arg-type]
+    assert synchronous == (judged.logprobs, judged.score, embedding.vector)
+    assert isinstance(judged.logprobs[0], TokenLogprob)
+    assert [len(entry.alternatives) for entry in judged.logprobs] == [2] * len(judged.logprobs)
+    assert judged.score == pytest.approx(sum(entry.logprob for entry in judged.logprobs))
+    expected = states.max(axis=0)
+    assert embedding.vector == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
+
+
+async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None:
+    def ask(target: str) -> pb.ExplainResponse:
+        with Client(target) as client:
+            return client.explain(SOURCES[3], "the cat")
+
+    async with serving(explainer=LargeExplainer()) as served, AsyncClient(served.target) as client:
+        by_text = await client.explain(SOURCES[3], "the cat")
+        synchronous = await asyncio.to_thread(ask, served.target)
+    assert by_text.ByteSize() > 4 * 2**20
+    assert by_text == synchronous
+
+
+class LargeExplainer:
+    """Far more weights than the texts call for."""
+
+    encoder_self = decoder_self = cross = np.full((1, 2, 500, 1000), 1e-3, np.float32)
+
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> LargeExplainer:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (Options(max_new_tokens=2), "length"),
+        (Options(), "stop"),
+        (Options(forced_first_id=60, stop_ids=[60]), "stop_sequence"),
+        (Options(allowed_ids=[40], suppressed_ids=[40], ignore_eos=True), "exhausted"),
+    ],
+)
+async def test_client_names_every_finish_reason(options: Options, reason: str) -> None:
+    async with serving() as served, AsyncClient(served.target) as client:
+        assert (await client.generate_text(SOURCES[8], options)).finish_reason == reason
 
 
 async def test_leaving_a_stream_cancels_its_work() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from antiphon.service.combinations import RULES, Controls, check_combination, rules_as_markdown
 from antiphon.service.errors import InvalidArgument
+from antiphon.service.options import default_options
 from antiphon.service.request import EarlyStopping, SamplingParams
 from antiphon.v1 import inference_pb2 as pb
 
@@ -68,6 +69,18 @@ def test_harmless_combinations_pass(params: dict[str, Any], beside: dict[str, An
 
 def test_docs_show_the_table_of_rules() -> None:
     assert rules_as_markdown() in CONTROLS_MD.read_text(encoding="utf-8")
+
+
+def test_docs_give_the_defaults_that_get_model_reports() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w.]+)", CONTROLS_MD.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    documented = {name: value for name, value in rows if re.fullmatch(r"[\d.]+", value)}
+    defaults = default_options()
+    numbers = {
+        field.name: value
+        for field, value in defaults.ListFields()
+        if not isinstance(value, bool) and field.name != "early_stopping"
+    }
+    assert {name: float(documented[name]) for name in numbers} == numbers
 
 
 def test_docs_describe_every_option_of_the_contract() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from antiphon.model.tokenizer import Tokenizer, TokenizerError
+from antiphon.model.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerError
 
 SENTENCES = ["The weather is nice today.", "Größe, Übung, Straße!", "I don't know 12 of them."] * 4
 TOKENIZER = Tokenizer.train(SENTENCES, vocab_size=340)
@@ -74,6 +74,22 @@ def test_stream_holds_back_half_a_character() -> None:
     stream = TOKENIZER.stream()
     assert [stream.push([index]) for index in ids[:-1]] == [""] * (len(ids) - 1)
     assert stream.push(ids[-1:]) == "🎼"
+
+
+@pytest.mark.parametrize("text", ["I don't know", "Straße 12", "🎼 ä"])
+def test_pieces_show_what_each_token_stands_for(text: str) -> None:
+    """Readable pieces are the text itself; the others name the bytes that they are a part of a character with."""
+    ids = TOKENIZER.encode(text)
+    shown = b"".join(
+        bytes.fromhex(piece.replace("<0x", "").replace(">", "")) if piece.startswith("<0x") else piece.encode()
+        for piece in map(TOKENIZER.piece, ids)
+    )
+    assert shown == TOKENIZER.bytes_of(ids) == f" {text}".encode()
+
+
+def test_pieces_of_special_tokens_are_their_names() -> None:
+    specials = (TOKENIZER.pad_id, TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.unk_id)
+    assert tuple(map(TOKENIZER.piece, specials)) == SPECIAL_TOKENS
 
 
 def test_special_tokens_typed_by_a_user_are_text() -> None:

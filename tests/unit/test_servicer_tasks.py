@@ -1,0 +1,190 @@
+"""Score, Embed and Explain over a real channel: what they give, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from antiphon.service.request import Pooling
+from antiphon.v1 import inference_pb2 as pb
+from tests.fakes import BOS_ID, EOS_ID, FakeRunner
+from tests.serving import SOURCE, asking_whole, details_of, refusal, serving, stub_of
+
+SOURCE_IDS = pb.TokenIds(ids=SOURCE)
+NUM_LAYERS, NUM_HEADS = 2, 3
+
+
+@dataclass(frozen=True)
+class FakeExplanation:
+    encoder_self: NDArray[np.float32]
+    decoder_self: NDArray[np.float32]
+    cross: NDArray[np.float32]
+
+
+class FakeExplainer:
+    """Weights that depend on both texts, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> FakeExplanation:
+        self.asked.append((tuple(source_ids), tuple(target_ids)))
+        num_source, num_target = len(source_ids), 1 + len(target_ids)
+        return FakeExplanation(
+            encoder_self=_weights(num_source, num_source),
+            decoder_self=_weights(num_target, num_target),
+            cross=_weights(num_target, num_source),
+        )
+
+
+def _weights(rows: int, columns: int) -> NDArray[np.float32]:
+    """Layer 0 looks at one token, layer 1 at all alike."""
+    weights = np.zeros((NUM_LAYERS, NUM_HEADS, rows, columns), np.float32)
+    weights[0, :, :, 0] = 1
+    weights[1] = 1 / columns
+    return weights
+
+
+def reads_history(runner: FakeRunner) -> None:
+    runner.reads_history = True
+
+
+async def test_score_gives_the_logprobs_that_generate_gives() -> None:
+    async with serving(prepare=reads_history) as served:
+        stub = stub_of(served)
+        written = (await stub.GenerateUnary(asking_whole(num_logprobs=3))).outputs[0]
+        target = pb.TokenIds(ids=written.token_ids)
+        judged = await stub.Score(pb.ScoreRequest(token_ids=SOURCE_IDS, target_token_ids=target, num_alternatives=3))
+    assert list(judged.logprobs) == list(written.logprobs)
+    assert judged.score == pytest.approx(written.score)
+    assert judged.logprobs[-1].token_id == EOS_ID
+    assert (judged.usage.source_tokens, judged.usage.generated_tokens) == (len(SOURCE) + 1, 0)
+    assert judged.timing.total.ToNanoseconds() > 0
+
+
+async def test_score_takes_text_and_an_empty_target() -> None:
+    async with serving(prepare=reads_history) as served:
+        stub = stub_of(served)
+        ids = (await stub.Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
+        by_text = await stub.Score(pb.ScoreRequest(text="cat", target_text=" the cat"))
+        by_ids = await stub.Score(pb.ScoreRequest(text="cat", target_token_ids=pb.TokenIds(ids=[*ids, EOS_ID])))
+        empty = await stub.Score(pb.ScoreRequest(text="cat", target_text=""))
+    assert [entry.token_id for entry in by_text.logprobs] == [*ids, EOS_ID]
+    assert by_text.logprobs == by_ids.logprobs
+    assert not any(entry.alternatives for entry in by_text.logprobs)
+    assert [entry.token_id for entry in empty.logprobs] == [EOS_ID]
+
+
+@pytest.mark.parametrize(
+    ("wire", "pooling"),
+    [
+        (pb.POOLING_UNSPECIFIED, Pooling.MEAN),
+        (pb.POOLING_MEAN, Pooling.MEAN),
+        (pb.POOLING_MAX, Pooling.MAX),
+        (pb.POOLING_FIRST, Pooling.FIRST),
+    ],
+)
+async def test_embed_pools_the_encoders_states(wire: Any, pooling: Pooling) -> None:
+    async with serving() as served:
+        stub = stub_of(served)
+        answer = await stub.Embed(pb.EmbedRequest(token_ids=SOURCE_IDS, pooling=wire))
+        unit = await stub.Embed(pb.EmbedRequest(token_ids=SOURCE_IDS, pooling=wire, normalize=True))
+        states = served.runner.memory((*SOURCE, EOS_ID))
+    expected = {Pooling.MEAN: states.mean(axis=0), Pooling.MAX: states.max(axis=0), Pooling.FIRST: states[0]}[pooling]
+    np.testing.assert_allclose(answer.embedding, expected, atol=1e-6)
+    np.testing.assert_allclose(unit.embedding, expected / np.linalg.norm(expected), atol=1e-6)
+    assert (answer.usage.source_tokens, answer.usage.generated_tokens) == (len(SOURCE) + 1, 0)
+
+
+async def test_explain_gives_a_map_for_each_head_with_its_entropy() -> None:
+    explainer = FakeExplainer()
+    async with serving(explainer=explainer) as served:
+        answer = await stub_of(served).Explain(pb.ExplainRequest(text="the cat", target_text="the mat"))
+        source, target = (served.tokenizer.encode(text) for text in ("the cat", "the mat"))
+    assert explainer.asked == [((*source, EOS_ID), tuple(target))]
+    assert answer.source_tokens[-1] == "</s>"
+    assert "".join(answer.source_tokens[:-1]) == " the cat"
+    assert answer.target_tokens[0] == "<s>"
+    assert "".join(answer.target_tokens[1:]) == " the mat"
+    num_source, num_target = len(answer.source_tokens), len(answer.target_tokens)
+    shapes = {"encoder_self": (num_source,) * 2, "decoder_self": (num_target,) * 2, "cross": (num_target, num_source)}
+    for name, (rows, columns) in shapes.items():
+        maps = getattr(answer, name)
+        assert [(m.layer, m.head) for m in maps] == [(i, j) for i in range(NUM_LAYERS) for j in range(NUM_HEADS)]
+        assert {(m.rows, m.columns, len(m.weights)) for m in maps} == {(rows, columns, rows * columns)}
+        expected = [0.0] * NUM_HEADS + [np.log(columns)] * NUM_HEADS
+        assert [m.entropy for m in maps] == pytest.approx(expected, abs=1e-6)
+
+
+async def test_explain_writes_the_greedy_answer_where_no_target_is_given() -> None:
+    explainer = FakeExplainer()
+    async with serving(explainer=explainer) as served:
+        answer = await stub_of(served).Explain(pb.ExplainRequest(token_ids=SOURCE_IDS))
+        expected, _ = served.runner.answer((*SOURCE, EOS_ID))
+        pieces = [served.tokenizer.piece(token_id) for token_id in (BOS_ID, *expected)]
+    assert explainer.asked == [((*SOURCE, EOS_ID), tuple(expected))]
+    assert list(answer.target_tokens) == pieces
+
+
+async def test_explain_is_unimplemented_where_the_bundle_has_no_graph_for_it() -> None:
+    async with serving() as served:
+        error = await refusal(stub_of(served).Explain(pb.ExplainRequest(text="a")))
+    assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+
+
+def cannot_embed_or_share(runner: FakeRunner) -> None:
+    runner.can_embed = runner.can_share_blocks = False
+
+
+async def test_what_the_graphs_cannot_do_is_unimplemented() -> None:
+    async with serving(prepare=cannot_embed_or_share) as served:
+        stub = stub_of(served)
+        for call in (
+            stub.Embed(pb.EmbedRequest(text="a")),
+            stub.GenerateUnary(asking_whole(beam_width=2)),
+            stub.GenerateUnary(asking_whole(temperature=1.0, num_return_sequences=2)),
+        ):
+            error = await refusal(call)
+            assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+        assert (await stub.GenerateUnary(asking_whole())).outputs
+
+
+TOO_MANY = pb.TokenIds(ids=[5] * 40)
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("Score", dict(text="a"), "target", "target_text or target_token_ids"),
+    ("Score", dict(target_text="a"), "source", "text or token_ids"),
+    ("Score", dict(text=" ", target_text="a"), "text", "not empty"),
+    ("Score", dict(text="a", target_text="b", num_alternatives=21), "num_alternatives", "between 0 and 20"),
+    ("Score", dict(text="a", target_text="b", num_alternatives=-1), "num_alternatives", "between 0 and 20"),
+    ("Score", dict(text="a", target_token_ids=TOO_MANY), "target_token_ids", "0 to 32 tokens"),
+    ("Score", dict(text="a", target_text="x" * 32), "target_text", "1 to 32 tokens"),
+    ("Score", dict(text="a", target_token_ids=pb.TokenIds(ids=[280])), "target_token_ids", "280"),
+    ("Embed", dict(), "source", "text or token_ids"),
+    ("Embed", dict(token_ids=TOO_MANY), "token_ids", "1 to 32 tokens"),
+    ("Embed", dict(token_ids=pb.TokenIds(ids=[280])), "token_ids", "280"),
+    ("Embed", dict(text="a", pooling=7), "pooling", "values of Pooling"),
+    ("Explain", dict(target_text="a"), "source", "text or token_ids"),
+    ("Explain", dict(token_ids=pb.TokenIds(ids=[280]), target_text="a"), "token_ids", "280"),
+    ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[280])), "target_token_ids", "280"),
+    ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[5] * 32)), "target_token_ids", "at most 31"),
+    ("Explain", dict(token_ids=pb.TokenIds(ids=[5] * 32), target_text="a"), "token_ids", "at most 32"),
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "field", "message"), BAD_REQUESTS)
+async def test_tasks_name_the_field_when_a_request_is_bad(
+    method: str, fields: dict[str, Any], field: str, message: str
+) -> None:
+    async with serving(explainer=FakeExplainer()) as served:
+        stub = stub_of(served)
+        error = await refusal(getattr(stub, method)(getattr(pb, f"{method}Request")(**fields)))
+        assert (error.code(), details_of(error).field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        assert message in (error.details() or "")
+        unknown = await refusal(getattr(stub, method)(getattr(pb, f"{method}Request")(**{**fields, "model": "nope"})))
+        assert unknown.code() is grpc.StatusCode.NOT_FOUND
