@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,15 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle import Bundle, GraphSet, Precision
 from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.ops.choices import Draw
 from antiphon.model.verify import TOLERANCES, compare
 from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.native_runner import NativeRunner
-from tests.batches import batch_of
+from tests.batches import Choice, Tables, batch_of, choices_of
 
+# float32 sums in another order, through two layers of width 64 and their norms.
+MEMORY_TOLERANCE = 1e-5
 SOURCE_LENS = (1, 5, 5, 9, 17, 17, 17, 48)
 STEPS = 24
 Logits = NDArray[np.float32]
@@ -40,15 +45,20 @@ def run_batch(runner: ModelRunner, sources: list[list[int]], tokens: NDArray[np.
     return np.stack(steps, axis=1)
 
 
-def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
-    """Log-probabilities [B, STEPS, V] of the same by the native runner."""
+def encode_native(runner: NativeRunner, sources: list[list[int]]) -> tuple[list[int], tuple[Tables, Tables]]:
+    """Lengths of the sources, encoded, and the self and cross tables of their rows."""
     pool = BlockPool(runner.num_blocks, runner.block_size)
     lens = [len(source) for source in sources]
     cross = [pool.allocate(blocks_for(length, runner.block_size)) for length in lens]
     own = [pool.allocate(blocks_for(runner.max_target_len, runner.block_size)) for _ in sources]
     runner.encode(sources, 0, cross)
     width = max(map(len, cross))
-    tables = (own, [(*table, *[0] * (width - len(table))) for table in cross])
+    return lens, (own, [(*table, *[0] * (width - len(table))) for table in cross])
+
+
+def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
+    """Log-probabilities [B, STEPS, V] of the same by the native runner."""
+    lens, tables = encode_native(runner, sources)
     scores = np.empty((len(sources), STEPS, runner.vocab_size), np.float32)
     for step in range(STEPS):
         fed, past = tokens[:, step : step + 1].tolist(), [step] * len(sources)
@@ -86,6 +96,63 @@ def test_native_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoin
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
     found = run_native(runner, sources, tokens)
     assert compare(found.reshape(expected.shape), expected).excess(TOLERANCES[precision]) is None
+
+
+def test_native_runner_keeps_the_states_of_pytorchs_encoder(bundle: Bundle, checkpoint: Checkpoint) -> None:
+    sources, _ = random_batch(checkpoint.config.vocab_size)
+    runner = NativeRunner(bundle, max_rows=8, threads=1, precision="float32")
+    tables = [(row, row + 8, row + 16)[: blocks_for(len(source), 16)] for row, source in enumerate(sources)]
+    memory = runner.encode(sources, 0, tables, keep_memory=True).memory
+    with torch.no_grad():
+        expected = torch.cat([checkpoint.model.encode(torch.tensor([source]))[0] for source in sources])
+    assert memory is not None
+    np.testing.assert_allclose(memory, expected.numpy(), atol=MEMORY_TOLERANCE)
+
+
+MIXED = (
+    Choice(num_logprobs=5),
+    Choice(temperature=1.5, top_k=40, top_p=0.9, seed=1, num_logprobs=0),
+    Choice(is_normalized=True, num_logprobs=8, edits=[(9, 3.0, 1.2, 0.0), (2, 0.0, 1.0, -np.inf)]),
+    Choice(temperature=0.8, min_p=0.02, typical_p=0.7, seed=2),
+    Choice(given_id=30, num_logprobs=3),
+    Choice(is_exclusive=True, temperature=1.0, seed=3, edits=[(i, 0.0, 1.0, 0.0) for i in range(20, 60)]),
+    Choice(edits=[(i, 0.0, 1.3, -0.1) for i in range(100)]),
+    Choice(temperature=3.0, seed=4, num_logprobs=20),
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_native_runner_makes_mixed_choices_the_same_bits_alone_and_in_a_crowd(
+    bundle: Bundle, precision: Precision, threads: int
+) -> None:
+    sources, tokens = random_batch(bundle.manifest.model.vocab_size)
+    runner = NativeRunner(bundle, max_rows=8, threads=threads, precision=precision)
+    lens, tables = encode_native(runner, sources)
+    choices = choices_of(range(8), MIXED)
+    crowd = runner.decode(batch_of(tokens[:, :1].tolist(), [0] * 8, lens, tables=tables, choices=choices))
+    together = {field.name: getattr(crowd, field.name).copy() for field in dataclasses.fields(Draw)}
+    for row, choice in enumerate(MIXED):
+        own = ([tables[0][row]], [tables[1][row]])
+        batch = batch_of([[1]], [0], [lens[row]], tables=own, choices=choices_of([0], [choice]))
+        alone, width = runner.decode(batch), batch.max_num_logprobs
+        for name, array in together.items():
+            expected = array[row, :width] if name.startswith("top") else array[row]
+            np.testing.assert_array_equal(getattr(alone, name)[0], expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_native_runner_judges_a_target_at_once_as_token_by_token(bundle: Bundle, precision: Precision) -> None:
+    sources, tokens = random_batch(bundle.manifest.model.vocab_size)
+    runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
+    lens, tables = encode_native(runner, sources)
+    fed, given = tokens[:, :-1], tokens[:, 1:]
+    judged = choices_of(range(given.size), [Choice(given_id=int(i), num_logprobs=0) for i in given.ravel()])
+    at_once = runner.decode(batch_of(fed.tolist(), [0] * 8, lens, tables=tables, choices=judged)).logprobs.copy()
+    for step in range(STEPS - 1):
+        choices = choices_of(range(8), [Choice(given_id=int(i), num_logprobs=0) for i in given[:, step]])
+        batch = batch_of(fed[:, step : step + 1].tolist(), [step] * 8, lens, tables=tables, choices=choices)
+        np.testing.assert_array_equal(runner.decode(batch).logprobs, at_once.reshape(given.shape)[:, step])
 
 
 def test_native_runner_workspace_does_not_depend_on_how_tokens_are_divided(bundle: Bundle) -> None:
