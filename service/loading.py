@@ -10,6 +10,7 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.explain import Explainer
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.metrics import Metrics
 from antiphon.service.options import default_options
@@ -45,8 +46,12 @@ def load(config: ServerConfig, metrics: Metrics) -> Loaded:
     except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
         raise StartupError(str(error)) from error
     description = _describe(bundle, runner.precision, config.max_message_bytes)
+    explainer = Explainer(bundle, precision=runner.precision)
+    served = ServedModel(
+        description=description, tokenizer=tokenizer, explainer=explainer if explainer.is_available else None
+    )
     return Loaded(
-        model=ServedModel(description=description, tokenizer=tokenizer),
+        model=served,
         engine=engine,
         name=description.name,
         precision=runner.precision,

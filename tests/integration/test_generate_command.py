@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -72,9 +75,12 @@ def test_generate_names_failed_lines_and_goes_on(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--top-p", "2"], "options.top_p is 2.0"),
-        (["--max-new-tokens", "-1"], "options.max_new_tokens is -1"),
-        (["--seed", "-1"], "options.seed is -1"),
+        (["--top-p", "2"], "--top-p is 2.0"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--beam-width", "2", "--temperature", "1"], "--temperature is 1.0; it must be 0 where beam_width is above 1"),
+        (["--num-return-sequences", "2"], "--num-return-sequences is 2"),
+        (["--stop-ids", "400000"], "--stop-ids is 'token id 400000'"),
         (["--model", "nope"], "'nope'"),
     ],
 )
@@ -86,6 +92,67 @@ def test_generate_stops_with_one_line_when_an_option_is_wrong(
     (line,) = result.stderr.decode().splitlines()
     assert (result.returncode, result.stdout) == (2, b"")
     assert message in line
+
+
+def outputs_of(server: ServerProcess, text: str, **options: Any) -> list[str]:
+    with Client(server.target) as client:
+        outputs = client.generate_outputs(text, Options(max_new_tokens=12, **options))
+        return [output.text.translate(_LINE_ENDS) for output in outputs]
+
+
+def test_generate_prints_one_line_for_each_sequence_best_first(server: ServerProcess) -> None:
+    flags = ("--beam-width", "4", "--num-return-sequences", "3", "--length-penalty", "0.5")
+    options: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, length_penalty=0.5)
+    expected = [outputs_of(server, text, **options) for text in SENTENCES[:2]]
+    by_argument = generate(server, *flags, *SENTENCES[:2])
+    assert (by_argument.returncode, by_argument.stderr) == (0, b"")
+    assert lines_of(by_argument.stdout) == [*expected[0], *expected[1]]
+    lines = f"{SENTENCES[0]}\n\n{'wort ' * 500}\n{SENTENCES[1]}\n".encode()
+    by_line = generate(server, *flags, stdin=lines)
+    assert by_line.returncode == 1
+    assert lines_of(by_line.stdout) == [*expected[0], *[""] * 6, *expected[1]]
+
+
+def test_generate_streams_the_best_hypothesis(server: ServerProcess) -> None:
+    result = generate(server, "--beam-width", "3", SENTENCES[0])
+    assert lines_of(result.stdout) == outputs_of(server, SENTENCES[0], beam_width=3)
+
+
+def test_generate_passes_every_kind_of_control_on(server: ServerProcess) -> None:
+    options: dict[str, Any] = dict(
+        temperature=1.5,
+        num_return_sequences=2,
+        seed=3,
+        logit_bias={50: 4.0, 51: -4.0},
+        suppressed_ids=[60, 61],
+        stop_strings=["e", "n"],
+        prefix_text="Der",
+        repetition_penalty=1.2,
+    )
+    flags = (
+        "--temperature 1.5 --num-return-sequences 2 --seed 3 --logit-bias 50=4 --logit-bias 51=-4 "
+        "--suppressed-ids 60,61 --stop-strings e --stop-strings n --prefix-text Der --repetition-penalty 1.2"
+    )
+    result = generate(server, *flags.split(), SENTENCES[0])
+    assert result.stderr == b""
+    assert lines_of(result.stdout) == outputs_of(server, SENTENCES[0], **options)
+
+
+@pytest.mark.parametrize("texts", [[SENTENCES[0]], []])
+def test_generate_prints_all_that_came_back_as_json(server: ServerProcess, texts: list[str]) -> None:
+    flags = ("--json", "--num-logprobs", "2", "--num-return-sequences", "2", "--temperature", "1", "--seed", "5")
+    result = generate(server, *flags, *texts, stdin=f"{SENTENCES[0]}\n\n".encode())
+    printed = [json.loads(line) for line in lines_of(result.stdout)]
+    with Client(server.target) as client:
+        options = Options(max_new_tokens=12, num_logprobs=2, num_return_sequences=2, temperature=1, seed=5)
+        expected = client.generate_outputs(SENTENCES[0], options)
+    assert len(printed) == (2 if texts else 4)
+    assert printed[2:] == [None] * (len(printed) - 2)
+    for output, found in zip(expected, printed, strict=False):
+        assert found.pop("timing")["total_s"] > 0
+        given = json.loads(json.dumps(asdict(output)))
+        del given["timing"]
+        assert found == given
 
 
 @pytest.mark.parametrize("texts", [["one"], []])
