@@ -62,7 +62,8 @@ def _read(options: pb.GenerateOptions, vocab_size: int) -> Controls:
         prefix_text=prefix_text,
         prefix_ids=None if prefix_ids is None else tuple(prefix_ids.ids),
     )
-    check_combination(controls)
+    if stop_strings or prefix_ids is not None:  # the parameters have been checked among themselves already
+        check_combination(controls)
     return controls
 
 

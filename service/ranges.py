@@ -97,11 +97,12 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         "stop_ids": params.stop_ids,
     }
     for field, token_ids in ids_of.items():
-        check_vocabulary(field, token_ids, vocab_size)
+        if token_ids:
+            check_vocabulary(field, token_ids, vocab_size)
 
 
 def check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     """Raise InvalidArgument naming the field where an id is not in the vocabulary."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidArgument(field, f"token id {unknown}", f"of token ids from 0 to {vocab_size - 1}")
