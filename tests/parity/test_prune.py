@@ -1,0 +1,233 @@
+"""Pruned models against unpruned ones with the dropped heads' gates shut, and importance against brute force."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.model import prune
+from antiphon.model.checkpoint import Checkpoint, load_checkpoint
+from antiphon.model.config import ModelConfig
+from antiphon.model.data import Batch, Example, collate
+from antiphon.model.export import export_bundle
+from antiphon.model.head_importance import attentions, head_gates, head_importance, sentence_losses
+from antiphon.model.prune import PruneError, heads_to_keep, without_heads
+from antiphon.model.random_model import random_transformer
+from antiphon.model.transformer import Transformer
+from tests.parity.conftest import VARIANTS
+from tests.parity.exports import small_config
+
+PAIRS = [("the small word", "a word here"), ("number 3 is here again", "again"), ("small", "the number is small")]
+PRUNABLE = {"paper": {}, **{name: given for name, given in VARIANTS.items() if name != "alibi"}}
+
+
+def random_kept(model: Transformer, num_heads: int, seed: int = 0) -> dict[str, list[int]]:
+    """Heads drawn for each module; those of one stack's self-attention alike where T5's bias asks for it."""
+    generator = torch.Generator().manual_seed(seed)
+    importance = {
+        name: torch.rand(model.config.num_heads, generator=generator).to(torch.float32) for name in attentions(model)
+    }
+    return heads_to_keep(model.config, importance, num_heads)
+
+
+def as_gates(model: Transformer, kept: dict[str, list[int]]) -> dict[str, Tensor]:
+    """1 for each head kept, 0 for the others."""
+    gates = {name: torch.zeros(model.config.num_heads) for name in kept}
+    for name, heads in kept.items():
+        gates[name][heads] = 1
+    return gates
+
+
+def sample_batch(checkpoint: Checkpoint) -> Batch:
+    tokenizer = checkpoint.tokenizer
+    sources, targets = (tokenizer.encode_batch([pair[side] for pair in PAIRS]) for side in (0, 1))
+    examples = [
+        Example(source=[*source, tokenizer.eos_id], target=target)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    return collate(examples, tokenizer)
+
+
+def drawn(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(0, config.vocab_size, (3, 9), generator=generator)
+    target = torch.randint(0, config.vocab_size, (3, 7), generator=generator)
+    return source, target, torch.tensor([9, 4, 1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("overrides", PRUNABLE.values(), ids=PRUNABLE)
+def test_pruned_model_computes_what_the_model_does_with_the_dropped_heads_silent(
+    overrides: dict[str, object], num_heads: int
+) -> None:
+    model = random_transformer(small_config(**overrides))
+    kept = random_kept(model, num_heads)
+    pruned = without_heads(model, kept)
+    source, target, lens = drawn(model.config)
+    with torch.no_grad(), head_gates(model, as_gates(model, kept)):
+        expected = model(source, target, lens)
+    with torch.no_grad():
+        torch.testing.assert_close(pruned(source, target, lens), expected, atol=1e-5, rtol=1e-5)
+    assert (pruned.config.num_heads, pruned.config.head_dim) == (num_heads, model.config.resolved_head_dim)
+    assert pruned.num_parameters < model.num_parameters
+
+
+def test_pruning_leaves_the_model_and_its_ties_alone() -> None:
+    model = random_transformer(small_config())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pruned = without_heads(model, random_kept(model, 2))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert pruned.decoder is not None
+    assert pruned.output.weight is pruned.decoder.embedding.weight
+
+
+def test_heads_to_keep_are_the_most_important_in_their_order() -> None:
+    importance = {"encoder.layers.0.self_attention": torch.tensor([0.1, 0.4, 0.2, 0.4])}
+    assert heads_to_keep(small_config(), importance, 3) == {"encoder.layers.0.self_attention": [1, 2, 3]}
+    assert heads_to_keep(small_config(), importance, 1) == {"encoder.layers.0.self_attention": [1]}
+
+
+def test_heads_that_share_a_relative_bias_are_kept_in_every_layer_alike() -> None:
+    importance = {
+        "encoder.layers.0.self_attention": torch.tensor([5.0, 1.0, 0.0, 0.0]),
+        "encoder.layers.1.self_attention": torch.tensor([0.0, 1.0, 3.0, 0.0]),
+        "decoder.layers.0.self_attention": torch.tensor([0.0, 0.0, 1.0, 2.0]),
+        "decoder.layers.0.cross_attention": torch.tensor([1.0, 2.0, 0.0, 0.0]),
+    }
+    assert heads_to_keep(small_config(**VARIANTS["t5"]), importance, 2) == {
+        "encoder.layers.0.self_attention": [0, 2],
+        "encoder.layers.1.self_attention": [0, 2],
+        "decoder.layers.0.self_attention": [2, 3],
+        "decoder.layers.0.cross_attention": [0, 1],
+    }
+
+
+def test_importance_ranks_heads_as_shutting_each_one_does(checkpoint: Checkpoint) -> None:
+    """Heads made to matter by orders of magnitude more than each other: there a first-order estimate cannot err."""
+    model = random_transformer(checkpoint.config).double()
+    scales = torch.tensor([1e-2, 1.0, 1e-6, 1e-4], dtype=torch.float64)
+    for number, attention in enumerate(attentions(model).values()):
+        attention.out.weight.data *= scales.roll(number).repeat_interleave(checkpoint.config.resolved_head_dim)
+    batch = sample_batch(checkpoint)
+    importance = head_importance(model, [batch])
+    with torch.no_grad():
+        base = sentence_losses(model, batch)
+        for number, (name, found) in enumerate(importance.items()):
+            costs = []
+            for head in range(checkpoint.config.num_heads):
+                gate = torch.ones(checkpoint.config.num_heads, dtype=torch.float64)
+                gate[head] = 0
+                with head_gates(model, {name: gate}):
+                    costs.append(float((sentence_losses(model, batch) - base).abs().mean()))
+            assert found.argsort().tolist() == torch.tensor(costs).argsort().tolist(), name
+            assert found.argsort().tolist() == scales.roll(number).argsort().tolist(), name
+
+
+def test_importance_is_the_mean_over_pairs_of_the_gates_gradient(checkpoint: Checkpoint) -> None:
+    """Against central differences of each pair's loss, the pairs one at a time."""
+    model = random_transformer(checkpoint.config).double()
+    name, step = "decoder.layers.1.cross_attention", 1e-4
+    batch = sample_batch(checkpoint)
+    expected = torch.zeros(checkpoint.config.num_heads, dtype=torch.float64)
+    for head in range(checkpoint.config.num_heads):
+        losses = []
+        for shift in (step, -step):
+            gate = torch.ones(checkpoint.config.num_heads, dtype=torch.float64)
+            gate[head] += shift
+            with torch.no_grad(), head_gates(model, {name: gate}):
+                losses.append(sentence_losses(model, batch))
+        expected[head] = ((losses[0] - losses[1]) / (2 * step)).abs().mean()
+    found = head_importance(model, [batch])[name]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_importance_does_not_depend_on_how_pairs_are_batched(checkpoint: Checkpoint) -> None:
+    batch = sample_batch(checkpoint)
+    single = [
+        Batch(
+            source=batch.source[row : row + 1],
+            source_lens=batch.source_lens[row : row + 1],
+            inputs=batch.inputs[row : row + 1],
+            labels=batch.labels[row : row + 1],
+        )
+        for row in range(len(PAIRS))
+    ]
+    together, alone = head_importance(checkpoint.model, [batch]), head_importance(checkpoint.model, single)
+    for name, values in together.items():
+        torch.testing.assert_close(alone[name], values, rtol=1e-4, atol=1e-7)
+
+
+def parse(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    prune.add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, Path]:
+    """The pairs as two files."""
+    paths = tmp_path / "source.txt", tmp_path / "reference.txt"
+    for side, path in enumerate(paths):
+        path.write_text("".join(f"{pair[side]}\n" for pair in PAIRS))
+    return paths
+
+
+def test_prune_command_writes_a_checkpoint_that_exports(
+    checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Export verifies every graph against the pruned model."""
+    folder = checkpoint.tokenizer_path.parent
+    code = prune.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "attention" in line]) == 6
+    assert "4 heads to 3" in printed.out
+    pruned = load_checkpoint(tmp_path / "pruned")
+    assert json.loads((tmp_path / "pruned" / "config.json").read_text())["model"]["head_dim"] == 16
+    bundle = export_bundle(pruned, tmp_path / "bundle", lowerings=("native", "contrib"))
+    assert bundle.manifest.model.num_heads == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", 4], "--heads is 4; it must be from 1 to 3"),
+        (["--heads", 0], "--heads is 0; it must be from 1 to 3"),
+        (["--heads", 2], "give --data, with --recipe where the checkpoint names none, or --source with --reference"),
+        (["--heads", 2, "--pairs", 0], "--pairs is 0; it must be at least 1"),
+        (["--heads", 2, "--data", "nowhere", "--recipe", "no-such"], "recipe 'no-such' not found"),
+    ],
+)
+def test_prune_command_refuses_with_one_line(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[object],
+    message: str,
+) -> None:
+    assert prune.run(parse(checkpoint.tokenizer_path.parent, tmp_path / "pruned", *arguments)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("antiphon prune: ")
+    assert printed.count("\n") == 1
+    assert message in printed
+    assert not (tmp_path / "pruned").exists()
+
+
+def test_prune_command_keeps_what_lies_where_it_would_write(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    assert prune.run(parse(checkpoint.tokenizer_path.parent, tmp_path, "--heads", 2)) == 2
+    assert "exists; name a new directory" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_prune_refuses_slopes_that_follow_from_the_number_of_heads() -> None:
+    with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: slopes follow from the number of heads"):
+        prune.check_prunable(small_config(**VARIANTS["alibi"]), 2)
