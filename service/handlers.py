@@ -121,21 +121,33 @@ def _parser(method: str) -> Callable[[bytes], Message | Malformed]:
 
 
 def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
-    """Find the text field that is not UTF-8; failing that, blame the message."""
+    """Name the text field that is not UTF-8, wherever it is nested; failing that, blame the message."""
+    found = _find_bad_text(kind.DESCRIPTOR, data)
+    if found is None:
+        return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
+    return InvalidArgument(found[0], found[1], "valid UTF-8")
+
+
+def _find_bad_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:
+    """Path and value of the first text that is not UTF-8, if there is one; kind: a message's descriptor."""
     try:
         fields = UnknownFieldSet(Empty.FromString(data))
-        for unknown in (fields[index] for index in range(len(fields))):
-            field = kind.DESCRIPTOR.fields_by_number.get(unknown.field_number)
-            if field is not None and field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
-                return InvalidArgument(field.name, unknown.data, "valid UTF-8")
     except DecodeError:
-        pass
-    return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
+        return None
+    for unknown in (fields[index] for index in range(len(fields))):
+        field = kind.fields_by_number.get(unknown.field_number)
+        if field is None or not isinstance(unknown.data, bytes):
+            continue
+        if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
+            return field.name, unknown.data
+        if field.message_type is not None and (nested := _find_bad_text(field.message_type, unknown.data)):
+            return f"{field.name}.{nested[0]}", nested[1]
+    return None
 
 
-def _is_utf8(data: Any) -> bool:
+def _is_utf8(data: bytes) -> bool:
     try:
-        bytes(data).decode("utf-8")
+        data.decode("utf-8")
     except UnicodeDecodeError:
         return False
     return True
