@@ -60,11 +60,13 @@ exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong opt
     "explain": Subcommand(
         module="antiphon.explain",
         extra="train",
-        summary="draw what a running server's model looks at",
+        summary="show what a running server's model looks at",
         examples="""\
-  antiphon explain "How are you?" --png map.png        the alignment of the text and its greedy translation
-  antiphon explain "How are you?" --target-text "Wie geht es dir?" --png map.png
-  antiphon explain "How are you?" --target 127.0.0.1:50051""",
+  antiphon explain "How are you?"           entropy of every head, and what its greedy translation is aligned with
+  antiphon explain "How are you?" --target-text "Wie geht es dir?" --png map.png       the alignment as a picture
+  antiphon explain "How are you?" --layer 0 --head 3 --target 127.0.0.1:50051
+
+pictures need matplotlib; the server's bundle needs an explain graph, which antiphon export writes""",
     ),
     "train": Subcommand(
         module="antiphon.model.train",
@@ -102,8 +104,9 @@ sacreBLEU and chrF; --json for one object a system""",
         extra="train",
         summary="drop the attention heads that matter least",
         examples="""\
-  antiphon prune CHECKPOINT OUTPUT --heads 12 --data DATA        importance measured on DATA; OUTPUT is a checkpoint
-  antiphon export OUTPUT BUNDLE""",
+  antiphon prune CHECKPOINT OUTPUT --heads 6 --data DATA         every attention keeps its 6 most important heads
+  antiphon prune CHECKPOINT OUTPUT --heads 6 --source news.en --reference news.de
+  antiphon export OUTPUT BUNDLE             what it writes is a checkpoint like any other""",
     ),
     "profile": Subcommand(
         module="antiphon.model.profile",
