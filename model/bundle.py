@@ -63,13 +63,15 @@ class GraphSet(_Strict):
             table holds positions 16 b to 16 b + 15. Of a (block, layer, head), index 0 holds keys [Dp][16], 1 values
             [16][Dp]; rows from D on are unused. Unused table entries may be anything.
         encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32 (source b is tokens offsets[b] to
-            offsets[b+1]), block_tables [B,X] int32, cache -> written [1] int32, tokens written.
+            offsets[b+1]), block_tables [B,X] int32, cache -> written [1] int32, tokens written; memory [N,M] float32,
+            the encoder's states.
         decoder: input_ids [N] int64, positions [N] int32, offsets [R+1] int32 (the new tokens of row r, at least one),
-            self_tables [R,X], cross_tables [R,Y], source_lens [R] int32, cache, temperatures [R] float32 (0 greedy),
-            top_ks [R] int32 (0 off), top_ps [R] float32 (1 off), seeds [R] int64 (bits of a uint64), num_logprobs [1]
-            int32 (-1 none, 0 of the chosen token, k also of the k likeliest)
-            -> token_ids [R] int64 (-1: logits not finite), logprobs [R] float32 (0 where not asked),
-            top_ids [R,k] int64, top_logprobs [R,k] float32, likeliest first.
+            self_tables [R,X], cross_tables [R,Y], source_lens [R] int32, cache, and how K next tokens are chosen, as in
+            ops/choices.py: picks [K] int32, temperatures [K] float32, top_ks [K] int32, top_ps, min_ps, typical_ps [K]
+            float32, seeds [K] int64 (bits of a uint64), given_ids [K] int64, num_logprobs, is_normalized, is_exclusive
+            [K] int32, edit_offsets [K+1] int32, edit_ids [E] int32, edit_values [E,3] float32
+            -> token_ids [K] int64, logprobs [K] float32, top_ids [K,k] int64, top_logprobs, top_scores [K,k] float32;
+            k is the largest of num_logprobs, at least 0.
     """
 
     precision: Precision

@@ -42,10 +42,10 @@ def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 
 def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """What the encoder graph gives: the source's keys and values for each decoder layer, or that they are written."""
+    """What the encoder graph gives: the source's keys and values for each decoder layer, or its states alone."""
     if lowering != "native":
         return cache_ports(config, "encoder", "source", "present")
-    return [_ints("written", 1)]
+    return [_ints("written", 1), _floats("memory", "tokens", config.d_model)]
 
 
 def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
@@ -62,15 +62,16 @@ def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 
 def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """What one decoder step gives: logits and grown self caches, or each row's next token and its likeliest ones."""
+    """What one decoder step gives: logits and grown self caches, or what each choice came to."""
     if lowering != "native":
         logits = _floats("logits", "batch", config.vocab_size)
         return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
     return [
-        _ids("token_ids", "rows"),
-        _floats("logprobs", "rows"),
-        _ids("top_ids", "rows", "top"),
-        _floats("top_logprobs", "rows", "top"),
+        _ids("token_ids", "choices"),
+        _floats("logprobs", "choices"),
+        _ids("top_ids", "choices", "top"),
+        _floats("top_logprobs", "choices", "top"),
+        _floats("top_scores", "choices", "top"),
     ]
 
 
@@ -98,11 +99,20 @@ def _paged_decoder_inputs(config: ModelConfig) -> list[Port]:
         _ints("cross_tables", "rows", "cross_table"),
         _ints("source_lens", "rows"),
         pool_port(config),
-        _floats("temperatures", "rows"),
-        _ints("top_ks", "rows"),
-        _floats("top_ps", "rows"),
-        _ids("seeds", "rows"),
-        _ints("num_logprobs", 1),
+        _ints("picks", "choices"),
+        _floats("temperatures", "choices"),
+        _ints("top_ks", "choices"),
+        _floats("top_ps", "choices"),
+        _floats("min_ps", "choices"),
+        _floats("typical_ps", "choices"),
+        _ids("seeds", "choices"),
+        _ids("given_ids", "choices"),
+        _ints("num_logprobs", "choices"),
+        _ints("is_normalized", "choices"),
+        _ints("is_exclusive", "choices"),
+        _ints("edit_offsets", "edit_offsets"),
+        _ints("edit_ids", "edits"),
+        _floats("edit_values", "edits", 3),
     ]
 
 

@@ -105,7 +105,7 @@ def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
 
 
 class PackedEncoder(_PackedStack):
-    """Sources into cross caches: packed ids to the keys and values of every decoder layer, written to the pool."""
+    """Sources into states, and into cross caches: the keys and values of every decoder layer, written to the pool."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.encoder is not None
@@ -116,11 +116,11 @@ class PackedEncoder(_PackedStack):
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, offsets: Tensor, block_tables: Tensor, cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Encode B packed sources and write them from position 0 of their blocks.
 
         input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; block_tables [B, X] int32; cache as in
-        ops/cache_pool.py. Returns (written [1] int32: N, the cache).
+        ops/cache_pool.py. Returns (written [1] int32: N, memory [N, M], the cache).
         """
         memory = self.encode(input_ids, positions, offsets)
         written: Tensor | None = None
@@ -131,7 +131,7 @@ class PackedEncoder(_PackedStack):
                 kv, cache, block_tables, offsets, written, num_heads=self.config.num_heads, layer=layer
             )
         assert written is not None
-        return written, cache
+        return written, memory, cache
 
     def encode(self, input_ids: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
         """The memory of packed sources, [N, M]."""
@@ -174,7 +174,7 @@ class PagedRows:
 
 
 class PagedDecoder(_PackedStack):
-    """One step of every row: any number of new tokens appended to its caches, its next token chosen."""
+    """One step of every row: any number of new tokens appended to its caches; what follows the picked ones, chosen."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None
@@ -185,14 +185,13 @@ class PagedDecoder(_PackedStack):
     def forward(self, input_ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One step.
 
-        input_ids [N] int64; then the fields of PagedRows, in their order; then temperatures, top_ks, top_ps, seeds
-        and num_logprobs as in `select`. Returns (token_ids, logprobs, top_ids, top_logprobs) of `select`, and the
-        cache.
+        input_ids [N] int64; then the fields of PagedRows, and the settings of `select`, each in their order.
+        Returns what `select` does, and the cache.
         """
         rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
         hidden = self.step(input_ids, rows)
         settings = tensors[len(PagedRows.__slots__) :]
-        chosen = native_select.select(hidden, self.output.weight, rows.offsets, rows.positions, *settings)
+        chosen = native_select.select(hidden, self.output.weight, rows.positions, *settings)
         return (*chosen, rows.cache)
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:

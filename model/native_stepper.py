@@ -7,7 +7,7 @@ is full of NaN to begin with, so that a kernel that reads what no row wrote show
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
+from antiphon.model.ops.choices import greedy_choices
 from antiphon.model.ops.workspace import LIBRARY, Workspace
 
 Floats = NDArray[np.float32]
@@ -92,7 +93,7 @@ class NativeStepper:
 
         Raises StepError when the graph's choice is not the likeliest token.
         """
-        rows, counts = len(tokens), [len(row) for row in tokens]
+        counts = [len(row) for row in tokens]
         spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.concatenate(tokens),
@@ -102,19 +103,26 @@ class NativeStepper:
             "cross_tables": sequences.cross_tables,
             "source_lens": sequences.source_lens,
             "cache": sequences.cache,
-            "temperatures": np.zeros(rows, np.float32),
-            "top_ks": np.zeros(rows, np.int32),
-            "top_ps": np.ones(rows, np.float32),
-            "seeds": np.zeros(rows, np.int64),
-            "num_logprobs": np.array([self._config.vocab_size], np.int32),
+            **self._likeliest_after(np.cumsum(counts, dtype=np.int32) - 1),
         }
-        token_ids, logprobs, top_ids, top_logprobs = run_native(self._decoder, inputs)
+        token_ids, logprobs, top_ids, top_logprobs, top_scores = run_native(self._decoder, inputs)
         if (token_ids < 0).any():
             raise StepError(f"logits of rows {np.flatnonzero(token_ids < 0).tolist()} are not finite")
         found = np.empty_like(top_logprobs)
         np.put_along_axis(found, top_ids, top_logprobs, axis=1)
         _check_choice(found, token_ids, logprobs)
+        if not np.array_equal(top_scores, top_logprobs):
+            raise StepError("scores of choices without edits are not their log-probabilities")
         return found
+
+    def _likeliest_after(self, picks: Lens) -> dict[str, NDArray[Any]]:
+        """The decoder's settings that ask for the likeliest token after each picked one, and for all of them."""
+        choices = greedy_choices(picks)
+        settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
+        return settings | {
+            "seeds": choices.seeds.view(np.int64),
+            "num_logprobs": np.full(len(picks), self._config.vocab_size, np.int32),
+        }
 
 
 def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY) -> Any:

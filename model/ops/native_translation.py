@@ -49,8 +49,10 @@ _paged_write = operator(
 )
 _select = operator(
     "Select",
-    "hidden:T weight:T offsets:ints positions:ints temperatures:T top_ks:ints top_ps:T seeds:ids num_logprobs:ints",
-    "token_ids:ids logprobs:T top_ids:ids top_logprobs:T",
+    "hidden:T weight:T positions:ints picks:ints temperatures:T top_ks:ints top_ps:T min_ps:T typical_ps:T seeds:ids"
+    " given_ids:ids num_logprobs:ints is_normalized:ints is_exclusive:ints edit_offsets:ints edit_ids:ints"
+    " edit_values:T",
+    "token_ids:ids logprobs:T top_ids:ids top_logprobs:T top_scores:T",
 )
 
 

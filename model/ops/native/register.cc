@@ -108,7 +108,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 }
 
 // Raised whenever operators, their packing or these functions change: model/ops/workspace.py loads its own number only.
-ANTIPHON_EXPORT int antiphon_native_version() { return 1; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 2; }
 
 // The kernels this process runs: amx, avx512, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
 ANTIPHON_EXPORT const char* antiphon_kernels() {

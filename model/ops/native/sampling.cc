@@ -1,61 +1,28 @@
 #include "sampling.h"
 
 #include <algorithm>
-#include <limits>
-
-#include "workspace.h"
+#include <cmath>
 
 namespace antiphon {
 
 namespace {
 
-constexpr int64_t kNucleusGuess = 64;   // tokens a nucleus is first expected within
-constexpr float kSteepest = 1e30f;      // of inverse temperatures: 0 times infinity would not be 0
+constexpr int64_t kNucleusGuess = 64;  // tokens a nucleus is first expected within
+// Bounds of inverse temperatures: 0 times infinity would not be 0, whichever of them a logit's distance is.
+constexpr float kSteepest = 1e30f, kFlattest = 1e-37f;
 
-bool IsLikelier(const Candidate& a, const Candidate& b) {
-  return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-}
-bool HasLowerId(const Candidate& a, const Candidate& b) { return a.id < b.id; }
-
-// A logit that at least `count` logits reach: the count-th largest of the chunks' maxima.
-float Threshold(const LogitRow& row, int64_t count) {
-  if (count > row.chunks) return -std::numeric_limits<float>::infinity();
-  const Scratch<float> maxima(static_cast<size_t>(row.chunks));
-  std::copy(row.chunk_largest, row.chunk_largest + row.chunks, maxima.data());
-  std::nth_element(maxima.data(), maxima.data() + count - 1, maxima.data() + row.chunks, std::greater<float>());
-  return maxima[static_cast<size_t>(count - 1)];
-}
-
-// The likeliest tokens of a row; `size` of them, in no order.
-class Shortlist {
- public:
-  Shortlist(const Kernels& kernels, const LogitRow& row, int64_t count) : entries_(static_cast<size_t>(row.vocab)) {
-    const Scratch<int32_t> ids(static_cast<size_t>(row.vocab));
-    const int64_t found = kernels.at_least(row.logits, row.vocab, Threshold(row, count), ids.data(), row.vocab);
-    for (int64_t index = 0; index < found; ++index) {
-      const int32_t id = ids[static_cast<size_t>(index)];
-      entries_[static_cast<size_t>(index)] = {row.logits[id], id};
-    }
-    size_ = std::min(count, found);
-    if (size_ < found) std::nth_element(begin(), begin() + size_, begin() + found, IsLikelier);
-  }
-
-  Candidate* begin() const { return entries_.data(); }
-  Candidate* end() const { return begin() + size_; }
-  int64_t size() const { return size_; }
-  void Truncate(int64_t size) { size_ = size; }
-
- private:
-  Scratch<Candidate> entries_;
-  int64_t size_ = 0;
-};
-
-float InverseTemperature(float temperature) { return std::min(1.0f / temperature, kSteepest); }
+float InverseTemperature(float temperature) { return std::clamp(1.0f / temperature, kFlattest, kSteepest); }
 
 // Weights of the shortlist, in its order.
-void Weigh(const Kernels& kernels, const LogitRow& row, const Shortlist& list, float inverse, float* weights) {
-  std::transform(list.begin(), list.end(), weights, [](const Candidate& candidate) { return candidate.logit; });
+void Weigh(const Kernels& kernels, const ValueRow& row, const Shortlist& list, float inverse, float* weights) {
+  std::transform(list.begin(), list.end(), weights, [](const Candidate& candidate) { return candidate.value; });
   kernels.boltzmann(weights, list.size(), row.largest, inverse, weights);
+}
+
+double Sum(const float* weights, int64_t count) {
+  double sum = 0;
+  for (int64_t index = 0; index < count; ++index) sum += static_cast<double>(weights[index]);
+  return sum;
 }
 
 // First index whose cumulative weight passes `uniform` of the total; never one of weight 0.
@@ -75,24 +42,11 @@ int64_t Invert(const float* weights, int64_t count, double uniform) {
   return last;
 }
 
-int64_t Draw(const Kernels& kernels, const LogitRow& row, Shortlist& list, float inverse, double uniform) {
-  std::sort(list.begin(), list.end(), HasLowerId);
-  const Scratch<float> weights(static_cast<size_t>(list.size()));
-  Weigh(kernels, row, list, inverse, weights.data());
-  return list.begin()[Invert(weights.data(), list.size(), uniform)].id;
-}
-
-double Sum(const float* weights, int64_t count) {
-  double sum = 0;
-  for (int64_t index = 0; index < count; ++index) sum += static_cast<double>(weights[index]);
-  return sum;
-}
-
 // Probability mass, unnormalised, of the top_k likeliest tokens.
-double MassOf(const Kernels& kernels, const LogitRow& row, int64_t top_k, float inverse) {
+double MassOf(const Kernels& kernels, const ValueRow& row, int64_t top_k, float inverse) {
   const Scratch<float> weights(static_cast<size_t>(row.vocab));
   if (top_k == row.vocab) {
-    kernels.boltzmann(row.logits, row.vocab, row.largest, inverse, weights.data());
+    kernels.boltzmann(row.values, row.vocab, row.largest, inverse, weights.data());
     return Sum(weights.data(), row.vocab);
   }
   const Shortlist list(kernels, row, top_k);
@@ -101,7 +55,7 @@ double MassOf(const Kernels& kernels, const LogitRow& row, int64_t top_k, float 
 }
 
 // Sorts the list, best first, and says how many of it reach `mass`; 0 where all together do not.
-int64_t NucleusSize(const Kernels& kernels, const LogitRow& row, const Shortlist& list, float inverse, double mass) {
+int64_t NucleusSize(const Kernels& kernels, const ValueRow& row, const Shortlist& list, float inverse, double mass) {
   std::sort(list.begin(), list.end(), IsLikelier);
   const Scratch<float> weights(static_cast<size_t>(list.size()));
   Weigh(kernels, row, list, inverse, weights.data());
@@ -113,18 +67,120 @@ int64_t NucleusSize(const Kernels& kernels, const LogitRow& row, const Shortlist
   return 0;
 }
 
-int64_t DrawFromNucleus(const Kernels& kernels, const LogitRow& row, const SamplingParams& params, int64_t top_k,
-                        float inverse, double uniform) {
-  const double mass = static_cast<double>(params.top_p) * MassOf(kernels, row, top_k, inverse);
+// How many of the top_k likeliest tokens hold top_p of their mass.
+int64_t NucleusSize(const Kernels& kernels, const ValueRow& row, float top_p, int64_t top_k, float inverse) {
+  const double mass = static_cast<double>(top_p) * MassOf(kernels, row, top_k, inverse);
   for (const int64_t guess : {std::min(kNucleusGuess, top_k), top_k}) {
-    Shortlist list(kernels, row, guess);
+    const Shortlist list(kernels, row, guess);
     const int64_t size = NucleusSize(kernels, row, list, inverse, mass);
-    if (size == 0 && guess < top_k) continue;
-    list.Truncate(size == 0 ? list.size() : size);
-    return Draw(kernels, row, list, inverse, uniform);
+    if (size != 0) return size;
   }
-  return 0;  // not reached: the second guess always returns
+  return top_k;
 }
+
+// The tokens that may be drawn, by rising id, and their weights: the likeliest one's is 1.
+class Support {
+ public:
+  // After temperature, top-k and top-p: all three keep the likeliest.
+  Support(const Kernels& kernels, const ValueRow& row, const SamplingParams& params)
+      : row_(row),
+        inverse_(InverseTemperature(params.temperature)),
+        ids_(static_cast<size_t>(row.vocab)),
+        weights_(static_cast<size_t>(row.vocab)) {
+    size_ = params.top_k > 0 && params.top_k < row.vocab ? params.top_k : row.vocab;
+    if (params.top_p < 1.0f) size_ = NucleusSize(kernels, row, params.top_p, size_, inverse_);
+    if (size_ == row.vocab) {
+      kernels.boltzmann(row.values, row.vocab, row.largest, inverse_, weights_.data());
+      return;
+    }
+    is_whole_ = false;
+    const Shortlist list(kernels, row, size_);
+    std::sort(list.begin(), list.end(), HasLowerId);
+    std::transform(list.begin(), list.end(), ids_.data(), [](const Candidate& candidate) { return candidate.id; });
+    Weigh(kernels, row, list, inverse_, weights_.data());
+  }
+
+  // Keeps tokens at least min_p as likely as the likeliest.
+  void CutUnlikely(float min_p) {
+    Keep([&](int64_t index) { return weights_[static_cast<size_t>(index)] >= min_p; });
+  }
+
+  // Keeps locally typical tokens (Meister et al. 2022): those whose surprise is nearest the entropy, as many as reach
+  // `mass`, and those as near as the last of them.
+  void CutUntypical(float mass) {
+    const double total = Sum(weights_.data(), size_), log_total = std::log(total), entropy = Entropy(total);
+    const Scratch<Distance> order(static_cast<size_t>(size_));
+    const auto distance = [&](int64_t index) { return std::abs(log_total - Scaled(index) - entropy); };
+    for (int64_t index = 0; index < size_; ++index) {
+      order[static_cast<size_t>(index)] = {distance(index), weights_[static_cast<size_t>(index)]};
+    }
+    const double farthest = Farthest(order.data(), size_, static_cast<double>(mass) * total);
+    Keep([&](int64_t index) { return distance(index) <= farthest; });
+  }
+
+  int64_t Draw(double uniform) const { return IdOf(Invert(weights_.data(), size_, uniform)); }
+
+ private:
+  struct Distance {
+    double value;
+    float weight;
+  };
+
+  int64_t IdOf(int64_t index) const { return is_whole_ ? index : ids_[static_cast<size_t>(index)]; }
+
+  // The logarithm of a token's weight, which may be too small to be one.
+  double Scaled(int64_t index) const {
+    return (static_cast<double>(row_.values[IdOf(index)]) - static_cast<double>(row_.largest)) *
+           static_cast<double>(inverse_);
+  }
+
+  double Entropy(double total) const {
+    double sum = 0;
+    for (int64_t index = 0; index < size_; ++index) {
+      const auto weight = static_cast<double>(weights_[static_cast<size_t>(index)]);
+      if (weight > 0) sum += weight * Scaled(index);
+    }
+    return std::log(total) - sum / total;
+  }
+
+  // The smallest distance within which the weights reach `mass`; the largest where they never do. Reorders.
+  static double Farthest(Distance* begin, int64_t count, double mass) {
+    Distance* end = begin + count;
+    for (double passed = 0; end - begin > 1;) {
+      Distance* middle = begin + (end - begin) / 2;
+      std::nth_element(begin, middle, end, [](const Distance& a, const Distance& b) { return a.value < b.value; });
+      double nearer = passed;
+      for (const Distance* entry = begin; entry < middle; ++entry) nearer += static_cast<double>(entry->weight);
+      if (nearer >= mass) {
+        end = middle;
+      } else {
+        begin = middle;
+        passed = nearer;
+      }
+    }
+    return begin->value;
+  }
+
+  template <typename Test>
+  void Keep(const Test& test) {
+    int64_t kept = 0;
+    for (int64_t index = 0; index < size_; ++index) {
+      if (!test(index)) continue;
+      ids_[static_cast<size_t>(kept)] = static_cast<int32_t>(IdOf(index));
+      weights_[static_cast<size_t>(kept)] = weights_[static_cast<size_t>(index)];
+      ++kept;
+    }
+    size_ = kept;
+    is_whole_ = false;
+  }
+
+  const ValueRow& row_;
+  float inverse_;
+  Scratch<int32_t> ids_;  // unused while the whole vocabulary may be drawn
+  Scratch<float> weights_;
+  int64_t size_;
+  bool is_whole_ = true;
+};
 
 void Multiply64(uint64_t a, uint64_t b, uint64_t* high, uint64_t* low) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
@@ -149,23 +205,11 @@ double UniformAt(uint64_t seed, uint64_t position) {
   return static_cast<double>(counter[0] >> 11) * 0x1p-53;
 }
 
-int64_t SampleRow(const Kernels& kernels, const LogitRow& row, const SamplingParams& params, double uniform) {
-  const float inverse = InverseTemperature(params.temperature);
-  const int64_t top_k = params.top_k > 0 && params.top_k < row.vocab ? params.top_k : row.vocab;
-  if (params.top_p < 1.0f) return DrawFromNucleus(kernels, row, params, top_k, inverse, uniform);
-  if (top_k < row.vocab) {
-    Shortlist list(kernels, row, top_k);
-    return Draw(kernels, row, list, inverse, uniform);
-  }
-  const Scratch<float> weights(static_cast<size_t>(row.vocab));
-  kernels.boltzmann(row.logits, row.vocab, row.largest, inverse, weights.data());
-  return Invert(weights.data(), row.vocab, uniform);
-}
-
-void LikeliestTokens(const Kernels& kernels, const LogitRow& row, int64_t count, Candidate* out) {
-  const Shortlist list(kernels, row, count);
-  std::sort(list.begin(), list.end(), IsLikelier);
-  std::copy(list.begin(), list.end(), out);
+int64_t SampleRow(const Kernels& kernels, const ValueRow& row, const SamplingParams& params, double uniform) {
+  Support support(kernels, row, params);
+  if (params.min_p > 0.0f) support.CutUnlikely(params.min_p);
+  if (params.typical_p < 1.0f) support.CutUntypical(params.typical_p);
+  return support.Draw(uniform);
 }
 
 }  // namespace antiphon

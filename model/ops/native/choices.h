@@ -1,0 +1,95 @@
+// The settings of every choice of a call, checked; and what a choice's edits make of the model's logits. The words are
+// those of model/ops/choices.py.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+#include "operator.h"
+#include "sampling.h"
+#include "shortlist.h"
+#include "workspace.h"
+
+namespace antiphon {
+
+// Of one edited token: its value v becomes penalised(v + bias) + shift.
+struct Edit {
+  float bias;
+  float penalty;
+  float shift;
+};
+
+class Choices {
+ public:
+  // Reads the operands of a call from index `first` on. Throws OperatorError naming a value that is out of range.
+  Choices(const Call& call, size_t first, int64_t tokens, int64_t vocab);
+
+  int64_t count() const { return count_; }
+  const int32_t* picks() const { return picks_; }
+  int64_t most_logprobs() const { return most_logprobs_; }  // the largest number of candidates, 0 or more
+
+  int64_t given(int64_t i) const { return given_ids_[i]; }          // -1: none
+  int64_t num_logprobs(int64_t i) const { return num_logprobs_[i]; }  // -1: none
+  bool is_normalized(int64_t i) const { return is_normalized_[i] != 0; }
+  bool is_exclusive(int64_t i) const { return is_exclusive_[i] != 0; }
+  bool is_sampled(int64_t i) const { return temperatures_[i] > 0.0f; }
+  bool is_edited(int64_t i) const { return is_exclusive(i) || is_normalized(i) || end_of_edits(i) > first_edit(i); }
+  // Whether a choice is made of more than the largest logit, the given one's and the sum.
+  bool needs_row(int64_t i) const { return num_logprobs(i) > 0 || (given(i) < 0 && (is_sampled(i) || is_edited(i))); }
+  bool needs_log_sum(int64_t i) const { return num_logprobs(i) >= 0 || is_normalized(i); }
+
+  int64_t first_edit(int64_t i) const { return edit_offsets_[i]; }
+  int64_t end_of_edits(int64_t i) const { return edit_offsets_[i + 1]; }
+  int32_t edited_id(int64_t edit) const { return edit_ids_[edit]; }
+  Edit edit(int64_t edit) const;
+
+  SamplingParams sampling(int64_t i) const {
+    return {temperatures_[i], top_ks_[i], top_ps_[i], min_ps_[i], typical_ps_[i]};
+  }
+  // The random number of a choice.
+  double uniform(int64_t i) const {
+    return UniformAt(static_cast<uint64_t>(seeds_[i]), static_cast<uint64_t>(positions_[picks_[i]]));
+  }
+
+ private:
+  void CheckChoice(int64_t i, int64_t tokens, int64_t vocab) const;
+  void CheckWarpers(int64_t i) const;
+  void CheckEdits(int64_t room, int64_t vocab) const;
+
+  int64_t count_;
+  int64_t most_logprobs_ = 0;
+  const int32_t* positions_;
+  const int32_t* picks_;
+  const float* temperatures_;
+  const int32_t* top_ks_;
+  const float* top_ps_;
+  const float* min_ps_;
+  const float* typical_ps_;
+  const int64_t* seeds_;
+  const int64_t* given_ids_;
+  const int32_t* num_logprobs_;
+  const int32_t* is_normalized_;
+  const int32_t* is_exclusive_;
+  const int32_t* edit_offsets_;
+  const int32_t* edit_ids_;
+  const float* edit_values_;  // [E, 3]
+};
+
+// The values that choice i looks at: the model's own logits where nothing is edited, and a copy otherwise.
+class EditedRow {
+ public:
+  // log_sum: log of the sum of exp over the row. Throws std::runtime_error when the workspace refuses memory.
+  EditedRow(const Kernels& kernels, const Choices& choices, int64_t i, const ValueRow& logits, double log_sum);
+
+  const ValueRow& row() const { return row_; }
+
+ private:
+  void Fill(const Choices& choices, int64_t i, const ValueRow& logits, double log_sum) const;
+  void Summarize(const Kernels& kernels);
+
+  Scratch<float> values_;
+  Scratch<float> largest_;
+  ValueRow row_;
+};
+
+}  // namespace antiphon

@@ -1,0 +1,52 @@
+// One row of values over the vocabulary, and the largest of them without sorting the rest: what candidates, top-k and
+// nuclei are cut from.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+#include "workspace.h"
+
+namespace antiphon {
+
+constexpr int64_t kChunkPanels = 16;
+constexpr int64_t kChunk = kChunkPanels * kPanel;  // columns that are summarised together
+
+inline int64_t ChunksOf(int64_t vocab) { return (vocab + kChunk - 1) / kChunk; }
+
+// Values of every token, none of them NaN or above the largest float: logits, or what edits make of them.
+struct ValueRow {
+  const float* values;
+  int64_t vocab;
+  const float* chunk_largest;  // [ChunksOf(vocab)]
+  float largest;
+  int64_t likeliest;  // the token of the largest value, lowest on ties
+};
+
+struct Candidate {
+  float value;
+  int32_t id;
+};
+
+inline bool IsLikelier(const Candidate& a, const Candidate& b) {
+  return a.value > b.value || (a.value == b.value && a.id < b.id);
+}
+inline bool HasLowerId(const Candidate& a, const Candidate& b) { return a.id < b.id; }
+
+// The `count` likeliest tokens of a row, ties by lowest id; in no order.
+class Shortlist {
+ public:
+  // Throws std::runtime_error when the workspace refuses memory.
+  Shortlist(const Kernels& kernels, const ValueRow& row, int64_t count);
+
+  Candidate* begin() const { return entries_.data(); }
+  Candidate* end() const { return begin() + size_; }
+  int64_t size() const { return size_; }
+  void Truncate(int64_t size) { size_ = size; }
+
+ private:
+  Scratch<Candidate> entries_;
+  int64_t size_ = 0;
+};
+
+}  // namespace antiphon
