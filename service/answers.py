@@ -57,23 +57,20 @@ class Answer:
 
     def delta(self, event: TokenEvent) -> pb.GenerateResponse | None:
         """The message of an event of a stream; None where it has nothing to tell."""
-        raise_failure(event)
+        if event.error is not None:
+            raise event.error
         text = self._push(event)
-        if not (text or event.token_ids or event.logprobs or event.finish_reason):
+        if not (text or event.token_ids or event.finish_reason):
             return None
-        response = pb.GenerateResponse(
-            output_index=event.output_index,
-            text_delta=text,
-            token_ids=event.token_ids,
-            logprobs=logprobs(event.logprobs),
-            score=event.score,
-        )
+        # What most messages lack is not even named: building one costs as much as the rest of its way.
+        response = pb.GenerateResponse(text_delta=text, token_ids=event.token_ids)
+        if event.output_index:
+            response.output_index = event.output_index
+        if event.logprobs:
+            response.logprobs.extend(logprobs(event.logprobs))
         if event.finish_reason is not None:
             response.finish_reason = _finish_reason(event.finish_reason)
-        if event.is_last:
-            response.usage.CopyFrom(usage(self._request, event))
-            response.timing.CopyFrom(timing(event.timing))
-            response.seed = self._request.params.seed
+            self._end(response, event)
         return response
 
     def whole(self, events: Sequence[TokenEvent]) -> pb.GenerateUnaryResponse:
@@ -85,6 +82,15 @@ class Answer:
             timing=timing(last.timing),
             seed=self._request.params.seed,
         )
+
+    def _end(self, response: pb.GenerateResponse, event: TokenEvent) -> None:
+        """What only terminal messages tell, and the last of them."""
+        if event.score is not None:
+            response.score = event.score
+        if event.is_last:
+            response.usage.CopyFrom(usage(self._request, event))
+            response.timing.CopyFrom(timing(event.timing))
+            response.seed = self._request.params.seed
 
     def _output(self, event: TokenEvent) -> pb.Output:
         return pb.Output(
@@ -104,16 +110,11 @@ class Answer:
         return pushed if event.finish_reason is None else pushed + text.finish()
 
 
-def raise_failure(event: TokenEvent) -> None:
-    """Raise what ended a request before its answer was full, if this event says so."""
-    if event.error is not None:
-        raise event.error
-
-
 def last_of(events: Sequence[TokenEvent]) -> TokenEvent:
     """The request's last event of its outputs' terminal ones. Raises what ended it, if that is what it tells."""
     for event in events:
-        raise_failure(event)
+        if event.error is not None:
+            raise event.error
     return next((event for event in events if event.is_last), events[-1])
 
 
