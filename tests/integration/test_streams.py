@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 
 from antiphon.client import AsyncClient, Options, ServerError
 from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import ServerProcess, is_idle
 
@@ -25,8 +27,19 @@ def text_of(index: int) -> str:
 def options_of(index: int) -> Options:
     if index % 4 == 3:
         return ENDLESS  # to be cancelled
-    if index % 4 == 2:
+    if index % 8 == 2:
         return Options(max_new_tokens=10 + 3 * index, temperature=1.2, top_k=50, top_p=0.95, seed=index)
+    if index % 8 == 6:
+        stop_strings = [chr(ord("a") + index % 26), "er "]
+        return Options(
+            max_new_tokens=60, temperature=1.5, num_return_sequences=3, seed=index, stop_strings=stop_strings
+        )
+    if index % 8 == 5:
+        return Options(max_new_tokens=index, beam_width=2 + index % 4, num_return_sequences=2, repetition_penalty=1.2)
+    if index % 8 == 1:
+        return Options(
+            max_new_tokens=40, no_repeat_ngram_size=2, logit_bias={50: 2.0}, min_new_tokens=5, num_logprobs=2
+        )
     return Options(max_new_tokens=1 + 3 * index)
 
 
@@ -38,16 +51,20 @@ def outcomes(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
-async def streamed(client: AsyncClient, index: int) -> str | None:
-    """The joined deltas of a stream; None for one that is cancelled after its first."""
-    text = ""
+async def streamed(client: AsyncClient, index: int) -> list[str] | None:
+    """The joined deltas of each output of a stream; None for one that is cancelled after its first."""
+    texts: dict[int, str] = defaultdict(str)
     stream = client.generate(text_of(index), options_of(index))
     async for delta in stream:
         if options_of(index) is ENDLESS:
             await stream.aclose()  # type: ignore[attr-defined]
             return None
-        text += delta.text
-    return text
+        texts[delta.output_index] += delta.text
+    return [texts[output] for output in sorted(texts)]
+
+
+async def whole(client: AsyncClient, index: int) -> list[str]:
+    return [output.text for output in await client.generate_outputs(text_of(index), options_of(index))]
 
 
 async def test_64_mixed_streams_answer_as_if_alone_and_leave_every_block_free(server: ServerProcess) -> None:
@@ -55,13 +72,10 @@ async def test_64_mixed_streams_answer_as_if_alone_and_leave_every_block_free(se
     async with AsyncClient(server.target) as client:
         crowd = await asyncio.gather(*(streamed(client, index) for index in range(NUM_STREAMS)))
         metrics = server.wait_for_metrics(is_idle)
-        alone = [
-            None if text is None else (await client.generate_text(text_of(index), options_of(index))).text
-            for index, text in enumerate(crowd)
-        ]
+        alone = [None if texts is None else await whole(client, index) for index, texts in enumerate(crowd)]
     assert crowd == alone
     after = outcomes(metrics)
-    num_cancelled = sum(text is None for text in crowd)
+    num_cancelled = sum(texts is None for texts in crowd)
     assert after["cancellations"] - before["cancellations"] == num_cancelled == NUM_STREAMS // 4
     assert after["request_success"] - before["request_success"] == NUM_STREAMS - num_cancelled
     assert {name: after[name] - before[name] for name in ("deadline_misses", "request_errors")} == {
@@ -82,6 +96,49 @@ async def test_streamed_text_equals_unary_text(server: ServerProcess, text: str)
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
     assert deltas[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("prefix", ["Der", "Ärger über", "日本"])
+async def test_prefix_and_text_are_the_whole_target(server: ServerProcess, prefix: str) -> None:
+    options = Options(max_new_tokens=20, prefix_text=prefix)
+    async with AsyncClient(server.target) as client:
+        text = (await client.generate_text(SENTENCES[0], options)).text
+        ids = (await client.generate_text(SENTENCES[0], options)).token_ids
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub = InferenceServiceStub(channel)
+            given = (await stub.Tokenize(pb.TokenizeRequest(text=prefix))).token_ids
+            target = (await stub.Detokenize(pb.DetokenizeRequest(token_ids=[*given, *ids]))).text
+    assert prefix + text == target
+
+
+async def test_score_judges_what_was_written_as_it_was_written(server: ServerProcess) -> None:
+    """The same numbers, to the bit, whether a token was chosen or given."""
+    async with AsyncClient(server.target) as client:
+        written = await client.generate_text(SENTENCES[0], Options(max_new_tokens=30, num_logprobs=2))
+        judged = await client.score(SENTENCES[0], written.token_ids, num_alternatives=2)
+    assert judged.logprobs[: len(written.logprobs)] == written.logprobs
+    assert judged.usage.source_tokens == written.usage.source_tokens
+
+
+async def test_embeddings_are_told_apart_and_come_again(server: ServerProcess) -> None:
+    async with AsyncClient(server.target) as client:
+        vectors = [(await client.embed(text, normalize=True)).vector for text in SENTENCES[:8]]
+        crowd = await asyncio.gather(*(client.embed(text, normalize=True) for text in SENTENCES[:8]))
+    assert [embedding.vector for embedding in crowd] == vectors
+    assert len(set(vectors)) == len(vectors)
+    assert sum(x * x for x in vectors[0]) == pytest.approx(1, abs=1e-5)
+
+
+async def test_explain_shows_every_head_of_the_model(server: ServerProcess) -> None:
+    async with AsyncClient(server.target) as client:
+        answer = await client.explain(SENTENCES[0], SENTENCES[1])
+    assert len(answer.encoder_self) == len({(one.layer, one.head) for one in answer.encoder_self})
+    assert len(answer.cross) == len({(one.layer, one.head) for one in answer.cross}) == len(answer.decoder_self)
+    for one in (*answer.encoder_self, *answer.decoder_self, *answer.cross):
+        rows = [one.weights[start : start + one.columns] for start in range(0, len(one.weights), one.columns)]
+        assert len(rows) == one.rows
+        assert [sum(row) for row in rows] == pytest.approx([1.0] * one.rows, abs=1e-5)
+    assert {(one.rows, one.columns) for one in answer.cross} == {(len(answer.target_tokens), len(answer.source_tokens))}
 
 
 async def test_expired_deadlines_free_their_blocks(server: ServerProcess) -> None:
@@ -109,6 +166,16 @@ BAD_REQUESTS: list[tuple[bytes, grpc.StatusCode, str]] = [
         serialised(text="a", options=pb.GenerateOptions(max_new_tokens=-1)),
         grpc.StatusCode.INVALID_ARGUMENT,
         "options.max_new_tokens",
+    ),
+    (
+        serialised(text="a", options=pb.GenerateOptions(beam_width=4, temperature=1)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.temperature",
+    ),
+    (
+        serialised(text="a", options=pb.GenerateOptions(suppressed_ids=[400_000])),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "options.suppressed_ids",
     ),
     (serialised(token_ids=pb.TokenIds(ids=[16383])), grpc.StatusCode.INVALID_ARGUMENT, "16383"),
     (b"\x12\x02\xc3\x28", grpc.StatusCode.INVALID_ARGUMENT, "valid UTF-8"),
