@@ -22,7 +22,6 @@ LogitsOf = Callable[[tuple[int, ...]], NDArray[np.float32]]
 
 class _Config(PretrainedConfig):  # type: ignore[no-untyped-call]
     model_type = "antiphon-reference"
-    is_encoder_decoder = True
 
 
 class _Encoder(nn.Module):
@@ -39,7 +38,7 @@ class Reference(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-ca
     main_input_name = "input_ids"
 
     def __init__(self, logits_of: LogitsOf, *, bos_id: int, eos_id: int, pad_id: int = 0) -> None:
-        super().__init__(_Config())
+        super().__init__(_Config(is_encoder_decoder=True))
         self._logits_of = logits_of
         self._encoder = _Encoder()
         self._unused = nn.Parameter(torch.zeros(1))

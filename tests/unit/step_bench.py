@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry
 from antiphon.service.admission import AdmissionLimits, admit
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
-from antiphon.service.request import FinishReason, SamplingParams, TokenEvent
+from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.scheduler import SchedulerLimits
-from antiphon.service.sequence import Sequence, SequenceState
+from antiphon.service.sequence import SequenceGroup, SequenceState
 from antiphon.service.step import StepParts, Stepper
 from antiphon.service.stream import OutputStream
 from tests.fakes import FakeClock, FakeRunner, request_of
@@ -21,16 +21,30 @@ BLOCK_SIZE = 4
 
 
 class Bench:
-    """A stepper over the fake model, every sequence it was given, and the checks that must hold after any step."""
+    """A stepper over the fake model, every request it was given, and the checks that must hold after any step."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, max_rows: int = 4, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        max_rows: int = 4,
+        num_blocks: int = 64,
+        can_share_blocks: bool = True,
+        reads_history: bool = False,
+    ) -> None:
         self.loop = loop
-        self.runner = FakeRunner(max_rows=max_rows, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+        self.runner = FakeRunner(
+            max_rows=max_rows,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            can_share_blocks=can_share_blocks,
+            reads_history=reads_history,
+        )
         self.clock = FakeClock()
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
-        self.live: dict[str, Sequence] = {}
-        self.all: list[Sequence] = []
+        self.live: dict[str, SequenceGroup] = {}
+        self.all: list[SequenceGroup] = []
         self.registry = CollectorRegistry()
         self.stepper = Stepper(
             StepParts(
@@ -52,21 +66,28 @@ class Bench:
         *,
         within_s: float | None = None,
         prefix: tuple[int, ...] = (),
-    ) -> Sequence:
+    ) -> SequenceGroup:
         deadline_s = None if within_s is None else self.clock() + within_s
-        request = request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s, prefix=prefix)
+        return self.ask(
+            request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s, prefix=prefix)
+        )
+
+    def ask(self, request: Request) -> SequenceGroup:
         limits = AdmissionLimits(
             vocab_size=self.runner.vocab_size,
             max_source_len=self.runner.max_source_len,
             max_target_len=self.runner.max_target_len,
+            num_rows=self.runner.max_rows,
             num_blocks=self.pool.num_blocks,
             block_size=BLOCK_SIZE,
+            can_share_blocks=self.runner.can_share_blocks,
+            can_embed=self.runner.can_embed,
         )
-        sequence = admit(request, OutputStream(name, loop=self.loop), limits)
-        self.queue.put(sequence, self.clock())
-        self.live[name] = sequence
-        self.all.append(sequence)
-        return sequence
+        group = admit(request, OutputStream(request.request_id, loop=self.loop), limits)
+        self.queue.put(group, self.clock())
+        self.live[request.request_id] = group
+        self.all.append(group)
+        return group
 
     def step(self, *cancelled: str) -> None:
         self.stepper.step(cancelled)
@@ -77,24 +98,30 @@ class Bench:
             self.step()
 
     def check(self) -> None:
-        running = [sequence for sequence in self.all if sequence.state is SequenceState.RUNNING]
-        tables = [block for s in running for block in s.self_block_table + s.cross_block_table]
-        assert len(set(tables)) == len(tables) == self.pool.num_used
+        running = [group for group in self.all if group.state is SequenceState.RUNNING]
+        blocks = [block for group in running for block in group.blocks]
+        assert len(set(blocks)) == len(blocks) == self.pool.num_used
         assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
-        assert sorted(s.row for s in running if s.row is not None) == list(range(len(running)))
+        rows = [one.row for group in self.all for one in group.sequences if one.row is not None]
+        assert sorted(rows) == list(range(len(rows)))
         assert self.stepper.num_running == len(running)
-        assert set(self.live) == {s.request_id for s in self.all if s.state is not SequenceState.FINISHED}
+        assert set(self.live) == {group.request_id for group in self.all if group.state is not SequenceState.FINISHED}
 
-    def output(self, sequence: Sequence) -> TokenEvent:
-        """Everything a finished sequence sent, as one event."""
-        return self.loop.run_until_complete(asyncio.wait_for(sequence.stream.collect(), 30))
+    def outputs(self, group: SequenceGroup) -> tuple[TokenEvent, ...]:
+        """Everything that a finished request's outputs sent, one event each."""
+        return self.loop.run_until_complete(asyncio.wait_for(group.stream.collect(), 30))
+
+    def output(self, group: SequenceGroup) -> TokenEvent:
+        """Everything that a finished request of one output sent, as one event."""
+        (event,) = self.outputs(group)
+        return event
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"antiphon_{name}", labels)
 
 
-def expected(bench: Bench, sequence: Sequence) -> tuple[tuple[int, ...], FinishReason]:
-    request = sequence.request
+def expected(bench: Bench, group: SequenceGroup) -> tuple[tuple[int, ...], FinishReason]:
+    request = group.request
     token_ids, reason = bench.runner.answer(
         request.source_ids, request.params.max_new_tokens, prefix_len=len(request.prefix_ids)
     )

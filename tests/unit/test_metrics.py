@@ -81,7 +81,7 @@ def test_metrics_count_every_end_once(scrape: Scrape, reason: FinishReason) -> N
         "failed": scrape("request_errors_total", stage="running"),
     }
     assert [value for value in counted.values() if value] == [1.0]
-    is_full = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    is_full = reason not in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR)
     assert scrape("e2e_request_latency_seconds_count") == int(is_full)
 
 

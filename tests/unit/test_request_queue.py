@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from antiphon.service.errors import QueueFull, Unavailable
 from antiphon.service.request_queue import MAX_RETRY_S, MIN_RETRY_S, QueueLimits, RequestQueue
-from antiphon.service.sequence import Sequence
+from antiphon.service.sequence import SequenceGroup
 from antiphon.service.stream import OutputStream
 from tests.fakes import request_of, source_of
 
@@ -25,19 +25,20 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Maker:
-    """Builds waiting sequences."""
+    """Builds waiting groups."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def __call__(
         self, name: str, *, length: int = 3, arrival_s: float = 0.0, deadline_s: float | None = None
-    ) -> Sequence:
+    ) -> SequenceGroup:
         source = source_of(target_len=3, length=length)
-        return Sequence(
+        return SequenceGroup(
             request=request_of(name, source, arrival_s=arrival_s, deadline_s=deadline_s),
             stream=OutputStream(name, loop=self._loop),
             max_new_tokens=4,
+            num_rows=1,
             num_self_blocks=1,
             num_cross_blocks=1,
         )
@@ -52,7 +53,7 @@ def queue_of(max_requests: int = 4, max_source_tokens: int = 100) -> RequestQueu
     return RequestQueue(QueueLimits(max_requests=max_requests, max_source_tokens=max_source_tokens))
 
 
-def names(sequences: list[Sequence]) -> list[str]:
+def names(sequences: list[SequenceGroup]) -> list[str]:
     return [sequence.request_id for sequence in sequences]
 
 
@@ -140,7 +141,7 @@ def test_request_queue_loses_nothing_when_many_threads_put(waiting: Maker) -> No
     queue = queue_of(max_requests=10_000, max_source_tokens=10**6)
     sequences = [[waiting(f"{thread}-{i}") for i in range(200)] for thread in range(4)]
 
-    def put_all(mine: list[Sequence]) -> None:
+    def put_all(mine: list[SequenceGroup]) -> None:
         for sequence in mine:
             queue.put(sequence, 0.0)
 

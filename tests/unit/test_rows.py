@@ -15,7 +15,7 @@ from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.request import MAX_SEED, SamplingParams
 from antiphon.service.rows import RunningRows
 from antiphon.service.runner import DecodeBatch
-from antiphon.service.sequence import Sequence
+from antiphon.service.sequence import Sequence, SequenceGroup
 from antiphon.service.stream import OutputStream
 from tests.fakes import BOS_ID, request_of, source_of
 
@@ -48,15 +48,17 @@ class Model:
         self.count += 1
         name = str(self.count)
         request = request_of(name, source_of(target_len=3, length=source_len), params=params, prefix=prefix)
-        sequence = Sequence(
+        group = SequenceGroup(
             request=request,
             stream=OutputStream(name, loop=self.loop),
             max_new_tokens=3,
+            num_rows=1,
             num_self_blocks=blocks_for(len(prefix) + 4, BLOCK_SIZE),
             num_cross_blocks=blocks_for(source_len, BLOCK_SIZE),
         )
-        sequence.self_block_table = self.pool.allocate(sequence.num_self_blocks)
-        sequence.cross_block_table = self.pool.allocate(sequence.num_cross_blocks)
+        group.cross_block_table = self.pool.allocate(group.num_cross_blocks)
+        blocks = self.pool.allocate(group.num_self_blocks)
+        sequence = Sequence(group=group, index=0, sink=group.stream, self_block_table=blocks)
         self.rows.append([sequence], BOS_ID)
         self.order.append(sequence)
         self.pending[name], self.fed[name] = [BOS_ID, *prefix], 0
@@ -67,35 +69,38 @@ class Model:
         assert moved is (None if last is gone else last)
         if last is not gone:
             self.order[row] = last
-        self.pool.free(gone.self_block_table + gone.cross_block_table)
+        self.pool.free(gone.self_block_table + gone.group.cross_block_table)
 
     def decode(self, token_ids: list[int]) -> None:
         batch = self.rows.batch()
         self.check(batch)
         self.rows.advance(np.array(token_ids, np.int64))
         for sequence, token_id in zip(self.order, token_ids, strict=True):
-            name = sequence.request_id
+            name = sequence.group.request_id
             self.fed[name] += len(self.pending[name])
             self.pending[name] = [token_id]
 
     def check(self, batch: DecodeBatch) -> None:
         assert batch.num_rows == len(self.order) == len(self.rows)
         for row, sequence in enumerate(self.order):
-            name, params = sequence.request_id, sequence.request.params
+            group = sequence.group
+            name, params = group.request_id, group.request.params
             fed = slice(batch.offsets[row], batch.offsets[row + 1])
             assert sequence.row == row
             assert batch.token_ids[fed].tolist() == self.pending[name]
             first = self.fed[name]
             assert batch.positions[fed].tolist() == list(range(first, first + len(self.pending[name])))
-            assert tuple(batch.self_tables[row, : sequence.num_self_blocks]) == sequence.self_block_table
-            assert tuple(batch.cross_tables[row, : sequence.num_cross_blocks]) == sequence.cross_block_table
-            assert batch.source_lens[row] == sequence.source_len
-            assert (batch.temperatures[row], batch.top_ks[row]) == (np.float32(params.temperature), params.top_k)
-            assert (batch.top_ps[row], batch.seeds[row]) == (np.float32(params.top_p), params.seed)
-            generated = self.fed[name] - len(sequence.request.prefix_ids)
+            assert tuple(batch.self_tables[row, : group.num_self_blocks]) == sequence.self_block_table
+            assert tuple(batch.cross_tables[row, : group.num_cross_blocks]) == group.cross_block_table
+            assert batch.source_lens[row] == group.source_len
+            chosen = batch.choices
+            assert chosen.picks[row] == batch.offsets[row + 1] - 1
+            assert (chosen.temperatures[row], chosen.top_ks[row]) == (np.float32(params.temperature), params.top_k)
+            assert (chosen.top_ps[row], chosen.seeds[row]) == (np.float32(params.top_p), params.seed)
+            generated = self.fed[name] - len(group.request.prefix_ids)
             assert self.rows.num_generated(row) == max(generated, 0)
         assert batch.offsets[-1] == batch.num_tokens
-        assert self.rows.streams == tuple(sequence.stream for sequence in self.order)
+        assert self.rows.sinks == tuple(sequence.sink for sequence in self.order)
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +123,7 @@ def test_rows_hold_what_their_sequences_say_under_random_joins_and_ends(
             model.decode(data.draw(st.lists(st.integers(4, 60), min_size=len(model.order), max_size=len(model.order))))
         while data.draw(st.booleans()) and model.order:
             model.remove(data.draw(st.integers(0, len(model.order) - 1)))
-        used = sum(sequence.num_blocks for sequence in model.order)
+        used = sum(sequence.group.num_blocks for sequence in model.order)
         assert (model.pool.num_used, model.pool.num_free + used) == (used, model.pool.num_blocks)
 
 
@@ -152,8 +157,8 @@ def test_rows_advance_no_position_of_an_invalid_row(loop: asyncio.AbstractEventL
 def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.AbstractEventLoop) -> None:
     model = Model(loop)
     model.add(SamplingParams(temperature=1e-60, top_p=1e-60, top_k=2**40), (), 3)
-    batch = model.rows.batch()
+    batch = model.rows.batch().choices
     assert 0 < batch.temperatures[0] < 1e-30
     assert 0 < batch.top_ps[0] < 1e-30
     assert batch.top_ks[0] == 2**31 - 1
-    assert math.isinf(model.rows.deadlines_s[0])
+    assert math.isinf(model.rows.expiries_s[0])

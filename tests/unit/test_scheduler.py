@@ -15,6 +15,7 @@ class Item:
     ticket: int
     num_prefill_tokens: int
     num_blocks: int = 1
+    num_rows: int = 1
 
 
 def admitted(batch: Batch[Item]) -> list[int]:
@@ -58,6 +59,13 @@ def test_scheduler_lets_none_overtake_one_that_waits_for_blocks() -> None:
     assert admitted(schedule(waiting, num_running=0, num_free_blocks=10, limits=limits())) == [0]
 
 
+def test_scheduler_takes_all_rows_of_a_request_or_none() -> None:
+    waiting = [Item(0, 3, num_rows=4), Item(1, 3, num_rows=0), Item(2, 3, num_rows=3), Item(3, 3)]
+    assert admitted(schedule(waiting, num_running=2, num_free_blocks=50, limits=limits())) == [0, 1]
+    assert admitted(schedule(waiting, num_running=0, num_free_blocks=50, limits=limits())) == [0, 1, 2, 3]
+    assert admitted(schedule(waiting[2:], num_running=6, num_free_blocks=50, limits=limits())) == []
+
+
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens"])
 def test_scheduler_limits_name_the_field_that_is_wrong(field: str) -> None:
     with pytest.raises(ValueError, match=field):
@@ -81,39 +89,40 @@ def test_scheduler_waits_for_a_few_steps_only() -> None:
 
 
 @given(
-    arrivals=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 12)), min_size=1, max_size=80),
-    max_num_seqs=st.integers(1, 20),
+    arrivals=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=80),
+    max_num_seqs=st.integers(4, 20),
     budget=st.integers(1, 40),
     data=st.data(),
 )
 def test_scheduler_serves_all_in_order_within_its_bounds_under_random_ends_and_cancels(
-    arrivals: list[tuple[int, int]], max_num_seqs: int, budget: int, data: st.DataObject
+    arrivals: list[tuple[int, int, int]], max_num_seqs: int, budget: int, data: st.DataObject
 ) -> None:
     pool = BlockPool(40, 16)
     bounds = limits(max_num_seqs, budget)
-    waiting = [Item(ticket, length, blocks) for ticket, (length, blocks) in enumerate(arrivals)]
-    running: dict[int, tuple[int, ...]] = {}
+    waiting = [Item(ticket, *sizes) for ticket, sizes in enumerate(arrivals)]
+    running: dict[Item, tuple[int, ...]] = {}
     num_deferred = num_idle_steps = 0
     while waiting:
+        num_rows = sum(item.num_rows for item in running)
         batch = schedule(
-            waiting[: 1 + max_num_seqs - len(running)],
-            num_running=len(running),
+            waiting[: 1 + max_num_seqs - num_rows],
+            num_running=num_rows,
             num_free_blocks=pool.num_free,
             limits=bounds,
             num_deferred=num_deferred,
         )
         joining, num_deferred = batch.joining, batch.num_deferred
         assert list(joining) == waiting[: len(joining)]  # nobody is overtaken
-        assert len(running) + len(joining) <= max_num_seqs
+        assert num_rows + sum(item.num_rows for item in joining) <= max_num_seqs
         assert sum(item.num_prefill_tokens for item in joining) <= budget or len(joining) == 1
         assert joining or running  # something always moves: nobody starves
         assert num_deferred <= MAX_DEFERRED_STEPS
-        running.update((item.ticket, pool.allocate(item.num_blocks)) for item in joining)
+        running.update((item, pool.allocate(item.num_blocks)) for item in joining)
         waiting = waiting[len(joining) :]
         if data.draw(st.booleans()) and waiting:
             waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
         num_idle_steps = 0 if joining else num_idle_steps + 1
         must_end = num_idle_steps > MAX_DEFERRED_STEPS
         if running and (must_end or data.draw(st.booleans())):
-            pool.free(running.pop(data.draw(st.sampled_from(sorted(running)))))
+            pool.free(running.pop(data.draw(st.sampled_from(list(running)))))
         assert pool.num_free + pool.num_used == pool.num_blocks

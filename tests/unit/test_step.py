@@ -13,7 +13,7 @@ import pytest
 from antiphon.service.errors import DeadlineExceeded, EngineFault, QueueFull
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.request import FinishReason, SamplingParams
-from antiphon.service.sequence import SequenceState
+from antiphon.service.sequence import SequenceGroup, SequenceState
 from tests.fakes import source_of
 from tests.unit.step_bench import BLOCK_SIZE, Bench, expected
 
@@ -30,6 +30,11 @@ def bench(loop: asyncio.AbstractEventLoop) -> Bench:
     return Bench(loop)
 
 
+def row_of(group: SequenceGroup) -> int | None:
+    (sequence,) = group.sequences
+    return sequence.row
+
+
 def test_step_decodes_the_first_token_in_the_step_that_encodes(bench: Bench) -> None:
     sequence = bench.add("a", source_of(target_len=3))
     bench.step()
@@ -43,7 +48,7 @@ def test_step_joins_a_new_request_to_the_running_ones(bench: Bench) -> None:
     second = bench.add("second", source_of(target_len=6))
     bench.step()
     assert bench.runner.decoded_rows == [1, 2]
-    assert (first.row, second.row) == (0, 1)
+    assert (row_of(first), row_of(second)) == (0, 1)
 
 
 def test_step_lets_a_request_leave_when_it_ends_and_fills_its_row(bench: Bench) -> None:
@@ -51,7 +56,7 @@ def test_step_lets_a_request_leave_when_it_ends_and_fills_its_row(bench: Bench) 
     bench.step()
     bench.step()
     assert short.state is SequenceState.FINISHED
-    assert (longer.row, longest.row) == (1, 0)
+    assert (row_of(longer), row_of(longest)) == (1, 0)
     bench.finish()
     for sequence in (short, longer, longest):
         event = bench.output(sequence)
@@ -79,7 +84,7 @@ def test_step_ends_at_the_asked_number_of_tokens(bench: Bench) -> None:
 def test_step_fills_the_whole_target_when_nothing_ends_it(bench: Bench) -> None:
     sequence = bench.add("a", source_of(target_len=60))
     bench.step()
-    assert len(sequence.self_block_table) == blocks_for(bench.runner.max_target_len, BLOCK_SIZE)
+    assert len(sequence.sequences[0].self_block_table) == blocks_for(bench.runner.max_target_len, BLOCK_SIZE)
     bench.finish()
     event = bench.output(sequence)
     assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.max_target_len)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
 
-from antiphon.service.request import FinishReason, TokenEvent
+from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
 from antiphon.service.stream import OutputStream, Publisher
 
 LONG_S = 3600.0  # a window that no test outlives
 
 
 def final(stream: OutputStream, num_generated: int = 0) -> TokenEvent:
-    return TokenEvent(request_id=stream.request_id, finish_reason=FinishReason.STOP, num_generated=num_generated)
+    return TokenEvent(
+        request_id=stream.request_id, finish_reason=FinishReason.STOP, is_last=True, num_generated=num_generated
+    )
 
 
 def push_all(stream: OutputStream, token_ids: list[int]) -> None:
@@ -35,7 +38,7 @@ async def test_stream_hands_over_the_first_token_at_once() -> None:
     assert not reader.done()
     stream.push(7)
     await settle()
-    assert reader.result() == TokenEvent(request_id="a", token_ids=(7,), num_generated=1)
+    assert reader.result() == TokenEvent(request_id="a", token_ids=(7,))
     stream.finish(final(stream))
 
 
@@ -49,7 +52,7 @@ async def test_stream_merges_tokens_until_its_window_ends() -> None:
     assert not reader.done()
     stream._end_window()  # what the timer does
     await settle()
-    assert reader.result() == TokenEvent(request_id="a", token_ids=(2, 3), num_generated=3)
+    assert reader.result() == TokenEvent(request_id="a", token_ids=(2, 3))
     stream.finish(final(stream))
 
 
@@ -84,7 +87,7 @@ async def test_stream_hands_over_the_end_at_once_with_all_unread_tokens() -> Non
     stream.finish(final(stream, num_generated=4))
     await settle()
     assert reader.result() == TokenEvent(
-        request_id="a", token_ids=(2, 3), finish_reason=FinishReason.STOP, num_generated=4
+        request_id="a", token_ids=(2, 3), finish_reason=FinishReason.STOP, is_last=True, num_generated=4
     )
     assert [event async for event in stream] == []
 
@@ -93,7 +96,7 @@ async def test_stream_yields_one_terminal_event_whatever_comes_after() -> None:
     stream = OutputStream("a", coalesce_s=0.0)
     push_all(stream, [1, 2])
     stream.finish(final(stream))
-    stream.finish(TokenEvent(request_id="a", finish_reason=FinishReason.ERROR))
+    stream.finish(TokenEvent(request_id="a", finish_reason=FinishReason.ERROR, is_last=True))
     events = [event async for event in stream]
     assert [event.finish_reason for event in events] == [FinishReason.STOP]
     with pytest.raises(StopAsyncIteration):
@@ -117,7 +120,7 @@ async def test_stream_collect_wakes_once_with_everything() -> None:
         await settle()
         assert not reader.done()
     stream.finish(final(stream, num_generated=5))
-    event = await reader
+    (event,) = await reader
     assert event.token_ids == (0, 1, 2, 3)
     assert event.num_generated == 5
 
@@ -168,7 +171,7 @@ async def test_publisher_reaches_streams_of_several_loops() -> None:
     async def elsewhere() -> None:
         there.extend(OutputStream(f"there{i}") for i in range(2))
         ready.set()
-        collected.extend([(await stream.collect()).token_ids for stream in there])
+        collected.extend([(await stream.collect())[0].token_ids for stream in there])
 
     thread = threading.Thread(target=asyncio.run, args=(elsewhere(),))
     thread.start()
@@ -178,7 +181,7 @@ async def test_publisher_reaches_streams_of_several_loops() -> None:
     publisher.publish(streams, [1, 2, 3, 4])
     publisher.publish(streams, [5, 6, 7, 8], [(stream, final(stream)) for stream in streams])
     await asyncio.to_thread(thread.join, 30)
-    assert [(await stream.collect()).token_ids for stream in here] == [(1, 5), (3, 7)]
+    assert [(await stream.collect())[0].token_ids for stream in here] == [(1, 5), (3, 7)]
     assert collected == [(2, 6), (4, 8)]
 
 
@@ -188,8 +191,8 @@ async def test_publisher_follows_a_change_of_streams() -> None:
     publisher.publish((first,), [1])
     publisher.publish((second, first), [2, 3])
     publisher.publish((), [], [(first, final(first)), (second, final(second))])
-    assert (await first.collect()).token_ids == (1, 3)
-    assert (await second.collect()).token_ids == (2,)
+    assert (await first.collect())[0].token_ids == (1, 3)
+    assert (await second.collect())[0].token_ids == (2,)
 
 
 def test_publisher_returns_the_streams_of_a_closed_loop() -> None:
@@ -197,3 +200,47 @@ def test_publisher_returns_the_streams_of_a_closed_loop() -> None:
     stream = OutputStream("a", loop=loop)
     loop.close()
     assert Publisher().publish((stream,), [1]) == [stream]
+
+
+def ended(index: int, *, is_last: bool = False, error: Exception | None = None) -> TokenEvent:
+    return TokenEvent(request_id="a", output_index=index, finish_reason=FinishReason.STOP, is_last=is_last, error=error)
+
+
+async def test_stream_merges_each_output_by_itself() -> None:
+    stream = OutputStream("a", coalesce_s=0.0)
+    outputs = [stream.output(index) for index in range(3)]
+    for item, index in enumerate((0, 2, 0, 1, 2)):
+        outputs[index].push(item)
+    seen = [await anext(stream) for _ in range(3)]
+    assert {event.output_index: event.token_ids for event in seen} == {0: (0, 2), 1: (3,), 2: (1, 4)}
+    stream.finish(ended(2))
+    outputs[1].push(9)
+    for index in (0, 1):
+        stream.finish(ended(index, is_last=index == 1))
+    seen = [event async for event in stream]
+    assert [(event.output_index, event.token_ids, event.is_last) for event in seen] == [
+        (2, (), False),
+        (0, (), False),
+        (1, (9,), True),
+    ]
+
+
+async def test_stream_collects_outputs_by_index_and_their_log_probabilities() -> None:
+    stream = OutputStream("a")
+    stream.output(1).push(TokenLogprob(5, -0.5))
+    stream.finish(ended(1))
+    stream.push(6)
+    stream.finish(dataclasses.replace(ended(0, is_last=True), token_ids=(7,), logprobs=(TokenLogprob(2, -0.25),)))
+    first, second = await stream.collect()
+    assert (first.token_ids, first.logprobs) == ((6, 7), (TokenLogprob(2, -0.25),))
+    assert (second.token_ids, second.logprobs) == ((5,), (TokenLogprob(5, -0.5),))
+
+
+async def test_stream_collects_an_error_alone() -> None:
+    stream, error = OutputStream("a"), RuntimeError("broken")
+    stream.finish(ended(0))
+    stream.finish(ended(0, is_last=True, error=error))
+    (event,) = await stream.collect()
+    assert event.error is error
+    with pytest.raises(StopAsyncIteration):
+        await stream.collect()
