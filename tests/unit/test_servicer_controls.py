@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 
 from antiphon.service.options import default_options
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock, FakeRunner
-from tests.serving import SOURCE, Gate, asking, asking_whole, serving, stub_of, tiny_tokenizer
+from tests.serving import SOURCE, Gate, asking, asking_whole, details_of, serving, stub_of, tiny_tokenizer
 
 SAMPLES: dict[str, Any] = dict(temperature=1.5, num_return_sequences=4, seed=3)
 BEAMS: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, seed=3)
@@ -221,3 +223,59 @@ async def test_output_is_exhausted_when_nothing_may_be_chosen() -> None:
         options: dict[str, Any] = dict(allowed_ids=[40], suppressed_ids=[40], ignore_eos=True)
         output = (await stub_of(served).GenerateUnary(asking_whole(**options))).outputs[0]
     assert (output.finish_reason, list(output.token_ids)) == (pb.FINISH_REASON_EXHAUSTED, [])
+
+
+def drawn_options(dice: random.Random) -> dict[str, Any]:
+    """Any few controls, most of them within range, at random."""
+    ids = [dice.randrange(4, 285) for _ in range(3)]
+    choices: dict[str, list[Any]] = {
+        "max_new_tokens": [0, 1, 5, 20, 1000],
+        "min_new_tokens": [0, 3, 30],
+        "temperature": [0.0, 0.7, 1.0, 101.0],
+        "top_k": [0, 1, 5],
+        "top_p": [0.1, 1.0, 1.5],
+        "min_p": [0.0, 0.2],
+        "typical_p": [0.3, 1.0],
+        "num_return_sequences": [1, 2, 4, 9],
+        "beam_width": [1, 2, 4, 9],
+        "length_penalty": [-1.0, 1.0, 2.0],
+        "early_stopping": [0, 1, 2, 3, 4],
+        "repetition_penalty": [0.5, 1.0, 1.5],
+        "presence_penalty": [-1.0, 1.0],
+        "frequency_penalty": [-1.0, 1.0],
+        "no_repeat_ngram_size": [0, 1, 3],
+        "logit_bias": [{ids[0]: 2.0, ids[1]: -1e6}],
+        "prefix_text": ["", "the cat"],
+        "prefix_ids": [pb.TokenIds(), pb.TokenIds(ids=ids[:2])],
+        "forced_first_id": [ids[0], EOS_ID],
+        "suppressed_ids": [ids[:2]],
+        "allowed_ids": [ids],
+        "stop_ids": [ids[1:]],
+        "stop_strings": [["a"], ["the", " t"], [""]],
+        "ignore_eos": [False, True],
+        "num_logprobs": [0, 3, 21],
+    }
+    names = dice.sample(sorted(choices), dice.choice([1, 2, 3, 5]))
+    return {name: dice.choice(choices[name]) for name in names} | {"seed": dice.randrange(2**64)}
+
+
+async def test_any_controls_are_answered_alike_by_both_forms_or_refused_by_name() -> None:
+    """Many at once, in one batch: nothing fails inside, and the stream adds up to the unary answer."""
+    dice = random.Random(4)
+    requests = [((dice.randrange(4, 20), 40 + i % 50), drawn_options(dice)) for i in range(300)]
+
+    async def ask(stub: Any, ids: tuple[int, ...], options: dict[str, Any]) -> str | None:
+        try:
+            whole = await stub.GenerateUnary(asking_whole(ids, **options))
+        except grpc.aio.AioRpcError as error:
+            return details_of(error).field or f"{error.code()} for {options}"
+        messages = [message async for message in stub.Generate(asking(ids, **options))]
+        assert joined(messages) == {output.output_index: output for output in whole.outputs}, options
+        assert messages[-1].usage == whole.usage
+        return None
+
+    async with serving(prepare=reads_history) as served:
+        fields = await asyncio.gather(*(ask(stub_of(served), ids, options) for ids, options in requests))
+    refused = [field for field in fields if field is not None]
+    assert [field for field in refused if not field.startswith("options.")] == []
+    assert len(requests) / 5 < len(refused) < len(requests) * 4 / 5
