@@ -116,7 +116,7 @@ class Tokenizer:
         """One token to look at: its text, leading space included; a special token's name; bytes that are no text."""
         token_bytes = self._token_bytes[index]
         if not token_bytes:
-            return self._backend.id_to_token(index)  # type: ignore[no-any-return]
+            return str(self._backend.id_to_token(index))
         try:
             return token_bytes.decode("utf-8")
         except UnicodeDecodeError:
