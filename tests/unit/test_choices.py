@@ -11,85 +11,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw, choose, greedy_choices
-from antiphon.model.ops.counter_random import seed_of_output, uniform_at
-from antiphon.model.ops.warpers import Warp, distribution, ids_of_largest, invert
+from antiphon.model.ops.warpers import Warp
 from antiphon.service.request import MAX_SEED
 from tests.batches import Choice, choices_of
+from tests.unit.sampling_reference import Logits, log_softmax, logits_of, reference_probabilities
 
 GREEDY = Choice()
 FORBIDDEN = -np.inf
-Logits = NDArray[np.float32]
-
-
-def logits_of(rows: int, vocab_size: int, *, seed: int = 0, scale: float = 3.0) -> Logits:
-    generator = np.random.default_rng(seed)
-    return (scale * generator.standard_normal((rows, vocab_size))).astype(np.float32)
 
 
 def draw(logits: Logits, settings: list[Choice], positions: list[int] | None = None) -> Draw:
-    """Choose after rows of logits, one each; what positions are matters to draws only."""
+    """Choose after rows of logits, one each; where these stand matters to draws only."""
     held = np.array(positions or [0] * len(settings), np.int32)
     return choose(logits, choices_of(range(len(settings)), settings), held)
-
-
-def probabilities(logits: Logits, warp: Warp) -> NDArray[np.float64]:
-    ids, weights = distribution(logits, warp)
-    result = np.zeros(len(logits))
-    result[slice(None) if ids is None else ids] = weights / weights.sum()
-    return result
-
-
-def log_softmax(logits: Logits) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
-
-
-def reference_probabilities(logits: Logits, warp: Warp) -> NDArray[np.float64]:
-    """What transformers draws from, in float64."""
-    torch = pytest.importorskip("torch")
-    warpers = pytest.importorskip("transformers.generation.logits_process")
-    chain = warpers.LogitsProcessorList([warpers.TemperatureLogitsWarper(warp.temperature)])
-    if warp.top_k:
-        chain.append(warpers.TopKLogitsWarper(warp.top_k))
-    if warp.top_p < 1.0:
-        chain.append(warpers.TopPLogitsWarper(warp.top_p))
-    if warp.min_p > 0.0:
-        chain.append(warpers.MinPLogitsWarper(warp.min_p))
-    if warp.typical_p < 1.0:
-        chain.append(warpers.TypicalLogitsWarper(warp.typical_p))
-    scores = chain(None, torch.from_numpy(logits.astype(np.float64))[None])
-    kept: NDArray[np.float64] = torch.softmax(scores, dim=-1)[0].numpy()
-    return kept
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("top_k", [0, 1, 7, 300, 999, 1000, 5000])
-@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1.0])
-def test_choices_are_drawn_from_the_distribution_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    warp = Warp(temperature=temperature, top_k=top_k, top_p=top_p)
-    logits = logits_of(1, 1000, seed=top_k)[0]
-    ours, theirs = probabilities(logits, warp), reference_probabilities(logits, warp)
-    assert np.array_equal(ours > 0, theirs > 0)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    vocab_size=st.integers(1, 40),
-    seed=st.integers(0, 10**6),
-    temperature=st.sampled_from([0.25, 0.7, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 1, 5, 100]),
-    top_p=st.floats(0.01, 1.0),
-    min_p=st.floats(0.0, 1.0),
-    typical_p=st.floats(0.01, 1.0),
-)
-def test_choices_warp_in_the_order_of_transformers(
-    vocab_size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
-) -> None:
-    logits = logits_of(1, vocab_size, seed=seed)[0]
-    full = Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
-    for warp in (full, dataclasses.replace(full, top_p=1.0), dataclasses.replace(full, top_k=0, min_p=0.0)):
-        np.testing.assert_allclose(probabilities(logits, warp), reference_probabilities(logits, warp), atol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,28 +194,6 @@ def test_choices_drawn_of_what_warpers_left_follow_the_distribution() -> None:
     assert chi_square < freedom + 4.5 * np.sqrt(2 * freedom)  # 4.5 deviations of a chi-square
 
 
-def test_uniforms_are_uniform_over_seeds_positions_and_outputs() -> None:
-    seeds = np.array([uniform_at(seed, 3) for seed in range(4000)])
-    positions = np.array([uniform_at(3, position) for position in range(4000)])
-    outputs = np.array([uniform_at(seed_of_output(3, index), 3) for index in range(4000)])
-    for values in (seeds, positions, outputs):
-        assert values.min() >= 0.0
-        assert values.max() < 1.0
-        ranks = np.sort(values)
-        distance = np.abs(ranks - np.arange(4000) / 4000).max()
-        assert distance < 2.2 / np.sqrt(4000)  # Kolmogorov-Smirnov, far beyond the 1 in 1000 bound
-    assert uniform_at(0, 0) != uniform_at(1, 0) != uniform_at(MAX_SEED, 2**31)
-
-
-def test_seeds_of_outputs_are_those_of_splitmix64() -> None:
-    """The numbers that Vigna's reference implementation of SplitMix64 gives for this seed."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [seed_of_output(1234567, index) for index in range(5)] == [1234567, *published]
-    seeds = {seed_of_output(seed, index) for seed in (0, 1, MAX_SEED) for index in range(100)}
-    assert len(seeds) == 300
-    assert max(seeds) <= MAX_SEED
-
-
 def choice_strategy(vocab_size: int) -> st.SearchStrategy[Choice]:
     edit = st.tuples(
         st.integers(0, vocab_size - 1), st.sampled_from([0.0, 2.5]), st.sampled_from([1.0, 1.5]), st.just(-0.5)
@@ -339,12 +251,6 @@ def test_choices_take_the_lowest_id_among_equals() -> None:
     assert draw(logits, [Choice(num_logprobs=2)]).top_ids[0].tolist() == [1, 2]
     assert draw(logits, [Choice(num_logprobs=5)]).top_ids[0].tolist() == [1, 2, 4, 3, 0]
     assert draw(logits, [Choice(edits=[(0, 5.0, 1.0, 0.0)])]).token_ids[0] == 0
-    ids, _ = distribution(logits[0], Warp(temperature=1.0, top_k=2))
-    assert ids is not None
-    assert ids.tolist() == [1, 2]
-    ids, _ = distribution(np.zeros(8, np.float32), Warp(temperature=1.0, top_p=0.5))
-    assert ids is not None
-    assert ids.tolist() == [0, 1, 2, 3]
 
 
 def test_choices_are_greedy_in_the_limits_of_their_settings() -> None:
@@ -421,23 +327,3 @@ def test_no_choices_are_an_empty_draw() -> None:
     drawn = choose(np.zeros((0, 9), np.float32), choices_of([]), np.zeros(0, np.int32))
     assert drawn.token_ids.shape == (0,)
     assert drawn.top_ids.shape == (0, 0)
-
-
-@given(count=st.integers(1, 12), values=st.lists(st.integers(-3, 3), min_size=1, max_size=10))
-def test_ids_of_largest_prefer_the_lowest_among_equals(count: int, values: list[int]) -> None:
-    array = np.array(values, np.float32)
-    expected = np.argsort(-array, kind="stable")[:count]
-    assert ids_of_largest(array, count).tolist() == sorted(expected.tolist())
-
-
-@given(
-    weights=st.lists(st.sampled_from([0.0, 1e-300, 0.25, 1.0, 1e9]), min_size=1, max_size=400).filter(any),
-    uniform=st.floats(0.0, 1.0, exclude_max=True),
-)
-def test_invert_picks_a_weight_that_covers_the_point(weights: list[float], uniform: float) -> None:
-    array = np.array(weights)
-    index = invert(array, uniform)
-    assert array[index] > 0
-    point, total = uniform * array.sum(), array.sum()
-    assert array[:index].sum() <= point + 1e-9 * total
-    assert array[: index + 1].sum() >= point - 1e-9 * total
