@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
-from antiphon.model.ops.choices import greedy_choices
+from antiphon.model.ops.choices import Choices, greedy_choices
 from antiphon.model.ops.workspace import LIBRARY, Workspace
 
 Floats = NDArray[np.float32]
@@ -103,7 +103,8 @@ class NativeStepper:
             "cross_tables": sequences.cross_tables,
             "source_lens": sequences.source_lens,
             "cache": sequences.cache,
-            **self._likeliest_after(np.cumsum(counts, dtype=np.int32) - 1),
+            **settings_of(greedy_choices(np.cumsum(counts, dtype=np.int32) - 1)),
+            "num_logprobs": np.full(len(counts), self._config.vocab_size, np.int32),
         }
         token_ids, logprobs, top_ids, top_logprobs, top_scores = run_native(self._decoder, inputs)
         if (token_ids < 0).any():
@@ -115,14 +116,11 @@ class NativeStepper:
             raise StepError("scores of choices without edits are not their log-probabilities")
         return found
 
-    def _likeliest_after(self, picks: Lens) -> dict[str, NDArray[Any]]:
-        """The decoder's settings that ask for the likeliest token after each picked one, and for all of them."""
-        choices = greedy_choices(picks)
-        settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
-        return settings | {
-            "seeds": choices.seeds.view(np.int64),
-            "num_logprobs": np.full(len(picks), self._config.vocab_size, np.int32),
-        }
+
+def settings_of(choices: Choices) -> dict[str, NDArray[Any]]:
+    """How a decoder graph chooses: the inputs that `Choices` are, seeds as int64 of the same bits."""
+    settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
+    return settings | {"seeds": choices.seeds.view(np.int64)}
 
 
 def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY) -> Any:

@@ -161,17 +161,38 @@ def _paged_write(rng: Rng) -> Call:
     return arrays, dict(num_heads=heads, layer=pick(rng, range(_LAYERS)))
 
 
+def _edits(rng: Rng, count: int, vocab: int) -> Arrays:
+    """Edits of each of `count` choices, mostly few, some tokens edited twice; room for more behind them."""
+    offsets = ramp([int(rng.integers(0, pick(rng, [1, 2, 20]))) for _ in range(count)])
+    room = int(offsets[-1]) + int(rng.integers(0, 3))
+    values = [
+        rng.choice(np.array(column, np.float32), room)
+        for column in ([-np.inf, -3e38, -2, 0, 1, 3e38], [1e-45, 0.3, 1, 2, 3e38], [-np.inf, -1, 0, 3e38])
+    ]
+    return {
+        "edit_offsets": offsets, "edit_ids": rng.integers(0, vocab, room, np.int32),
+        "edit_values": np.stack(values, axis=1),
+    }  # fmt: skip
+
+
 def _select(rng: Rng, *, quantized: bool) -> Call:
-    new = [int(rng.integers(1, 4)) for _ in range(any_size(rng, 40))]
-    rows, width, vocab = len(new), any_size(rng), pick(rng, [*_OUTPUTS, 700])
+    tokens, width, vocab = any_size(rng), any_size(rng), pick(rng, [*_OUTPUTS, 700])
+    count = tokens if rng.random() < 0.5 else any_size(rng, 40) * bool(tokens)
+    picks = rng.integers(0, max(tokens, 1), count, np.int32)
     arrays: Arrays = {
-        "hidden": floats(rng, sum(new), width), **_packed(rng, vocab, width, quantized=quantized),
-        "offsets": ramp(new), "positions": rng.integers(LOWEST, HIGHEST, sum(new), np.int32),
-        "temperatures": rng.choice(np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32), rows),
-        "top_ks": rng.choice(np.array([0, 1, 5, vocab, HIGHEST], np.int32), rows),
-        "top_ps": rng.choice(np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32), rows),
-        "seeds": rng.integers(-(2**63), 2**63 - 1, rows),
-        "num_logprobs": np.array([pick(rng, [-1, 0, 1, vocab // 2, vocab])], np.int32),
+        "hidden": floats(rng, tokens, width), **_packed(rng, vocab, width, quantized=quantized),
+        "positions": rng.integers(LOWEST, HIGHEST, tokens, np.int32),
+        "picks": np.arange(count, dtype=np.int32) if count == tokens and rng.random() < 0.5 else picks,
+        "temperatures": rng.choice(np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32), count),
+        "top_ks": rng.choice(np.array([0, 1, 5, vocab, HIGHEST], np.int32), count),
+        "top_ps": rng.choice(np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32), count),
+        "min_ps": rng.choice(np.array([0, 0, 1e-30, 0.1, 1], np.float32), count),
+        "typical_ps": rng.choice(np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32), count),
+        "seeds": rng.integers(-(2**63), 2**63 - 1, count),
+        "given_ids": rng.choice(np.array([-1, -1, 0, vocab - 1]), count),
+        "num_logprobs": rng.choice(np.array([-1, 0, 1, vocab // 2, vocab], np.int32), count),
+        "is_normalized": rng.integers(0, 2, count, np.int32), "is_exclusive": rng.integers(0, 2, count, np.int32),
+        **_edits(rng, count, vocab),
     }  # fmt: skip
     return arrays, dict(vocab=vocab)
 

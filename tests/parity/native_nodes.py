@@ -34,6 +34,7 @@ _OUTPUTS = {
             "logprobs": TensorProto.FLOAT,
             "top_ids": TensorProto.INT64,
             "top_logprobs": TensorProto.FLOAT,
+            "top_scores": TensorProto.FLOAT,
         }
         for name in ("Select", "QuantizedSelect")
     },

@@ -77,8 +77,12 @@ def test_packed_and_paged_modules_equal_the_transformer(name: str) -> None:
     encoder, decoder = PackedEncoder(model).eval(), PagedDecoder(model).eval()
     positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in SOURCE_LENS])
     with torch.no_grad():
-        written, cache = encoder(torch.cat(sources), positions, ramp(SOURCE_LENS), pool.cross_tables, pool.cache)
+        written, memory, cache = encoder(
+            torch.cat(sources), positions, ramp(SOURCE_LENS), pool.cross_tables, pool.cache
+        )
+        encoded = torch.cat([model.encode(source[None])[0] for source in sources])
     assert written.tolist() == [sum(SOURCE_LENS)]
+    torch.testing.assert_close(memory, encoded, atol=TOLERANCE, rtol=TOLERANCE)
     wanted = expected_logits(model, sources, targets)
     held = [0] * len(sources)
     for counts in CHUNKS:

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from antiphon.model.native_stepper import settings_of
 from antiphon.model.ops.packing import pack_float, pack_int8
+from tests.batches import Choice, choices_of
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
 HEADS, WIDTH = 2, 8
@@ -104,12 +106,21 @@ def paged_write() -> Call:
 
 
 def select() -> Call:
+    edits = [(0, 1.0, 1.0, 0.0), (19, 0.0, 2.0, -np.inf)]
+    choices = choices_of([0, 2], [Choice(num_logprobs=2, edits=edits), Choice(temperature=1.0, top_k=3, seed=2)])
     arrays: Arrays = {
-        "hidden": normal(3, 8), "weight": pack_float(normal(20, 8)), "offsets": ramp([1, 2]),
-        "positions": ints(0, 1, 2), "temperatures": np.array([0, 1], np.float32), "top_ks": ints(0, 3),
-        "top_ps": np.ones(2, np.float32), "seeds": np.array([1, 2]), "num_logprobs": ints(2),
+        "hidden": normal(3, 8), "weight": pack_float(normal(20, 8)), "positions": ints(0, 1, 2), **settings_of(choices),
     }  # fmt: skip
     return arrays, dict(vocab=20)
+
+
+def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.float32]]:
+    """One bad edit behind a good one."""
+    return {"edit_values": np.array([(0, 1, 0), (bias, penalty, shift)], np.float32)}
+
+
+def reals(*values: float) -> NDArray[np.float32]:
+    return np.array(values, np.float32)
 
 
 CALLS = {
@@ -183,17 +194,43 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("PagedWrite", {"offsets": ramp([5, 20])}, "block_tables is -7"),
     ("PagedWrite", {"kv": normal(25, 33)}, "kv is 33"),
     ("PagedWrite", {"layer": -1}, "layer is -1"),
-    ("Select", {"offsets": ramp([1, 3])}, "offsets is 4"),
-    ("Select", {"offsets": ramp([0, 3])}, "offsets is 0"),
     ("Select", {"positions": ints(0, 1)}, "positions is 2"),
-    ("Select", {"temperatures": np.array([0, -1], np.float32)}, "temperatures of row is 1"),
-    ("Select", {"temperatures": np.array([np.nan, 1], np.float32)}, "temperatures of row is 0"),
-    ("Select", {"top_ps": np.array([np.nan, 1], np.float32)}, "top_ps of row is 0"),
+    ("Select", {"picks": ints(0, 3)}, "picks is 3.* below 3"),
+    ("Select", {"picks": ints(-1, 2)}, "picks is -1"),
+    ("Select", {"picks": ints(0)}, "temperatures is 2.* number of picks"),
+    ("Select", {"temperatures": reals(0, -1)}, "temperatures of choice is 1"),
+    ("Select", {"temperatures": reals(np.nan, 1)}, "temperatures of choice is 0"),
+    ("Select", {"top_ps": reals(np.nan, 1)}, "top_ps of choice is 0"),
+    ("Select", {"min_ps": reals(0, np.nan)}, "min_ps of choice is 1"),
+    ("Select", {"min_ps": reals(1.5, 0)}, "min_ps of choice is 0"),
+    ("Select", {"typical_ps": reals(np.nan, 1)}, "typical_ps of choice is 0"),
+    ("Select", {"typical_ps": reals(1, -0.5)}, "typical_ps of choice is 1"),
     ("Select", {"top_ks": ints(1, -2)}, "top_ks is -2"),
     ("Select", {"seeds": np.array([1])}, "seeds is 1"),
-    ("Select", {"num_logprobs": ints(21)}, "num_logprobs is 21"),
-    ("Select", {"num_logprobs": ints(-2)}, "num_logprobs is -2"),
-    ("Select", {"num_logprobs": ints(1, 1)}, "num_logprobs is 2"),
+    ("Select", {"given_ids": np.array([-1, 20])}, "given_ids is 20"),
+    ("Select", {"given_ids": np.array([-2, -1])}, "given_ids is -2"),
+    ("Select", {"given_ids": np.array([2**63 - 1, -1])}, "given_ids is 9223372036854775807"),
+    ("Select", {"num_logprobs": ints(21, 0)}, "num_logprobs is 21"),
+    ("Select", {"num_logprobs": ints(0, -2)}, "num_logprobs is -2"),
+    ("Select", {"num_logprobs": ints(1)}, "num_logprobs is 1.* number of picks"),
+    ("Select", {"is_normalized": ints(0, 2)}, "is_normalized is 2"),
+    ("Select", {"is_exclusive": ints(-1, 0)}, "is_exclusive is -1"),
+    ("Select", {"edit_offsets": ints(0, 2)}, "edit_offsets is 2"),
+    ("Select", {"edit_offsets": ints(0, 2, 1)}, "edit_offsets is 1.* rise"),
+    ("Select", {"edit_offsets": ints(-1, 0, 0)}, "edit_offsets is -1"),
+    ("Select", {"edit_offsets": ints(0, 2, 3)}, "edit_offsets is 3.* to 2 at most"),
+    ("Select", {"edit_ids": ints(0, 20)}, "edit_ids is 20"),
+    ("Select", {"edit_ids": ints(-1, 0)}, "edit_ids is -1"),
+    ("Select", {"edit_ids": ints(0)}, "edit_values is 2"),
+    ("Select", {"edit_values": normal(2, 2)}, "width of edit_values is 2"),
+    ("Select", edit(np.nan, 1, 0), "edit_values of edit is 1"),
+    ("Select", edit(np.inf, 1, 0), "edit_values of edit is 1"),
+    ("Select", edit(0, 0, 0), "edit_values of edit is 1"),
+    ("Select", edit(0, -2, 0), "edit_values of edit is 1"),
+    ("Select", edit(0, np.nan, 0), "edit_values of edit is 1"),
+    ("Select", edit(0, np.inf, 0), "edit_values of edit is 1"),
+    ("Select", edit(0, 1, np.nan), "edit_values of edit is 1"),
+    ("Select", edit(0, 1, np.inf), "edit_values of edit is 1"),
     ("Select", {"vocab": 200}, "weight"),
 ]
 
@@ -212,10 +249,11 @@ def test_calls_that_refusals_start_from_are_good(op_type: str) -> None:
 
 @pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Select"])
 def test_calls_without_rows_give_nothing(op_type: str) -> None:
-    kept = ("weight", "cache", "bias_table", "slopes", "num_logprobs")
+    kept = ("weight", "cache", "bias_table", "slopes", "edit_ids", "edit_values")
     arrays, _ = CALLS[op_type]()
     empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}
-    run_changed(op_type, {**empty, "offsets": ints(0)})
+    offsets = "edit_offsets" if op_type == "Select" else "offsets"
+    run_changed(op_type, {**empty, offsets: ints(0)})
 
 
 @pytest.mark.parametrize(("op_type", "changes", "message"), BAD, ids=[f"{op}-{next(iter(c))}" for op, c, _ in BAD])

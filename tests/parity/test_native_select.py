@@ -1,169 +1,255 @@
-"""The end of a step, Select, against its eager reference: greedy, sampled, likeliest tokens, and rows apart.
+"""The end of a step, Select, against the NumPy account of it: every control, alone and together, and rows apart.
 
-Logits differ in their last bits from the reference's, so a sampled token may differ where the random number falls on
-an edge: such a draw must then be within a part in ten thousand of the token's share.
+Hidden states and weights are multiples of powers of two, few enough that logits are exact in any order of addition:
+tokens must then be the same, ties included. Only exp and sums of it differ in their last bits, so a sampled token may
+differ where a random number or the end of a nucleus falls on an edge.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from antiphon.model.native_stepper import settings_of
+from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw, choose
 from antiphon.model.ops.counter_random import uniform_at
-from antiphon.model.ops.native_select import distribution, select
 from antiphon.model.ops.packing import pack_float, pack_int8, unpack_int8
-from tests.parity.native_nodes import normal, ramp, run_node
+from antiphon.model.ops.warpers import Warp, distribution
+from tests.batches import Choice, choices_of
+from tests.parity.native_nodes import normal, run_node
 
 EDGE = 1e-4
-EXAMPLES = settings(max_examples=60)
+EXAMPLES = settings(max_examples=80)
 Arrays = dict[str, NDArray[Any]]
-ROW = st.tuples(
-    st.integers(1, 3),  # new tokens
-    st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),  # temperature
-    st.sampled_from([0, 1, 3, 40, 100_000]),  # top_k
-    st.sampled_from([1.0, 0.95, 0.5, 0.01]),  # top_p
-    st.integers(0, 2**64 - 1),  # seed
-)
-ROWS = st.lists(ROW, min_size=1, max_size=6)
-Row = tuple[int, float, int, float, int]
+Floats = NDArray[np.float32]
 
 
-def settings_of(rows: list[Row], num_logprobs: int = -1) -> Arrays:
-    counts, temperatures, top_ks, top_ps, seeds = zip(*rows, strict=True)
-    random = np.random.default_rng(len(rows))
-    starts = random.integers(0, 2000, len(rows))
-    positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    return {
-        "offsets": ramp(counts),
-        "positions": np.concatenate(positions).astype(np.int32),
-        "temperatures": np.array(temperatures, np.float32),
-        "top_ks": np.array(top_ks, np.int32),
-        "top_ps": np.array(top_ps, np.float32),
-        "seeds": np.array(seeds, np.uint64).view(np.int64),
-        "num_logprobs": np.array([num_logprobs], np.int32),
-    }
+def choices(vocab: int) -> st.SearchStrategy[Choice]:
+    ids = st.integers(0, vocab - 1)
+    edit = st.tuples(
+        ids,
+        st.sampled_from([0.0, 0.5, -3.0, 8.0]),
+        st.sampled_from([1.0, 0.5, 1.25, 4.0]),
+        st.sampled_from([0.0, -0.25, 2.0, -np.inf]),
+    )
+    return st.builds(
+        Choice,
+        temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
+        top_k=st.sampled_from([0, 0, 1, 3, 40, 100_000]),
+        top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
+        min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4, 1.0]),
+        typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 0.01]),
+        seed=st.integers(0, 2**64 - 1),
+        given_id=st.just(-1) | st.just(-1) | ids,
+        num_logprobs=st.integers(-1, min(vocab, 8)),
+        is_normalized=st.booleans(),
+        is_exclusive=st.sampled_from([False, False, False, True]),
+        edits=st.just([]) | st.lists(edit, max_size=12),
+    )
 
 
-def reference(hidden: NDArray[Any], weight: NDArray[Any], held: Arrays) -> list[NDArray[Any]]:
-    tensors = map(torch.from_numpy, (hidden, weight, *held.values()))
-    return [output.numpy() for output in select(*tensors)]
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Floats, Floats, NDArray[np.int32], Choices]:
+    """Hidden states [N, M], weights [V, M], positions [N] and choices after some of the tokens."""
+    vocab, width, tokens = draw(st.integers(1, 700)), draw(st.integers(1, 60)), draw(st.integers(1, 5))
+    held = draw(st.lists(choices(vocab), min_size=1, max_size=6))
+    picks = [draw(st.integers(0, tokens - 1)) for _ in held]
+    random = np.random.default_rng([vocab, width, tokens])
+    hidden, weight = exact(random, tokens, width), exact(random, vocab, width)
+    return hidden, weight, random.integers(0, 2000, tokens, np.int32), choices_of(picks, held)
 
 
-def run_select(hidden: NDArray[Any], weight: NDArray[Any], held: Arrays, *, threads: int = 1) -> list[NDArray[Any]]:
-    inputs = {"hidden": hidden, "weight": pack_float(weight), **held}
-    return run_node("Select", inputs, threads=threads, vocab=len(weight))
+def exact(random: np.random.Generator, *shape: int) -> Floats:
+    return (random.integers(-8, 9, shape) / 8).astype(np.float32)
 
 
-def may_draw(logits: NDArray[np.float32], row: Row, position: int, token: int) -> bool:
-    """Whether this draw is right, or right for a number next to the random one."""
-    _, temperature, top_k, top_p, seed = row
-    ids, weights = distribution(logits, temperature, top_k, min(1.0, top_p * (1 + EDGE)))
-    edges = np.concatenate([[0], np.cumsum(weights)]) / weights.sum()
-    index = int(np.searchsorted(ids, token))
-    if index == len(ids) or ids[index] != token:
-        return False
-    # A token more or less at the nucleus' edge scales every share.
-    slack = EDGE + weights.min() / weights.sum()
-    return bool(edges[index] - slack <= uniform_at(seed, position) <= edges[index + 1] + slack)
+def run_select(
+    hidden: Floats, weight: Floats, positions: NDArray[np.int32], held: Choices, *, threads: int = 1
+) -> Draw:
+    operands = {"hidden": hidden, "weight": pack_float(weight), "positions": positions, **settings_of(held)}
+    return Draw(*run_node("Select", operands, threads=threads, vocab=len(weight)))
+
+
+def subset(held: Choices, rows: list[int]) -> Choices:
+    """Some of the choices, with their edits."""
+    spans = [range(held.edit_offsets[row], held.edit_offsets[row + 1]) for row in rows]
+    edits = [index for span in spans for index in span]
+    whole = {field.name: getattr(held, field.name) for field in fields(held)}
+    return Choices(
+        **{name: array[rows] for name, array in whole.items() if not name.startswith("edit")},
+        edit_offsets=np.cumsum([0, *map(len, spans)], dtype=np.int32),
+        edit_ids=held.edit_ids[edits],
+        edit_values=held.edit_values[edits],
+    )
+
+
+def warp_of(held: Choices, row: int) -> Warp:
+    return Warp(
+        temperature=float(held.temperatures[row]),
+        top_k=int(held.top_ks[row]),
+        top_p=float(held.top_ps[row]),
+        min_p=float(held.min_ps[row]),
+        typical_p=float(held.typical_ps[row]),
+    )
+
+
+def may_draw(values: Floats, warp: Warp, uniform: float, token: int) -> bool:
+    """Whether this draw is right for a number and limits next to the true ones."""
+    for top_p, min_p, typical_p in itertools.product((1 - EDGE, 1, 1 + EDGE), repeat=3):
+        near = replace(
+            warp, top_p=warp.top_p * top_p, min_p=min(1.0, warp.min_p * min_p), typical_p=warp.typical_p * typical_p
+        )
+        ids, weights = distribution(values, near)
+        held = np.arange(len(values)) if ids is None else ids
+        edges = np.concatenate([[0], np.cumsum(weights)]) / weights.sum()
+        index = int(np.searchsorted(held, token))
+        if index < len(held) and held[index] == token and edges[index] - EDGE <= uniform <= edges[index + 1] + EDGE:
+            return True
+    return False
+
+
+def values_of(logits: Floats, held: Choices, row: int) -> Floats:
+    """The edited values [V] of one choice, up to a number that all of them share: the scores of every token."""
+    everything = replace(subset(held, [row]), num_logprobs=np.array([len(logits)], np.int32))
+    drawn = choose(logits[None], everything, np.zeros(1, np.int32))
+    values = np.full(len(logits), -np.inf, np.float32)
+    listed = drawn.top_ids[0] >= 0
+    values[drawn.top_ids[0][listed]] = drawn.top_scores[0][listed]
+    return values
 
 
 @EXAMPLES
-@given(ROWS, st.integers(1, 100), st.integers(1, 700), st.integers(-1, 8))
-def test_select_equals_eager(rows: list[Row], width: int, vocab: int, num_logprobs: int) -> None:
-    held = settings_of(rows, min(num_logprobs, vocab))
-    hidden, weight = normal(len(held["positions"]), width), normal(vocab, width)
-    found, expected = run_select(hidden, weight, held), reference(hidden, weight, held)
-    last = held["offsets"][1:] - 1
-    logits = (torch.from_numpy(hidden[last]) @ torch.from_numpy(weight).T).numpy()
-    for index, row in enumerate(rows):
-        token, wanted = int(found[0][index]), int(expected[0][index])
-        position = int(held["positions"][last[index]])
-        assert token == wanted or (row[1] > 0 and may_draw(logits[index], row, position, token))
-    same = found[0] == expected[0]
-    np.testing.assert_allclose(found[1][same], expected[1][same], rtol=1e-5, atol=1e-4)
-    assert found[2].shape == expected[2].shape == (len(rows), max(0, min(num_logprobs, vocab)))
-    np.testing.assert_array_equal(found[2], expected[2])
-    np.testing.assert_allclose(found[3], expected[3], rtol=1e-5, atol=1e-4)
+@given(steps())
+def test_select_chooses_as_numpy_does(step: tuple[Floats, Floats, NDArray[np.int32], Choices]) -> None:
+    hidden, weight, positions, held = step
+    logits, places = hidden[held.picks] @ weight.T, positions[held.picks]
+    found, expected = run_select(hidden, weight, positions, held), choose(logits, held, places)
+    for row in np.flatnonzero(found.token_ids != expected.token_ids).tolist():
+        assert held.temperatures[row] > 0, (row, found.token_ids[row], expected.token_ids[row])
+        uniform = uniform_at(int(held.seeds[row]), int(places[row]))
+        assert may_draw(values_of(logits[row], held, row), warp_of(held, row), uniform, int(found.token_ids[row]))
+    same = found.token_ids == expected.token_ids
+    np.testing.assert_allclose(found.logprobs[same], expected.logprobs[same], rtol=1e-5, atol=2e-4)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, rtol=1e-5, atol=2e-4)
+    np.testing.assert_allclose(found.top_scores, expected.top_scores, rtol=1e-5, atol=2e-4)
 
 
 @EXAMPLES
-@given(ROWS, st.integers(1, 600))
-def test_rows_are_bit_identical_alone_and_on_two_threads(rows: list[Row], vocab: int) -> None:
-    held, weight = settings_of(rows, 3 if vocab >= 3 else 0), normal(vocab, 48)
-    hidden = normal(len(held["positions"]), 48)
-    found = run_select(hidden, weight, held, threads=2)
-    for row in range(len(rows)):
-        tokens = slice(*held["offsets"][row : row + 2])
-        alone = {name: array[[row]] if len(array) == len(rows) else array for name, array in held.items()}
-        alone |= {
-            "offsets": ramp([tokens.stop - tokens.start]),
-            "positions": held["positions"][tokens],
-            "num_logprobs": held["num_logprobs"],
-        }
-        for single, together in zip(run_select(hidden[tokens], weight, alone), found, strict=True):
-            np.testing.assert_array_equal(single[0], together[row])
+@given(steps(), st.integers(0, 2**32 - 1))
+def test_choices_are_bit_identical_alone_and_on_two_threads(
+    step: tuple[Floats, Floats, NDArray[np.int32], Choices], seed: int
+) -> None:
+    _, weight, positions, held = step
+    hidden, weight = normal(len(positions), weight.shape[1], seed=seed), normal(*weight.shape, seed=seed)
+    found = run_select(hidden, weight, positions, held, threads=2)
+    for row in range(len(held)):
+        token = held.picks[row]
+        single = replace(subset(held, [row]), picks=np.zeros(1, np.int32))
+        alone = run_select(hidden[[token]], weight, positions[[token]], single)
+        np.testing.assert_array_equal(alone.token_ids[0], found.token_ids[row])
+        np.testing.assert_array_equal(alone.logprobs[0], found.logprobs[row])
+        width = alone.top_ids.shape[1]
+        for name in ("top_ids", "top_logprobs", "top_scores"):
+            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(found, name)[row, :width])
+        assert (found.top_ids[row, width:] == -1).all()
+
+
+def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
+    """Hidden states as 8 bits hold them; is_fused: by a processor that rounds once where it multiplies and adds."""
+    is_positive = (hidden >= 0).all(axis=1, keepdims=True)
+    levels, zero = np.where(is_positive, 255, 127).astype(np.float32), np.where(is_positive, 0, 128)
+    size = np.abs(hidden).max(axis=1, keepdims=True)
+    inverse = levels / size
+    scaled = hidden.astype(np.float64) * inverse if is_fused else (hidden * inverse).astype(np.float64)
+    integers = np.rint((scaled + zero).astype(np.float32)) - zero
+    return np.asarray(integers * (size / levels), np.float32)
 
 
 @EXAMPLES
-@given(ROWS, st.integers(1, 100), st.integers(3, 300))
-def test_quantized_select_equals_select_of_what_it_holds(rows: list[Row], width: int, vocab: int) -> None:
-    held = settings_of(rows, vocab)
-    hidden, packed = normal(len(held["positions"]), width), pack_int8(normal(vocab, width))
+@given(st.integers(1, 5), st.integers(1, 100), st.integers(1, 300))
+def test_quantized_select_equals_select_of_what_it_holds(tokens: int, width: int, vocab: int) -> None:
+    """Row by row: a hidden state on the edge between two levels falls one way with, one way without fused products."""
+    held = choices_of(range(tokens), [Choice(num_logprobs=vocab)] * tokens)
+    hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
     parts: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
-    found = run_node("QuantizedSelect", {"hidden": hidden, **parts, **held}, vocab=vocab)
-    # The hidden states as 8 bits hold them.
-    positive = (hidden >= 0).all(axis=1, keepdims=True)
-    step = np.abs(hidden).max(axis=1, keepdims=True) / np.where(positive, 255, 127).astype(np.float32)
+    operands = {"hidden": hidden, **parts, "positions": np.zeros(tokens, np.int32), **settings_of(held)}
+    found = Draw(*run_node("QuantizedSelect", operands, vocab=vocab))
     weight = (unpack_int8(packed.integers, vocab, width) * packed.scales[:vocab, None]).astype(np.float32)
-    expected = reference((np.rint(hidden / step) * step).astype(np.float32), weight, held)
-    by_id = [np.take_along_axis(values[3], values[2].argsort(axis=1), axis=1) for values in (found, expected)]
-    # A hidden state on the edge between two levels may fall either way.
-    slack = 1e-3 + 127 * packed.scales.max() * step.max()
-    np.testing.assert_allclose(by_id[0], by_id[1], atol=slack)
-    assert (np.abs(by_id[0] - by_id[1]) < 1e-3).mean() > 0.9
+    scores = np.take_along_axis(found.top_logprobs, found.top_ids.argsort(axis=1), axis=1)
+    errors = []
+    for is_fused in (True, False):
+        logits = (held_by_8_bits(hidden, is_fused=is_fused) @ weight.T).astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        errors.append(np.abs(scores - expected).max(axis=1))
+    assert (np.minimum(*errors) < 1e-3).all()
 
 
-def plain(rows: int, num_logprobs: int = -1) -> Arrays:
-    return settings_of([(1, 0.0, 0, 1.0, 0)] * rows, num_logprobs)
+def plain(rows: int, **changes: Any) -> Choices:
+    return choices_of(range(rows), [Choice(**changes)] * rows)
+
+
+def places(count: int) -> NDArray[np.int32]:
+    return np.arange(count, dtype=np.int32)
 
 
 def test_ties_go_to_the_lowest_id() -> None:
     weight = np.zeros((90, 8), np.float32)
     weight[[3, 40, 41, 77]] = 1
-    found = run_select(np.ones((1, 8), np.float32), weight, plain(1, 6))
-    assert found[0].tolist() == [3]
-    assert found[2].tolist() == [[3, 40, 41, 77, 0, 1]]
+    found = run_select(np.ones((1, 8), np.float32), weight, places(1), plain(1, num_logprobs=6))
+    assert found.token_ids.tolist() == [3]
+    assert found.top_ids.tolist() == [[3, 40, 41, 77, 0, 1]]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, temperature: float) -> None:
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"given_id": 4}, {"edits": [(3, 0.0, 1.0, -np.inf)]}])
+def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, changes: dict[str, Any]) -> None:
     hidden, weight = normal(3, 16), normal(50, 16)
     hidden[1] = value
-    held = settings_of([(1, temperature, 0, 1.0, seed) for seed in (1, 2, 3)], 2)
-    found = run_select(hidden, weight, held)
-    assert found[0][1] == -1
-    assert (found[0][[0, 2]] >= 0).all()
-    others = {name: array[[0, 2]] if len(array) == 3 else array for name, array in held.items()}
-    others["offsets"] = ramp([1, 1])
-    for beside, apart in zip(found, run_select(hidden[[0, 2]], weight, others), strict=True):
-        np.testing.assert_array_equal(beside[[0, 2]], apart)
+    held = plain(3, num_logprobs=2, **changes)
+    found = run_select(hidden, weight, places(3), held)
+    assert found.token_ids[1] == NOT_FINITE
+    assert found.top_ids[1].tolist() == [-1, -1]
+    assert (found.token_ids[[0, 2]] >= 0).all()
+    beside = run_select(hidden[[0, 2]], weight, places(3)[[0, 2]], plain(2, num_logprobs=2, **changes))
+    for name in Draw.__slots__:
+        np.testing.assert_array_equal(getattr(found, name)[[0, 2]], getattr(beside, name))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
+    held = choices_of(range(2), [Choice(temperature=temperature, is_exclusive=True, num_logprobs=2), Choice()])
+    found = run_select(normal(2, 8), normal(30, 8), places(2), held)
+    assert found.token_ids[0] == NONE_ALLOWED
+    assert found.token_ids[1] >= 0
+    assert found.top_ids[0].tolist() == [-1, -1]
+    assert found.top_scores[0].tolist() == [-np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1.0, 3e38, np.inf])
+def test_no_temperature_lets_forbidden_tokens_through(temperature: float) -> None:
+    allowed = [(token_id, 0.0, 1.0, 0.0) for token_id in (7, 300)]
+    held = choices_of(
+        [0] * 64, [Choice(temperature=temperature, is_exclusive=True, edits=allowed, seed=seed) for seed in range(64)]
+    )
+    found = run_select(normal(1, 8), normal(400, 8), places(1), held)
+    assert set(found.token_ids.tolist()) <= {7, 300}
 
 
 def test_samples_follow_the_distribution() -> None:
     """One hidden state at 4000 positions: frequencies are the probabilities, within five deviations."""
     draws, vocab = 4000, 12
     hidden, weight = np.repeat(normal(1, 6), draws, axis=0), normal(vocab, 6)
-    held = settings_of([(1, 0.8, 0, 1.0, 2**63 + 11)] * draws)
-    held["positions"] = np.arange(draws, dtype=np.int32)
-    found = run_select(hidden, weight, held)[0]
-    _, weights = distribution(weight @ hidden[0], 0.8, 0, 1.0)
+    held = plain(draws, temperature=0.8, seed=2**63 + 11)
+    found = run_select(hidden, weight, places(draws), held).token_ids
+    _, weights = distribution(weight @ hidden[0], Warp(temperature=0.8))
     share = weights / weights.sum()
     deviation = np.sqrt(share * (1 - share) / draws)
     assert (np.abs(np.bincount(found, minlength=vocab) / draws - share) < 5 * deviation + 1e-3).all()

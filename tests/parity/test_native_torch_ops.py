@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.model.native_stepper import settings_of
 from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.ops.cache_pool import read_positions, write_position
+from tests.batches import Choice, choices_of
 
 HEADS, WIDTH = 2, 8
 Call = tuple[Callable[..., Any], tuple[Tensor | None, ...], dict[str, Any]]
@@ -65,16 +67,19 @@ def test_native_op_passes_pytorch_checks(name: str) -> None:
 
 
 def test_select_op_passes_pytorch_checks() -> None:
-    """Its shape rule is left out: how many likeliest tokens come back is in the data."""
-    seeds = torch.tensor([7, -7])
-    operands = (
-        normal(3, 8), normal(20, 8), ints(0, 2, 3), ints(0, 1, 4), torch.tensor([0.0, 1.0]), ints(0, 3),
-        torch.ones(2), seeds, ints(2),
-    )  # fmt: skip
+    """Its shape rule is left out: how many candidates come back is in the data."""
+    settings = [
+        Choice(num_logprobs=2, edits=[(3, 0.5, 2.0, -1.0)]),
+        Choice(temperature=1.0, seed=7),
+        Choice(given_id=9),
+    ]
+    held = settings_of(choices_of([1, 0, 1], settings))
+    operands = (normal(3, 8), normal(20, 8), ints(0, 1, 4), *map(torch.from_numpy, held.values()))
     torch.library.opcheck(native_select.select, operands, test_utils="test_schema")
-    token_ids, logprobs, top_ids, top_logprobs = native_select.select(*operands)
-    assert token_ids.shape == logprobs.shape == (2,)
-    assert top_ids.shape == top_logprobs.shape == (2, 2)
+    token_ids, logprobs, *tops = native_select.select(*operands)
+    assert token_ids.shape == logprobs.shape == (3,)
+    assert token_ids[2] == 9
+    assert [top.shape for top in tops] == [(3, 2)] * 3
 
 
 def test_pool_gives_back_what_was_written_and_touches_nothing_else() -> None:
