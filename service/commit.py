@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.request import FinishReason, TokenLogprob
+from antiphon.service.request import FinishReason, Task, TokenLogprob
 from antiphon.service.rows import RunningRows
 from antiphon.service.runner import NONE_ALLOWED, NOT_FINITE, Draw
 from antiphon.service.sequence import Sequence
@@ -82,15 +82,18 @@ def _watch(
         token_id = int(draw.token_ids[row])
         if token_id < 0:
             continue
-        params = sequence.group.request.params
-        if token_id in params.stop_ids:
+        request = sequence.group.request
+        if request.task is Task.SCORE:
+            stopped[row] = FinishReason.STOP
+            is_silent[row] = True
+        elif token_id in request.params.stop_ids:
             stopped[row] = FinishReason.STOP_SEQUENCE
             is_silent[row] = True
         elif not is_silent[row] and sequence.stop_matcher is not None and sequence.stop_matcher.push(token_id):
             stopped[row] = FinishReason.STOP_SEQUENCE
         if sequence.edits is not None:
             sequence.edits.push(token_id)
-        if (count := sequence.group.request.num_logprobs) is not None:
+        if (count := request.num_logprobs) is not None:
             item = token_logprob(draw, row, token_id, count)
             given = judged.get(sequence, ())
             sequence.logprob_sum += item.logprob + sum(one.logprob for one in given)

@@ -171,7 +171,7 @@ async def run_engine(runner: Runner, sources: Sequence[list[int]]) -> list[list[
                 stream,
             )
             streams.append(stream)
-        return [list((await stream.collect()).token_ids) for stream in tqdm(streams, unit="sentence", disable=None)]
+        return [list((await stream.collect())[0].token_ids) for stream in tqdm(streams, unit="sentence", disable=None)]
     finally:
         await asyncio.to_thread(engine.stop)
 

@@ -10,6 +10,7 @@ from antiphon.service.request import Pooling
 
 def pool(states: NDArray[np.float32], pooling: Pooling, *, normalize: bool) -> NDArray[np.float32]:
     """states [S, M] -> [M] float32, scaled to length 1 where `normalize`; a vector of zeros stays one."""
+    vector: NDArray[np.float64]
     if pooling is Pooling.MEAN:
         vector = states.mean(axis=0, dtype=np.float64)
     elif pooling is Pooling.MAX:
@@ -17,4 +18,4 @@ def pool(states: NDArray[np.float32], pooling: Pooling, *, normalize: bool) -> N
     else:
         vector = states[0].astype(np.float64)
     length = float(np.linalg.norm(vector)) if normalize else 1.0
-    return (vector / (length or 1.0)).astype(np.float32)
+    return np.asarray(vector / (length or 1.0), np.float32)

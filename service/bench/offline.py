@@ -80,7 +80,7 @@ class Offline:
 
     async def _translate_one(self, name: str, source: Sequence[int], params: SamplingParams) -> TokenEvent:
         stream = self._submit(name, source, params)
-        event = await stream.collect()
+        event, *_ = await stream.collect()  # of several outputs the best
         if event.error is not None:
             raise event.error
         return event

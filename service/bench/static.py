@@ -13,6 +13,7 @@ from itertools import count, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.ops.choices import greedy_choices
 from antiphon.service.bench.sources import Ids
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.runner import DecodeBatch, Runner
@@ -55,17 +56,15 @@ class StaticBatch:
     def step(self, token_ids: NDArray[np.int64], position: int) -> NDArray[np.int64]:
         """Feed one token to each row at a position; their next tokens."""
         rows = len(self._sources)
+        each = np.arange(rows + 1, dtype=np.int32)
         batch = DecodeBatch(
             token_ids=token_ids,
             positions=np.full(rows, position, np.int32),
-            offsets=np.arange(rows + 1, dtype=np.int32),
+            offsets=each,
             self_tables=_table(self._self, blocks_for(self._runner.max_target_len, self._runner.block_size)),
             cross_tables=_table(self._cross, blocks_for(self._runner.max_source_len, self._runner.block_size)),
             source_lens=self._source_lens,
-            temperatures=np.zeros(rows, np.float32),
-            top_ks=np.zeros(rows, np.int32),
-            top_ps=np.ones(rows, np.float32),
-            seeds=np.zeros(rows, np.uint64),
+            choices=greedy_choices(each[:-1]),
         )
         return self._runner.decode(batch).token_ids.copy()
 

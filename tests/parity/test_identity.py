@@ -1,8 +1,9 @@
-"""The same answer alone or in a crowd: every request's tokens and log-probabilities, bit by bit.
+"""The same answer alone or in a crowd: every request's tokens, log-probabilities and scores, bit by bit.
 
-Random mixes of requests go through the engine's steps over native graphs: any lengths, greedy and sampled, with and
-without prefixes, joining and leaving when the dice say so, some cancelled. Each is then run alone, with one thread.
-ANTIPHON_IDENTITY_ROUNDS mixes are drawn for each graph set and number of threads; `make soak` draws many.
+Random mixes of requests go through the engine's steps over native graphs: any lengths and any controls (greedy,
+sampled, beams, penalties, constraints, prefixes, targets to score, sources to embed), joining and leaving when the dice
+say so, some cancelled. Each is then run alone, with one thread. ANTIPHON_IDENTITY_ROUNDS mixes are drawn for each graph
+set and number of threads; `make soak` draws many.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import os
 import random
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -22,44 +23,43 @@ from antiphon.service.admission import AdmissionLimits, admit
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.native_runner import NativeRunner
-from antiphon.service.request import MAX_SEED, FinishReason, Request, SamplingParams
+from antiphon.service.request import (
+    MAX_SEED,
+    EarlyStopping,
+    FinishReason,
+    Pooling,
+    Request,
+    SamplingParams,
+    Task,
+    TokenEvent,
+)
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import DecodeBatch, Draw, Runner
 from antiphon.service.scheduler import SchedulerLimits
-from antiphon.service.sequence import Sequence
+from antiphon.service.sequence import SequenceGroup
 from antiphon.service.step import StepParts, Stepper
 from antiphon.service.stream import OutputStream
 from tests.fakes import FakeClock, request_of
 
-ROUNDS = int(os.environ.get("ANTIPHON_IDENTITY_ROUNDS") or 8)
+ROUNDS = int(os.environ.get("ANTIPHON_IDENTITY_ROUNDS") or 2)
 MAX_ROWS = 40
-NUM_REQUESTS = 60
-Choices = list[tuple[int, float]]
+NUM_REQUESTS = 200
+MAX_WIDTH = 8
 
 
-class Recorder:
-    """A runner that asks for the log-probability of every chosen token, and notes both by request.
+class Watcher:
+    """A runner that counts the steps in which rows fed prefixes beside other rows' tokens."""
 
-    A row's request is the live one that holds its first cross block.
-    """
-
-    def __init__(self, runner: NativeRunner, live: dict[str, Sequence]) -> None:
+    def __init__(self, runner: NativeRunner) -> None:
         self._runner = runner
-        self._live = live
-        self.choices: dict[str, Choices] = {}
         self.num_mixed_steps = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        drawn = self._runner.decode(dataclasses.replace(batch, num_logprobs=0))
-        held = {s.cross_block_table[0]: name for name, s in self._live.items() if s.cross_block_table}
-        chosen = zip(drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True)
-        for block, choice in zip(batch.cross_tables[:, 0].tolist(), chosen, strict=True):
-            self.choices.setdefault(held[block], []).append(choice)
         self.num_mixed_steps += batch.num_tokens > batch.num_rows > 1
-        return drawn
+        return self._runner.decode(batch)
 
 
 class Crowd:
@@ -67,21 +67,24 @@ class Crowd:
 
     def __init__(self, runner: NativeRunner, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.live: dict[str, Sequence] = {}
-        self.sequences: dict[str, Sequence] = {}
-        self.recorder = Recorder(runner, self.live)
+        self.live: dict[str, SequenceGroup] = {}
+        self.groups: dict[str, SequenceGroup] = {}
+        self.watcher = Watcher(runner)
         self.pool = BlockPool(runner.num_blocks, runner.block_size)
         self.queue = RequestQueue(QueueLimits(max_requests=1000, max_source_tokens=100_000))
         self.limits = AdmissionLimits(
             vocab_size=runner.vocab_size,
             max_source_len=runner.max_source_len,
             max_target_len=runner.max_target_len,
+            num_rows=runner.max_rows,
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
+            can_share_blocks=runner.can_share_blocks,
+            can_embed=runner.can_embed,
         )
         self.stepper = Stepper(
             StepParts(
-                runner=cast(Runner, self.recorder),
+                runner=cast(Runner, self.watcher),
                 queue=self.queue,
                 pool=self.pool,
                 limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=160),
@@ -92,9 +95,9 @@ class Crowd:
         )
 
     def add(self, request: Request) -> None:
-        sequence = admit(request, OutputStream(request.request_id, loop=self.loop), self.limits)
-        self.queue.put(sequence, 0.0)
-        self.live[request.request_id] = self.sequences[request.request_id] = sequence
+        group = admit(request, OutputStream(request.request_id, loop=self.loop), self.limits)
+        self.queue.put(group, 0.0)
+        self.live[request.request_id] = self.groups[request.request_id] = group
 
     def step(self, *cancelled: str) -> None:
         self.stepper.step(cancelled)
@@ -105,34 +108,73 @@ class Crowd:
             self.step()
         assert self.pool.num_free == self.pool.num_blocks
 
-    def outcome(self, name: str, eos_id: int) -> tuple[Choices, FinishReason]:
-        """What was chosen for a request, which must be what it was sent, and how it ended."""
-        choices = self.recorder.choices.get(name, [])
-        event = self.loop.run_until_complete(self.sequences[name].stream.collect())
-        assert event.finish_reason is not None
-        assert list(event.token_ids) == [token_id for token_id, _ in choices if token_id != eos_id]
-        return choices, event.finish_reason
+    def events(self, name: str) -> tuple[TokenEvent, ...]:
+        """The terminal event of each output of a request."""
+        return self.loop.run_until_complete(self.groups[name].stream.collect())
 
 
 def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
     def ids(count: int) -> tuple[int, ...]:
         return tuple(dice.randrange(4, runner.vocab_size) for _ in range(count))
 
-    params = SamplingParams(
-        max_new_tokens=dice.choice([1, 4, 12, None]),
-        temperature=dice.choice([0.0, 0.0, 0.6, 1.0, 4.0]),
+    source = ids(dice.randint(1, runner.max_source_len))
+    prefix = ids(dice.choice([0, 0, 1, 3, 8, runner.max_target_len - 1]))
+    made = request_of(name, source, params=random_params(dice, runner.vocab_size), prefix=prefix)
+    task = dice.choice([Task.GENERATE] * 8 + [Task.SCORE, Task.EMBED])
+    if task is Task.GENERATE:
+        return made
+    target = ids(dice.randint(1, runner.max_target_len)) if task is Task.SCORE else ()
+    params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
+    pooling = dice.choice(list(Pooling))
+    return dataclasses.replace(made, prefix_ids=(), task=task, target_ids=target, params=params, pooling=pooling)
+
+
+def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
+    """Controls of every kind, a few at a time."""
+
+    def some(values: list[Any], default: Any) -> Any:
+        return dice.choice(values) if dice.random() < 0.3 else default
+
+    shared: dict[str, Any] = {
+        "max_new_tokens": dice.choice([1, 4, 12, None]),
+        "repetition_penalty": some([1.3, 0.8], 1.0),
+        "presence_penalty": some([0.5, -0.5], 0.0),
+        "frequency_penalty": some([0.5], 0.0),
+        "no_repeat_ngram_size": some([1, 2, 3], 0),
+        "logit_bias": some([((7, 2.0), (9, -1.0))], ()),
+        "suppressed_ids": some([(5, 6, 8)], ()),
+        "allowed_ids": tuple(range(4, vocab_size, 2)) if dice.random() < 0.05 else (),
+        "stop_ids": some([(10, 11), (12,)], ()),
+        "ignore_eos": some([True], False),
+    }
+    if dice.random() < 0.35:
+        width = dice.randint(2, MAX_WIDTH)
+        return SamplingParams(
+            **shared,
+            beam_width=width,
+            num_return_sequences=dice.randint(1, width),
+            length_penalty=dice.choice([0.0, 1.0, 2.0]),
+            early_stopping=dice.choice(list(EarlyStopping)),
+            num_logprobs=some([0], None),
+        )
+    temperature = dice.choice([0.0, 0.6, 1.0, 4.0])
+    return SamplingParams(
+        **shared,
+        temperature=temperature,
         top_k=dice.choice([0, 0, 1, 5, 50]),
         top_p=dice.choice([1.0, 1.0, 0.3, 0.95]),
+        min_p=some([0.1], 0.0) if temperature else 0.0,
+        typical_p=some([0.5], 1.0) if temperature else 1.0,
+        num_return_sequences=some([2, 5], 1) if temperature else 1,
+        num_logprobs=dice.choice([None, 0, 2]),
         seed=dice.randint(0, MAX_SEED),
     )
-    prefix = ids(dice.choice([0, 0, 1, 3, 8, runner.max_target_len - 1]))
-    return request_of(name, ids(dice.randint(1, runner.max_source_len)), params=params, prefix=prefix)
 
 
-def run_mix(runner: NativeRunner, dice: random.Random, loop: asyncio.AbstractEventLoop) -> Crowd:
+def run_mix(runner: NativeRunner, dice: random.Random, loop: asyncio.AbstractEventLoop, count: int) -> Crowd:
     crowd = Crowd(runner, loop)
     pace = dice.choice([0.1, 0.4, 1.5])  # steps for each arrival: the crowd is dense or thin
-    for index in range(NUM_REQUESTS):
+    for index in range(count):
         crowd.add(random_request(dice, str(index), runner))
         while dice.random() < pace / (1 + pace):
             crowd.step(*dice.sample(list(crowd.live), int(dice.random() < 0.05 * len(crowd.live))))
@@ -140,18 +182,27 @@ def run_mix(runner: NativeRunner, dice: random.Random, loop: asyncio.AbstractEve
     return crowd
 
 
+def bits(event: TokenEvent) -> tuple[object, ...]:
+    """What a client sees of an output."""
+    embedding = None if event.embedding is None else event.embedding.tobytes()
+    return event.output_index, event.token_ids, event.logprobs, event.score, event.finish_reason, embedding
+
+
 def check_against_alone(crowd: Crowd, runner: NativeRunner) -> None:
     alone = Crowd(runner, crowd.loop)
-    for name, sequence in crowd.sequences.items():
-        together, reason = crowd.outcome(name, runner.eos_id)
-        alone.add(sequence.request)
+    for name, group in crowd.groups.items():
+        together = crowd.events(name)
+        (last,) = [event for event in together if event.is_last]
+        alone.add(group.request)
         alone.finish()
-        expected, ended = alone.outcome(name, runner.eos_id)
-        if reason is FinishReason.CANCELLED:
-            expected = expected[: len(together)]
+        expected = alone.events(name)
+        if last.finish_reason is FinishReason.CANCELLED:
+            for event in together:
+                begun = expected[event.output_index]
+                assert event.token_ids == begun.token_ids[: len(event.token_ids)]
+                assert event.logprobs == begun.logprobs[: len(event.logprobs)]
         else:
-            assert reason is ended
-        assert together == expected, f"{sequence.request} differs after {len(sequence.request.prefix_ids)} tokens"
+            assert list(map(bits, together)) == list(map(bits, expected)), f"{group.request} differs"
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +218,12 @@ def test_requests_of_a_random_mix_get_the_bits_they_get_alone(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
 ) -> None:
     crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=threads, precision=precision)
-    alone = NativeRunner(bundle, max_rows=1, threads=1, precision=precision)
+    alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1, precision=precision)
     num_mixed_steps = 0
     for seed in range(ROUNDS):
-        crowd = run_mix(crowded, random.Random(seed), loop)
+        crowd = run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS)
         check_against_alone(crowd, alone)
-        num_mixed_steps += crowd.recorder.num_mixed_steps
+        num_mixed_steps += crowd.watcher.num_mixed_steps
     assert num_mixed_steps > ROUNDS  # prefixes were fed beside other rows' tokens
 
 
@@ -181,9 +232,9 @@ def test_requests_get_the_bits_they_get_alone_with_every_kind_of_positions(
     variant: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     crowded = NativeRunner(variant, max_rows=MAX_ROWS, threads=2, precision=precision)
-    alone = NativeRunner(variant, max_rows=1, threads=1, precision=precision)
+    alone = NativeRunner(variant, max_rows=MAX_WIDTH, threads=1, precision=precision)
     for seed in range(-(-ROUNDS // 4)):
-        check_against_alone(run_mix(crowded, random.Random(seed), loop), alone)
+        check_against_alone(run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 4), alone)
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
@@ -194,15 +245,32 @@ def test_a_prefix_of_its_own_output_goes_on_with_the_same_bits(
     crowd = Crowd(runner, loop)
     dice = random.Random(0)
     for index in range(4):
-        request = dataclasses.replace(random_request(dice, f"whole {index}", runner), prefix_ids=())
-        request = dataclasses.replace(request, params=dataclasses.replace(request.params, max_new_tokens=12))
-        crowd.add(request)
+        params = SamplingParams(temperature=index / 2, seed=index, max_new_tokens=12, num_logprobs=1)
+        source = tuple(dice.randrange(4, runner.vocab_size) for _ in range(5 + 3 * index))
+        crowd.add(request_of(f"whole {index}", source, params=params))
         crowd.finish()
-        whole, _ = crowd.outcome(request.request_id, runner.eos_id)
-        for cut in range(1, len(whole)):
-            prefix = tuple(token_id for token_id, _ in whole[:cut])
-            params = dataclasses.replace(request.params, max_new_tokens=len(whole) - cut)
-            name = f"cut {index} {cut}"
-            crowd.add(dataclasses.replace(request, request_id=name, prefix_ids=prefix, params=params))
+        (whole,) = crowd.events(f"whole {index}")
+        for cut in range(1, len(whole.token_ids)):
+            rest = dataclasses.replace(params, max_new_tokens=12 - cut)
+            crowd.add(request_of(f"{index} {cut}", source, params=rest, prefix=whole.token_ids[:cut]))
             crowd.finish()
-            assert crowd.outcome(name, runner.eos_id)[0] == whole[cut:]
+            (found,) = crowd.events(f"{index} {cut}")
+            assert (found.token_ids, found.logprobs) == (whole.token_ids[cut:], whole.logprobs[cut:])
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+def test_a_score_has_the_bits_that_generation_reports(
+    bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
+) -> None:
+    runner = NativeRunner(bundle, max_rows=4, threads=2, precision=precision)
+    crowd = Crowd(runner, loop)
+    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=12, num_logprobs=2, num_return_sequences=3)
+    made = request_of("made", (5, 6, 7, 8), params=params)
+    crowd.add(made)
+    crowd.finish()
+    for event in crowd.events("made"):
+        target = tuple(one.token_id for one in event.logprobs)
+        name = f"judged {event.output_index}"
+        crowd.add(dataclasses.replace(made, request_id=name, task=Task.SCORE, target_ids=target))
+        crowd.finish()
+        assert crowd.events(name)[0].logprobs == event.logprobs
