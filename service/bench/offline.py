@@ -36,12 +36,15 @@ class Offline:
         self._engine = Engine(runner, config, Metrics(CollectorRegistry()))
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
-    def translate(self, sources: Sequence[Sequence[int]], *, concurrency: int, max_new_tokens: int) -> list[list[int]]:
-        """Greedy target ids of each source, in order, the end token included where it came.
+    def translate(
+        self, sources: Sequence[Sequence[int]], *, concurrency: int, max_new_tokens: int, beam_width: int = 1
+    ) -> list[list[int]]:
+        """Target ids of each source, in order, the end token included where it came; greedy, or the best of beams.
 
         concurrency: requests that wait or run at any time.
         """
-        return self._loop.run(self._translate(sources, concurrency, SamplingParams(max_new_tokens=max_new_tokens)))
+        params = SamplingParams(max_new_tokens=max_new_tokens, beam_width=beam_width)
+        return self._loop.run(self._translate(sources, concurrency, params))
 
     def run(self, work: Coroutine[Any, Any, A]) -> A:
         """Run a coroutine in the event loop that the streams belong to."""
@@ -87,9 +90,8 @@ class Offline:
 
     def _submit(self, name: str, source: Sequence[int], params: SamplingParams) -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
-        self._engine.submit(
-            Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s), stream
-        )
+        request = Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s)
+        self._engine.submit(request, stream)
         return stream
 
     def _ids(self, event: TokenEvent) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from antiphon.service.bench.beams import beams
 from antiphon.service.bench.decode import decode
 from antiphon.service.bench.encode import encode
 from antiphon.service.bench.memory import memory
@@ -18,6 +19,7 @@ from antiphon.service.bench.setup import Setup
 
 SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "decode": decode,
+    "beams": beams,
     "encode": encode,
     "poisson": poisson,
     "memory": memory,

@@ -34,11 +34,13 @@ class TwinSettings:
     max_batch_size: int
     batch_type: str = "examples"
     is_lone: bool = False
+    beam_size: int = 1
 
     def __str__(self) -> str:
         batches = "one at a time" if self.is_lone else f"batches of {self.max_batch_size} {self.batch_type}"
         words = ["CTranslate2 int8", *([os.environ[VARIABLE]] if VARIABLE in os.environ else [])]
-        return f"{' '.join(words)}, {self.workers}x{self.threads} threads, {batches}"
+        beams = f", {self.beam_size} beams" if self.beam_size > 1 else ""
+        return f"{' '.join(words)}, {self.workers}x{self.threads} threads, {batches}{beams}"
 
 
 def layouts(threads: int) -> list[tuple[int, int]]:
@@ -93,14 +95,17 @@ class Twin:
     def translate(
         self, prompts: Sequence[Prompt], settings: TwinSettings, max_new_tokens: int
     ) -> tuple[Speed, list[list[int]]]:
-        """Greedy target ids of each source, end tokens left out, and how fast they came (end tokens counted)."""
+        """Target ids of each source, end tokens left out, and how fast they came (end tokens counted).
+
+        Greedy, or the best of settings.beam_size beams.
+        """
         translator = self.translator(settings.workers, settings.threads)
         parts = [[prompt] for prompt in prompts] if settings.is_lone else [prompts]
         results: list[Any] = []
         started_s = time.perf_counter()
         for part in parts:
             results += translator.translate_batch(
-                part, beam_size=1, max_decoding_length=max_new_tokens, max_input_length=0,
+                part, beam_size=settings.beam_size, max_decoding_length=max_new_tokens, max_input_length=0,
                 max_batch_size=settings.max_batch_size, batch_type=settings.batch_type,
             )  # fmt: skip
         seconds = time.perf_counter() - started_s

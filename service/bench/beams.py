@@ -1,0 +1,60 @@
+"""Section `beams`: what a beam search costs beside greedy decoding, and beside CTranslate2's with the same weights.
+
+Requests run at a fixed concurrency, each followed by the next, over as many rows as their beams need. CTranslate2 is
+given all of the same sources at once, at the best settings it has for this width; see twin.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from antiphon.service.bench.decode import num_requests
+from antiphon.service.bench.offline import Offline
+from antiphon.service.bench.report import Case, Finding, compare, share_equal
+from antiphon.service.bench.setup import Setup, Subject
+from antiphon.service.bench.timing import alternate, timed
+from antiphon.service.bench.twin import Twin, TwinSettings, decode_candidates, prompts_of
+
+WIDTH = 4
+CONCURRENCY = 16
+
+
+def beams(setup: Setup) -> list[Finding]:
+    """Every model: requests a second at width 1 and at WIDTH, and tokens a second beside CTranslate2."""
+    return [found for subject in setup.twinned() for found in _of(subject, setup)]
+
+
+def _of(subject: Subject, setup: Setup) -> list[Finding]:
+    runner = setup.runner(subject, WIDTH * CONCURRENCY)
+    sources, limit = subject.sources(num_requests(subject, CONCURRENCY)), subject.max_new_tokens
+    twin = Twin(subject.twin_folder)
+    settings = twin.best(_candidates(setup.threads), prompts_of(sources), limit)
+    with Offline(runner, rows=WIDTH * CONCURRENCY) as offline:
+        ours = partial(offline.translate, sources, concurrency=CONCURRENCY, max_new_tokens=limit)
+        searched = partial(ours, beam_width=WIDTH)
+        theirs = partial(twin.translate, prompts_of(sources), settings, limit)
+        targets = [[index for index in target if index != runner.eos_id] for target in searched()]
+        equal = share_equal(targets, theirs()[1])
+        against_twin = alternate(lambda: timed(searched), lambda: theirs()[0], setup.repeat)
+        against_greedy = alternate(lambda: timed(searched), lambda: timed(ours), setup.repeat)
+    count = len(sources)
+    case = Case(
+        name="beams",
+        case=f"{subject.name}, {WIDTH} beams, {CONCURRENCY} requests at once",
+        rows=WIDTH * CONCURRENCY,
+        against=str(settings),
+        is_twin=True,
+        equal_outputs=equal,
+    )
+    seconds = [(1e3 * one.seconds / count, other.seconds / count * 1e3) for one, other in against_greedy]
+    greedy = dataclasses.replace(case, against="greedy", is_twin=False, equal_outputs=None)
+    return [*compare(case, against_twin), greedy.finding(seconds, "ms a request", digits=3)]
+
+
+def _candidates(threads: int) -> list[TwinSettings]:
+    """Batches of as many sources as we run at once, of fewer and of more, in every layout of the threads."""
+    sizes = (CONCURRENCY // 2, CONCURRENCY, 2 * CONCURRENCY, 4 * CONCURRENCY)
+    held = {one for size in sizes for one in decode_candidates(size, threads, None)}
+    ordered = sorted(held, key=lambda one: (one.workers, one.max_batch_size))
+    return [dataclasses.replace(one, beam_size=WIDTH) for one in ordered]
