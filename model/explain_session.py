@@ -44,7 +44,8 @@ class ExplainSession:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4  # every failure is raised
-        # Folding constants would unpack every weight when the session opens, and hold it in float32 for good.
+        # Folding constants would unpack every weight when the session opens, and hold a second copy for good: for the
+        # shipped model 730 ms and 12 MB instead of 86 ms (its first run included) and 3 MB. A run takes 45 ms more.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         # An arena would keep the score matrices of the longest call ever made.
         options.enable_cpu_mem_arena = False
