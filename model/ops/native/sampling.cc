@@ -67,17 +67,6 @@ int64_t NucleusSize(const Kernels& kernels, const ValueRow& row, const Shortlist
   return 0;
 }
 
-// How many of the top_k likeliest tokens hold top_p of their mass.
-int64_t NucleusSize(const Kernels& kernels, const ValueRow& row, float top_p, int64_t top_k, float inverse) {
-  const double mass = static_cast<double>(top_p) * MassOf(kernels, row, top_k, inverse);
-  for (const int64_t guess : {std::min(kNucleusGuess, top_k), top_k}) {
-    const Shortlist list(kernels, row, guess);
-    const int64_t size = NucleusSize(kernels, row, list, inverse, mass);
-    if (size != 0) return size;
-  }
-  return top_k;
-}
-
 // The tokens that may be drawn, by rising id, and their weights: the likeliest one's is 1.
 class Support {
  public:
@@ -86,18 +75,16 @@ class Support {
       : row_(row),
         inverse_(InverseTemperature(params.temperature)),
         ids_(static_cast<size_t>(row.vocab)),
-        weights_(static_cast<size_t>(row.vocab)) {
-    size_ = params.top_k > 0 && params.top_k < row.vocab ? params.top_k : row.vocab;
-    if (params.top_p < 1.0f) size_ = NucleusSize(kernels, row, params.top_p, size_, inverse_);
-    if (size_ == row.vocab) {
+        weights_(static_cast<size_t>(row.vocab)),
+        size_(row.vocab) {
+    const int64_t top_k = params.top_k > 0 && params.top_k < row.vocab ? params.top_k : row.vocab;
+    if (params.top_p < 1.0f) {
+      TakeNucleus(kernels, params.top_p, top_k);
+    } else if (top_k < row.vocab) {
+      Take(kernels, Shortlist(kernels, row, top_k));
+    } else {
       kernels.boltzmann(row.values, row.vocab, row.largest, inverse_, weights_.data());
-      return;
     }
-    is_whole_ = false;
-    const Shortlist list(kernels, row, size_);
-    std::sort(list.begin(), list.end(), HasLowerId);
-    std::transform(list.begin(), list.end(), ids_.data(), [](const Candidate& candidate) { return candidate.id; });
-    Weigh(kernels, row, list, inverse_, weights_.data());
   }
 
   // Keeps tokens at least min_p as likely as the likeliest.
@@ -125,6 +112,26 @@ class Support {
     double value;
     float weight;
   };
+
+  // The fewest of the top_k likeliest tokens that hold top_p of their mass.
+  void TakeNucleus(const Kernels& kernels, float top_p, int64_t top_k) {
+    const double mass = static_cast<double>(top_p) * MassOf(kernels, row_, top_k, inverse_);
+    for (const int64_t guess : {std::min(kNucleusGuess, top_k), top_k}) {
+      Shortlist list(kernels, row_, guess);
+      const int64_t size = NucleusSize(kernels, row_, list, inverse_, mass);
+      if (size == 0 && guess < top_k) continue;
+      if (size != 0) list.Truncate(size);
+      return Take(kernels, list);
+    }
+  }
+
+  void Take(const Kernels& kernels, const Shortlist& list) {
+    std::sort(list.begin(), list.end(), HasLowerId);
+    std::transform(list.begin(), list.end(), ids_.data(), [](const Candidate& candidate) { return candidate.id; });
+    Weigh(kernels, row_, list, inverse_, weights_.data());
+    size_ = list.size();
+    is_whole_ = false;
+  }
 
   int64_t IdOf(int64_t index) const { return is_whole_ ? index : ids_[static_cast<size_t>(index)]; }
 
