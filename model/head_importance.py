@@ -68,6 +68,12 @@ def head_importance(model: Transformer, batches: Iterable[Batch]) -> dict[str, T
     return dict(zip(names, totals / num_rows, strict=True))
 
 
+@torch.no_grad()
+def mean_loss(model: Transformer, batches: Iterable[Batch]) -> float:
+    """The mean over all rows of all batches of their losses, nats a token."""
+    return float(torch.cat([sentence_losses(model, batch) for batch in batches]).mean())
+
+
 def sentence_losses(model: Transformer, batch: Batch) -> Tensor:
     """Cross entropy of each row, nats a token, end token included: [B]."""
     logits = model(batch.source, batch.inputs, batch.source_lens)  # [B, T, V]

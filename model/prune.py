@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ from tqdm import tqdm
 from antiphon.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig
 from antiphon.model.corpus import Pair, load_corpus
-from antiphon.model.data import Batch, Example, collate, encode_pairs, plan_batches
-from antiphon.model.head_importance import attentions, head_importance
+from antiphon.model.data import collate, encode_pairs, plan_batches
+from antiphon.model.head_importance import attentions, head_importance, mean_loss
 from antiphon.model.recipe import RecipeError, load_recipe
 from antiphon.model.tokenizer import TokenizerError
 from antiphon.model.transformer import Transformer
@@ -95,11 +96,19 @@ def _drop(weights: dict[str, Tensor], name: str, kept: Sequence[int], width: int
     weights[f"{name}.out.weight"] = columns.reshape(len(columns), -1, width)[:, list(kept)].flatten(1)
 
 
-def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], num_heads: int) -> tuple[Transformer, dict[str, Tensor]]:
-    """The model without its least important heads, and the importance [H] that decided, by attention module.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruning:
+    """A pruned model and what decided: importance [H] by attention module; losses on the same pairs, nats a token."""
 
-    Raises PruneError.
-    """
+    model: Transformer
+    importance: dict[str, Tensor]
+    kept: dict[str, list[int]]
+    loss_before: float
+    loss_after: float
+
+
+def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], num_heads: int) -> Pruning:
+    """Measure importance on the pairs and drop the least important heads. Raises PruneError."""
     config = checkpoint.config
     check_prunable(config, num_heads)
     examples = encode_pairs(
@@ -107,13 +116,18 @@ def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], num_heads: int) -> tupl
     )
     if not examples:
         raise PruneError("no sentence pair fits the model; importance needs at least one")
-    importance = head_importance(checkpoint.model, _batches(checkpoint, examples))
-    return without_heads(checkpoint.model, heads_to_keep(config, importance, num_heads)), importance
-
-
-def _batches(checkpoint: Checkpoint, examples: Sequence[Example]) -> Iterator[Batch]:
-    for members in tqdm(plan_batches(examples, _BATCH_TOKENS, _SEED), desc="importance", unit="batch", disable=None):
-        yield collate([examples[index] for index in members], checkpoint.tokenizer)
+    planned = plan_batches(examples, _BATCH_TOKENS, _SEED)
+    batches = [collate([examples[index] for index in members], checkpoint.tokenizer) for members in planned]
+    importance = head_importance(checkpoint.model, tqdm(batches, desc="importance", unit="batch", disable=None))
+    kept = heads_to_keep(config, importance, num_heads)
+    pruned = without_heads(checkpoint.model, kept)
+    return Pruning(
+        model=pruned,
+        importance=importance,
+        kept=kept,
+        loss_before=mean_loss(checkpoint.model, batches),
+        loss_after=mean_loss(pruned, batches),
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,18 +155,18 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
         checkpoint = load_checkpoint(args.checkpoint)
         check_prunable(checkpoint.config, args.heads)
-        model, importance = prune(checkpoint, _sample(_pairs(args, checkpoint), args.pairs), args.heads)
+        pruning = prune(checkpoint, _sample(_pairs(args, checkpoint), args.pairs), args.heads)
         save_checkpoint(
             args.output,
-            config=model.config,
-            weights=weights_of(model),
+            config=pruning.model.config,
+            weights=weights_of(pruning.model),
             tokenizer=checkpoint.tokenizer,
             provenance=checkpoint.provenance,
         )
     except (PruneError, CheckpointError, RecipeError, TokenizerError, OSError, UnicodeDecodeError) as error:
         print(f"antiphon prune: {error}", file=sys.stderr)
         return 2
-    _report(checkpoint.model, model, importance)
+    _report(checkpoint.model, pruning)
     return 0
 
 
@@ -174,13 +188,14 @@ def _sample(pairs: Sequence[Pair], most: int) -> Sequence[Pair]:
     return pairs if len(pairs) <= most else random.Random(_SEED).sample(list(pairs), most)
 
 
-def _report(before: Transformer, after: Transformer, importance: Mapping[str, Tensor]) -> None:
-    """A line for each attention module, its heads' importance in their order, and what the model shrank to."""
-    kept = heads_to_keep(before.config, importance, after.config.num_heads)
-    for name, values in importance.items():
-        marked = [f"{value:.4f}{' ' if head in kept[name] else '-'}" for head, value in enumerate(values.tolist())]
+def _report(before: Transformer, pruning: Pruning) -> None:
+    """A line for each attention module, its heads' importance in their order, and what became of the model."""
+    for name, values in pruning.importance.items():
+        dropped = set(range(len(values))).difference(pruning.kept[name])
+        marked = (f"{value:.4f}{'-' if head in dropped else ' '}" for head, value in enumerate(values.tolist()))
         print(f"{name:<36} {' '.join(marked)}")
     print(
-        f"{before.config.num_heads} heads to {after.config.num_heads} (dropped: -), "
-        f"{before.num_parameters:,} parameters to {after.num_parameters:,}"
+        f"{before.config.num_heads} heads to {pruning.model.config.num_heads} (dropped: -), "
+        f"{before.num_parameters:,} parameters to {pruning.model.num_parameters:,}, "
+        f"loss {pruning.loss_before:.3f} to {pruning.loss_after:.3f} nats a token"
     )

@@ -187,10 +187,13 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "attention" in line]) == 6
-    assert "4 heads to 3" in printed.out
     pruned = load_checkpoint(tmp_path / "pruned")
+    with torch.no_grad():
+        losses = [sentence_losses(each.model, sample_batch(checkpoint)).mean().item() for each in (checkpoint, pruned)]
+    assert "4 heads to 3" in printed.out
+    assert printed.out.endswith(f"loss {losses[0]:.3f} to {losses[1]:.3f} nats a token\n")
     assert json.loads((tmp_path / "pruned" / "config.json").read_text())["model"]["head_dim"] == 16
-    bundle = export_bundle(pruned, tmp_path / "bundle", lowerings=("native", "contrib"))
+    bundle = export_bundle(pruned, tmp_path / "bundle", precisions=("int8",))
     assert bundle.manifest.model.num_heads == 3
 
 
