@@ -195,21 +195,31 @@ class Dequantizer {
   int width_;
 };
 
-// Sums of one row and panel. Four chains over the inputs: integers may be added in any order.
-ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t padded) {
 #if defined(__AVX512VNNI__)
-  __m512i sums[4] = {};
-  for (int64_t k = 0; k < padded; k += 16) {
-    for (int64_t chain = 0; chain < 4; ++chain) {
+// Sums of Rows x Panels at once, so that a load feeds several products: with one row and one panel at a time the loads
+// decide (64 rows of the shipped model, one core of a Zen 4: decoder 2.8 -> 2.2 ms, encoder 19.5 -> 15 ms).
+template <int Rows, int Panels>
+ANTIPHON_INLINE void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, I32 (&sums)[Rows][Panels]) {
+  __m512i chains[Rows][Panels] = {};
+  for (int64_t k = 0; k < padded; k += 4) {
+    __m512i weights[Panels];
+    for (int p = 0; p < Panels; ++p) weights[p] = _mm512_loadu_si512(columns + (p * padded + k) * kPanel);
+    for (int r = 0; r < Rows; ++r) {
       int32_t four;
-      memcpy(&four, row + k + 4 * chain, sizeof(four));
-      const __m512i weights = _mm512_loadu_si512(panel + (k + 4 * chain) * kPanel);
-      sums[chain] = _mm512_dpbusd_epi32(sums[chain], _mm512_set1_epi32(four), weights);
+      memcpy(&four, rows + r * padded + k, sizeof(four));
+      const __m512i inputs = _mm512_set1_epi32(four);
+      for (int p = 0; p < Panels; ++p) chains[r][p] = _mm512_dpbusd_epi32(chains[r][p], inputs, weights[p]);
     }
   }
-  return reinterpret_cast<I32>(
-      _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3])));
-#elif defined(__AVX2__)
+  for (int r = 0; r < Rows; ++r) {
+    for (int p = 0; p < Panels; ++p) sums[r][p] = reinterpret_cast<I32>(chains[r][p]);
+  }
+}
+constexpr int kDotRows = 4, kDotPanels = 4;  // with more chains GCC 12 stores each of them at every step
+#else
+// Sums of one row and panel.
+ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t padded) {
+#if defined(__AVX2__)
   // Widened to 16 bits: the 8-bit multiply of AVX2 would saturate.
   __m256i sums[4] = {};
   for (int64_t k = 0; k < padded; k += 4) {
@@ -244,16 +254,48 @@ ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t pa
 #endif
 }
 
+template <int Rows, int Panels>
+ANTIPHON_INLINE void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, I32 (&sums)[Rows][Panels]) {
+  static_assert(Rows == 1 && Panels == 1, "one at a time");
+  sums[0][0] = DotPanel(rows, columns, padded);
+}
+constexpr int kDotRows = 1, kDotPanels = 1;
+#endif
+
+template <Activation kind, int Rows, int Panels>
+ANTIPHON_INLINE void QuantizedTile(const QuantizedRows& rows, int64_t row, const QuantizedWeight& weight, int64_t panel,
+                                   float* out, int64_t stride) {
+  const int64_t padded = weight.padded_inputs;
+  I32 sums[Rows][Panels];
+  DotTile<Rows, Panels>(rows.data + row * padded, weight.data + panel * padded * kPanel, padded, sums);
+  for (int p = 0; p < Panels; ++p) {
+    const Dequantizer<kind> outputs(weight, panel + p);
+    for (int r = 0; r < Rows; ++r) outputs.Emit(sums[r][p], rows, row + r, out + r * stride + p * kPanel);
+  }
+}
+
+template <Activation kind, int Panels>
+ANTIPHON_INLINE void QuantizedColumns(const QuantizedRows& rows, const QuantizedWeight& weight, int64_t panel,
+                                      float* out, int64_t stride) {
+  int64_t row = 0;
+  for (; rows.rows - row >= kDotRows; row += kDotRows) {
+    QuantizedTile<kind, kDotRows, Panels>(rows, row, weight, panel, out + row * stride, stride);
+  }
+  for (; row < rows.rows; ++row) {
+    QuantizedTile<kind, 1, Panels>(rows, row, weight, panel, out + row * stride, stride);
+  }
+}
+
 void QuantizedProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Activation activation, int64_t begin,
                       int64_t end, float* out, int64_t stride) {
   WithActivation(activation, [&](auto constant) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const Dequantizer<decltype(constant)::value> outputs(weight, panel);
-      const int8_t* columns = weight.data + panel * weight.padded_inputs * kPanel;
-      for (int64_t row = 0; row < rows.rows; ++row) {
-        const I32 sums = DotPanel(rows.data + row * weight.padded_inputs, columns, weight.padded_inputs);
-        outputs.Emit(sums, rows, row, out + row * stride + (panel - begin) * kPanel);
-      }
+    constexpr Activation kind = decltype(constant)::value;
+    int64_t panel = begin;
+    for (; end - panel >= kDotPanels; panel += kDotPanels) {
+      QuantizedColumns<kind, kDotPanels>(rows, weight, panel, out + (panel - begin) * kPanel, stride);
+    }
+    for (; panel < end; ++panel) {
+      QuantizedColumns<kind, 1>(rows, weight, panel, out + (panel - begin) * kPanel, stride);
     }
   });
 }
