@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 LogitsOf = Callable[[tuple[int, ...]], NDArray[np.float32]]
@@ -65,31 +72,50 @@ def generate(
     max_new_tokens: int,
     prefix: Sequence[int] = (),
     permits: Callable[[int, Any], list[int]] | None = None,
+    processors: Sequence[LogitsProcessor] = (),
     **options: Any,
 ) -> list[tuple[list[int], float | None]]:
     """What `generate` returns for one source: ids after the prefix, up to and without the end token, and scores.
 
-    permits: as `prefix_allowed_tokens_fn`.
+    permits: as `prefix_allowed_tokens_fn`. processors: come after transformers' own.
     """
     eos_id = reference.generation_config.eos_token_id
-    start = torch.tensor([[reference.generation_config.decoder_start_token_id, *prefix]])
-    config = GenerationConfig(  # type: ignore[no-untyped-call]
-        **reference.generation_config.to_diff_dict()
-        | {"max_new_tokens": max_new_tokens, "use_cache": False, "do_sample": False}
-        | {"return_dict_in_generate": True, "output_scores": True}
-        | options
-    )
-    made: Any = cast(Any, reference).generate(
-        torch.zeros(1, 1, dtype=torch.int64),
-        decoder_input_ids=start,
-        generation_config=config,
-        prefix_allowed_tokens_fn=permits,
-    )
+    asked = {"max_new_tokens": max_new_tokens, "do_sample": False} | options
+    made = _generate(reference, prefix, asked, prefix_allowed_tokens_fn=permits, logits_processor=processors)
     ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
     ends |= set(options.get("eos_token_id", ())) if not isinstance(options.get("eos_token_id"), int) else set()
-    targets = [_until_end(row[start.shape[1] :].tolist(), ends) for row in made.sequences]
+    targets = [_until_end(row[1 + len(prefix) :].tolist(), ends) for row in made.sequences]
     scores = getattr(made, "sequences_scores", None)
     return list(zip(targets, [None] * len(targets) if scores is None else scores.tolist(), strict=True))
+
+
+def next_scores(reference: Reference, prefix: Sequence[int], **options: Any) -> Tensor:
+    """Scores [V] that transformers would draw the token after a prefix from: every processor and warper applied."""
+    asked = {"max_new_tokens": 2, "do_sample": True} | options  # 2: so that min_new_tokens may be 2
+    made = _generate(reference, prefix, asked, logits_processor=())
+    return cast(Tensor, made.scores[0][0])
+
+
+def _generate(
+    reference: Reference,
+    prefix: Sequence[int],
+    options: dict[str, Any],
+    *,
+    logits_processor: Sequence[LogitsProcessor],
+    **arguments: Any,
+) -> Any:
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        **reference.generation_config.to_diff_dict()
+        | {"use_cache": False, "return_dict_in_generate": True, "output_scores": True}
+        | options
+    )
+    return cast(Any, reference).generate(
+        torch.zeros(1, 1, dtype=torch.int64),
+        decoder_input_ids=torch.tensor([[reference.generation_config.decoder_start_token_id, *prefix]]),
+        generation_config=config,
+        logits_processor=LogitsProcessorList(logits_processor),
+        **arguments,
+    )
 
 
 def _until_end(token_ids: list[int], ends: set[int]) -> list[int]:

@@ -1,0 +1,230 @@
+"""Requests answered by the whole engine, all of them in one batch, and by transformers' `generate`, one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+
+from antiphon.model.bundle import Bundle
+from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.config import ModelConfig
+from antiphon.model.export import export_bundle
+from antiphon.model.native_stepper import NativeStepper
+from antiphon.model.random_model import random_transformer
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.transformer import CrossAttention, Transformer
+from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.kv_cache import BlockPool
+from antiphon.service.metrics import Metrics
+from antiphon.service.native_runner import NativeRunner
+from antiphon.service.request import Request, SamplingParams, TokenEvent
+from antiphon.service.request_queue import QueueLimits, RequestQueue
+from antiphon.service.scheduler import SchedulerLimits
+from antiphon.service.sequence import SequenceGroup
+from antiphon.service.step import StepParts, Stepper
+from antiphon.service.stream import OutputStream
+from tests.fakes import FakeClock
+from tests.parity.transformers_reference import LogitsOf, Reference, generate
+
+Answers = dict[str, tuple[TokenEvent, ...]]
+"""The terminal event of each output, by request."""
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Products as small as these are slower in several threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def lively(config: ModelConfig, seed: int) -> Transformer:
+    """A random model whose outputs vary in length and tokens; drawn as usual, it says one token without end.
+
+    Feed-forward layers weigh more than what a token says of itself, without the mean that a ReLU adds to every token;
+    biases weigh less, the output is sharper, the end token likelier. Where attention is not scaled queries are smaller,
+    as T5 draws them.
+    """
+    model = random_transformer(config, seed)
+    assert model.encoder is not None
+    assert model.decoder is not None
+    query_gain = 1 / (config.resolved_attention_scale * config.resolved_head_dim**0.5)
+    is_pre = config.norm_placement == "pre"
+    last_norm = model.decoder.final_norm if is_pre else model.decoder.blocks[-1].feed_forward_residual.norm
+    with torch.no_grad():
+        for parameter in (one for name, one in model.named_parameters() if name.endswith(".bias")):
+            parameter.mul_(0.3)
+        for layer in (*model.encoder.layers, *model.decoder.layers):
+            outer = cast(nn.Parameter, layer.feed_forward.outer.weight)
+            outer.sub_(outer.mean(dim=1, keepdim=True)).mul_(6)
+            layer.self_attention.qkv.weight[: config.attention_width].mul_(query_gain)
+        for block in model.decoder.blocks:
+            cast(CrossAttention, block.cross_attention).query.weight.mul_(query_gain)
+        cast(nn.Parameter, last_norm.weight).mul_(3)
+        model.output.weight[config.eos_id].mul_(1.8)
+    return model
+
+
+def export_model(directory: Path, model: Transformer) -> Bundle:
+    """The native float32 bundle of a model of any vocabulary; its tokenizer is another's and of no use."""
+    directory.mkdir(exist_ok=True)
+    tokenizer = Tokenizer.train([], 260)
+    tokenizer.save(directory / "tokenizer.json")
+    checkpoint = Checkpoint(
+        config=model.config,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_path=directory / "tokenizer.json",
+        provenance=None,
+    )
+    return export_bundle(checkpoint, directory / "bundle", precisions=("float32",), explain=False)
+
+
+def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
+    """Run requests through an engine's steps; all of them start in the first."""
+    with asyncio.Runner() as loops:
+        loop = loops.get_loop()
+        live: dict[str, SequenceGroup] = {}
+        queue = RequestQueue(QueueLimits(max_requests=len(requests), max_source_tokens=10**6))
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        parts = StepParts(
+            runner=runner,
+            queue=queue,
+            pool=pool,
+            limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=10**6),
+            metrics=Metrics(CollectorRegistry()),
+            live=live,
+            clock=FakeClock(),
+        )
+        stepper = Stepper(parts)
+        for request in requests:
+            live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), _limits(runner))
+            queue.put(live[request.request_id], 0.0)
+        groups = list(live.values())
+        while stepper.has_work:
+            stepper.step()
+            assert not queue  # nobody had to wait for a row or a block
+        assert pool.num_free == pool.num_blocks
+        return {group.request_id: loop.run_until_complete(group.stream.collect()) for group in groups}
+
+
+def _limits(runner: NativeRunner) -> AdmissionLimits:
+    return AdmissionLimits(
+        vocab_size=runner.vocab_size,
+        max_source_len=runner.max_source_len,
+        max_target_len=runner.max_target_len,
+        num_rows=runner.max_rows,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        can_share_blocks=runner.can_share_blocks,
+        can_embed=runner.can_embed,
+    )
+
+
+def eager_logits(model: Transformer, source: Sequence[int]) -> LogitsOf:
+    """What PyTorch computes after a target, whole and alone."""
+    with torch.inference_mode():
+        cross_kv = model.project_memory(model.encode(torch.tensor([source])))
+
+    @functools.cache
+    def logits_of(target: tuple[int, ...]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            hidden = model.decode(torch.tensor([target]), cross_kv)
+            logits: NDArray[np.float32] = model.logits(hidden[0, -1]).numpy()
+            return logits
+
+    return logits_of
+
+
+def native_logits(stepper: NativeStepper, config: ModelConfig, source: Sequence[int]) -> LogitsOf:
+    """Log-probabilities that native graphs compute after a target, which is fed whole, alone."""
+    sequences = stepper.encode([np.array(source, np.int64)], config.max_target_len)
+
+    @functools.cache
+    def logits_of(target: tuple[int, ...]) -> NDArray[np.float32]:
+        logprobs: NDArray[np.float32] = stepper.step(sequences, [np.array(target, np.int64)], np.zeros(1, np.int32))[0]
+        return logprobs
+
+    return logits_of
+
+
+def shaken(logits_of: LogitsOf, amount: float) -> LogitsOf:
+    """The same logits moved by up to `amount`; the opposite of it moves them the other way."""
+
+    def moved(target: tuple[int, ...]) -> NDArray[np.float32]:
+        logits = logits_of(target)
+        dice = np.random.default_rng(zlib.crc32(repr(target).encode()))
+        moves = dice.uniform(-amount, amount, len(logits)).astype(np.float32)
+        return logits + moves
+
+    return moved
+
+
+class CountPenalties(LogitsProcessor):
+    """Presence and frequency penalties by their formula: transformers has neither."""
+
+    def __init__(self, params: SamplingParams, num_given: int) -> None:
+        self._params = params
+        self._num_given = num_given
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row, target in enumerate(input_ids[:, self._num_given :].tolist()):
+            for token_id, count in Counter(target).items():
+                scores[row, token_id] -= self._params.presence_penalty + self._params.frequency_penalty * count
+        return scores
+
+
+def expected(logits_of: LogitsOf, request: Request, config: ModelConfig) -> list[tuple[list[int], float | None]]:
+    """What transformers' `generate` gives for a request: ids without what ended them, and the scores of a search."""
+    params, room = request.params, config.max_target_len - len(request.prefix_ids)
+    permitted = [*params.allowed_ids, config.eos_id]
+    found = generate(
+        Reference(logits_of, bos_id=config.bos_id, eos_id=config.eos_id),
+        prefix=request.prefix_ids,
+        max_new_tokens=min(params.max_new_tokens or room, room),
+        permits=(lambda *_: permitted) if params.allowed_ids else None,
+        processors=[CountPenalties(params, 1 + len(request.prefix_ids))],
+        num_beams=params.beam_width,
+        num_return_sequences=params.num_return_sequences,
+        **processor_options(params, config),
+        **_search_options(params),
+    )
+    # transformers also returns beams that stand for no text, marked by their score.
+    return [(ids, score) for ids, score in found if score is None or score > -1e6]
+
+
+def processor_options(params: SamplingParams, config: ModelConfig) -> dict[str, Any]:
+    """Controls of single tokens under the names that transformers' logits processors have in a GenerationConfig."""
+    suppressed = [*params.suppressed_ids, *([config.eos_id] if params.ignore_eos else [])]
+    return {
+        "sequence_bias": {(token_id,): bias for token_id, bias in params.logit_bias} or None,
+        "repetition_penalty": params.repetition_penalty,
+        "no_repeat_ngram_size": params.no_repeat_ngram_size,
+        "min_new_tokens": params.min_new_tokens,
+        "suppress_tokens": suppressed or None,
+        "forced_bos_token_id": params.forced_first_id,
+        "eos_token_id": [config.eos_id, *params.stop_ids],
+    }
+
+
+def _search_options(params: SamplingParams) -> dict[str, Any]:
+    if params.beam_width == 1:
+        return {}
+    return {"length_penalty": params.length_penalty, "early_stopping": params.early_stopping.value}
