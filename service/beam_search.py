@@ -51,6 +51,12 @@ class Hypothesis:
     score: float
     finish_reason: FinishReason
 
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """Its tokens without the one that ended it: what a client is told."""
+        is_ended_by_token = self.finish_reason in (FinishReason.STOP, FinishReason.STOP_SEQUENCE)
+        return self.token_ids[:-1] if is_ended_by_token else self.token_ids
+
 
 @dataclass(eq=False, slots=True)
 class Search:
@@ -149,11 +155,12 @@ class BeamSearches:
         return Moves(parents, ids, ended)
 
     def agreed(self, search: Search, known: int) -> tuple[int, ...]:
-        """Tokens from index `known` on that every beam and the best finished hypothesis share."""
+        """Tokens from index `known` on that every beam and the text of the best finished hypothesis share."""
         beams = self._token_ids[search.slot, :, : search.length]
         alive = beams[self._scores[search.slot] > _DEAD / 2]
         agreed = []
-        best = search.finished[0].token_ids if search.finished else None
+        # Without what ended it: at the last step beams hold end tokens too.
+        best = search.finished[0].text_ids if search.finished else None
         for index in range(known, search.length):
             token_id = int(alive[0, index]) if len(alive) else -1
             if not len(alive) or (alive[:, index] != token_id).any():

@@ -9,8 +9,6 @@ from antiphon.service.beam_search import Hypothesis
 from antiphon.service.request import FinishReason, Timing, TokenEvent, TokenLogprob
 from antiphon.service.sequence import Sequence, SequenceGroup
 
-_ENDED_BY_TOKEN = (FinishReason.STOP, FinishReason.STOP_SEQUENCE)
-
 
 def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:
     """The terminal event of a sequence; its tokens have been told already."""
@@ -58,14 +56,13 @@ def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> l
 
 
 def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_told: int) -> TokenEvent:
-    length = len(hypothesis.token_ids) - (hypothesis.finish_reason in _ENDED_BY_TOKEN)
     logprobs: tuple[TokenLogprob, ...] = ()
     if group.request.num_logprobs is not None:
         logprobs = tuple(map(TokenLogprob, hypothesis.token_ids, hypothesis.logprobs))
     return TokenEvent(
         request_id=group.request_id,
         output_index=index,
-        token_ids=hypothesis.token_ids[num_told:length],
+        token_ids=hypothesis.text_ids[num_told:],
         logprobs=logprobs,
         finish_reason=hypothesis.finish_reason,
         score=hypothesis.score,
