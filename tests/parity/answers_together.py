@@ -170,8 +170,8 @@ def shaken(logits_of: LogitsOf, amount: float) -> LogitsOf:
     def moved(target: tuple[int, ...]) -> NDArray[np.float32]:
         logits = logits_of(target)
         dice = np.random.default_rng(zlib.crc32(repr(target).encode()))
-        moves = dice.uniform(-amount, amount, len(logits)).astype(np.float32)
-        return logits + moves
+        moves = amount * dice.uniform(-1, 1, len(logits))
+        return logits + moves.astype(np.float32)
 
     return moved
 

@@ -163,7 +163,7 @@ def each_alone(plain: tuple[int, ...], config: ModelConfig) -> list[Controls]:
     """Every control by itself, with ids from the answer without any, so that each has something to change."""
     ids = plain or (7, 33, 12)
     return [
-        dict(logit_bias=(*((token_id, -4.0) for token_id in sorted({*ids[::2]})), (config.eos_id, 1.0), (30, 2.0))),
+        dict(logit_bias=tuple((dict.fromkeys(ids[::2], -4.0) | {config.eos_id: 1.0, 30: 2.0}).items())),
         dict(repetition_penalty=1.6),
         dict(repetition_penalty=0.8),
         dict(no_repeat_ngram_size=1),
@@ -217,6 +217,19 @@ def test_controls_together_do_what_transformers_does(family: Served) -> None:
     dice = random.Random(4)
     plain = check(family, [{}] * len(family.sources))
     check(family, [some_together(dice, each_alone(ids, family.config)) for _ in range(12) for ids in plain])
+
+
+def test_a_search_whose_forced_token_stops_it_says_nothing(family: Served) -> None:
+    """It used to stream the stop id where max_new_tokens was 1."""
+    stopped: Controls = dict(beam_width=3, forced_first_id=17, stop_ids=(17, 28))
+    assert check(family, [stopped | dict(max_new_tokens=count) for count in (1, 2, 5)]) == [()] * 3
+
+
+def test_logits_are_shaken_both_ways(family: Served) -> None:
+    for logits_of in family.sources.values():
+        plain, up, down = (shaken(logits_of, amount)((1, 7)) for amount in (0.0, SHAKE, -SHAKE))
+        assert up + down == pytest.approx(2 * plain, abs=SHAKE / 2)
+        assert SHAKE / 2 < np.abs(up - plain).max() < 2 * SHAKE
 
 
 def test_the_shipped_model_searches_as_transformers_does(shipped: Served) -> None:
