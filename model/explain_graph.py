@@ -24,7 +24,7 @@ from antiphon.model.explain_session import INPUTS, OUTPUTS, ExplainSession
 from antiphon.model.ops.simplify import forget_shapes, simplify
 from antiphon.model.positions import rotary_tables, rotate
 from antiphon.model.quantize import quantize_rows
-from antiphon.model.trace import OPSET, _quiet_exporter
+from antiphon.model.trace import OPSET, quiet_exporter
 from antiphon.model.transformer import CrossAttention, EncoderLayer, SelfAttention, Stack, Transformer
 from antiphon.model.verify import VerificationError
 
@@ -135,7 +135,7 @@ def _mixed(out: nn.Linear, weights: Tensor, value: Tensor) -> Tensor:
 def trace_explain(model: Transformer) -> ir.Model:
     """The explain graph in float32, its products reading constants [K, O]."""
     ids = (torch.ones(1, _EXAMPLE_SOURCE, dtype=torch.int64), torch.ones(1, _EXAMPLE_TARGET, dtype=torch.int64))
-    with _quiet_exporter(), torch.no_grad():
+    with quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
             ExplainModule(model).eval(),
             ids,

@@ -98,7 +98,7 @@ def traceable(model: Transformer, lowering: Lowering) -> Transformer:
 
 def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], lowering: Lowering) -> ir.Model:
     module.eval()
-    with _quiet_exporter(), torch.no_grad():
+    with quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
             module,
             tuple(port.example(_EXAMPLE_SIZES) for port in inputs),
@@ -121,7 +121,7 @@ def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], l
 
 
 @contextmanager
-def _quiet_exporter() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """The exporter warns about packages that this project does not use, on standard error; errors still show."""
     log = logging.getLogger("torch.onnx")
     level = log.level

@@ -75,6 +75,7 @@ class BeamRows:
             forced_first_id=params.forced_first_id,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
+            keeps_logprobs=params.num_logprobs is not None,
         )
         held = _Running(shape.searches.add(settings), group)
         shape.running.append(held)
@@ -138,12 +139,11 @@ class BeamRows:
         filled = self._rows.positions[rows[:, 0]] + 1  # tokens cached
         block_size = self._pool.block_size
         current = filled // block_size  # the stretch that is written next
-        own = self._rows.self_tables[rows]  # [G, W, X]
-        inherited = np.take_along_axis(own, parents[:, :, None], axis=1)
-        stretch = np.arange(own.shape[2])
         is_partial = filled % block_size > 0
         if (parents != np.arange(parents.shape[1])).any():
-            is_shared = stretch[None, :] < (current + is_partial)[:, None]
+            own = self._rows.self_tables[rows]  # [G, W, X]
+            inherited = self._rows.self_tables[np.take_along_axis(rows, parents, axis=1)]
+            is_shared = np.arange(own.shape[2]) < (current + is_partial)[:, None]
             tables = np.where(is_shared[:, None, :], inherited, own)
             self._copy_on_write(tables, own, parents, np.where(is_partial, current, -1))
             self._rows.self_tables[rows] = tables

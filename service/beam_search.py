@@ -11,6 +11,7 @@ Axes: G searches, W beams, C candidates of a beam and of a search, T longest tar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ class BeamSettings:
     width: beams. num_candidates: continuations looked at, of each beam and of all.
     max_new_tokens: most tokens of a hypothesis, the end token included.
     eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, whatever the scores say.
+    keeps_logprobs: hypotheses come with log-probabilities.
     """
 
     width: int
@@ -37,13 +39,14 @@ class BeamSettings:
     forced_first_id: int | None = None
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    keeps_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished target: its tokens, the one that ended it last if there is one, and its score.
 
-    logprobs: of the tokens, the model's own.
+    logprobs: of the tokens, the model's own, where they are kept.
     """
 
     token_ids: tuple[int, ...]
@@ -64,7 +67,6 @@ class Search:
 
     settings: BeamSettings
     slot: int
-    length: int = 0
     finished: list[Hypothesis] = field(default_factory=list)
 
 
@@ -133,35 +135,39 @@ class BeamSearches:
         log-probabilities; id -1 and score -inf where there is none.
         """
         count, width = len(self.searches), self.width
-        self._force(ids, scores)
+        lengths = self._lengths[:count]
+        is_first = lengths == 0
+        if is_first.any():
+            self._force(ids, scores)
         totals = (scores + self._scores[:count, :, None]).reshape(count, -1)
         best = np.argsort(-totals, axis=1, kind="stable")[:, : self.num_candidates]
         parents = best // scores.shape[2]
-        totals = np.take_along_axis(totals, best, axis=1)
-        ids = np.take_along_axis(ids.reshape(count, -1), best, axis=1)
-        logprobs = np.take_along_axis(logprobs.reshape(count, -1), best, axis=1)
-        is_last = self._lengths[:count] + 1 >= self._max_lengths[:count]
+        best += np.arange(count)[:, None] * totals.shape[1]  # into the arrays of all searches
+        totals, ids = totals.ravel()[best], ids.ravel()[best]
+        is_last = lengths + 1 >= self._max_lengths[:count]
         is_end = (ids[:, :, None] == self._end_ids[:count, None, :]).any(axis=2) | is_last[:, None]
         for slot in np.flatnonzero(is_end[:, :width].any(axis=1)).tolist():
-            self._finish(self.searches[slot], is_end[slot], parents[slot], ids[slot], totals[slot], logprobs[slot])
+            self._finish(
+                self.searches[slot], is_end[slot], parents[slot], ids[slot], totals[slot], best[slot], logprobs
+            )
         # Stable: what goes on keeps its order, best first.
-        going = np.argsort(is_end, axis=1, kind="stable")[:, :width]
-        parents = np.take_along_axis(parents, going, axis=1)
-        parents[self._lengths[:count] == 0] = 0  # only the first beam has read the text so far
-        ids = np.maximum(np.take_along_axis(ids, going, axis=1), 0)  # a beam without a candidate is dead: feed it any
-        self._scores[:count] = np.take_along_axis(totals, going, axis=1)
-        self._remember(parents, ids, np.take_along_axis(logprobs, going, axis=1))
-        ended = [search for search in self.searches if is_last[search.slot] or not self._may_improve(search)]
-        return Moves(parents, ids, ended)
+        going = np.argsort(is_end, axis=1, kind="stable")[:, :width] + np.arange(count)[:, None] * best.shape[1]
+        parents = parents.ravel()[going]
+        parents[is_first] = 0  # only the first beam has read the text so far
+        ids = np.maximum(ids.ravel()[going], 0)  # a beam without a candidate is dead: feed it any
+        self._scores[:count] = totals.ravel()[going]
+        self._remember(parents, ids, logprobs.ravel()[best.ravel()[going]])
+        return Moves(parents, ids, [self.searches[slot] for slot in self._over(is_last)])
 
     def agreed(self, search: Search, known: int) -> tuple[int, ...]:
         """Tokens from index `known` on that every beam and the text of the best finished hypothesis share."""
-        beams = self._token_ids[search.slot, :, : search.length]
+        length = self._length(search)
+        beams = self._token_ids[search.slot, :, :length]
         alive = beams[self._scores[search.slot] > _DEAD / 2]
         agreed = []
         # Without what ended it: at the last step beams hold end tokens too.
         best = search.finished[0].text_ids if search.finished else None
-        for index in range(known, search.length):
+        for index in range(known, length):
             token_id = int(alive[0, index]) if len(alive) else -1
             if not len(alive) or (alive[:, index] != token_id).any():
                 break
@@ -173,15 +179,15 @@ class BeamSearches:
     def hypotheses(self, search: Search, count: int, *, reason: FinishReason | None = None) -> list[Hypothesis]:
         """The best `count` hypotheses, best first; with a reason, live beams among them, ended by it."""
         found = list(search.finished)
-        if reason is not None and search.length:
+        if reason is not None and self._length(search):
             scores = self._scores[search.slot].tolist()
             found += [self._cut(search, beam, reason) for beam, score in enumerate(scores) if score > _DEAD / 2]
-            found.sort(key=lambda hypothesis: -hypothesis.score)
+            found.sort(key=_by_score)
         return found[:count]
 
     def _force(self, ids: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
         for search in self.searches:
-            if search.length == 0 and search.settings.forced_first_id is not None:
+            if self._length(search) == 0 and search.settings.forced_first_id is not None:
                 # As transformers' ForcedBOSToken: it costs nothing, and every beam takes it.
                 ids[search.slot], scores[search.slot] = -1, -np.inf
                 ids[search.slot, :, 0], scores[search.slot, :, 0] = search.settings.forced_first_id, 0.0
@@ -193,59 +199,69 @@ class BeamSearches:
         parents: NDArray[np.int64],
         ids: NDArray[np.int64],
         totals: NDArray[np.float32],
+        best: NDArray[np.int64],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Turn the ended ones among the best `width` candidates into hypotheses."""
-        settings = search.settings
-        if settings.early_stopping is EarlyStopping.FIRST and len(search.finished) == settings.width:
+        """Turn the ended ones among the best `width` candidates into hypotheses. best: their indices in logprobs."""
+        settings, length, finished = search.settings, self._length(search), search.finished
+        if settings.early_stopping is EarlyStopping.FIRST and len(finished) == settings.width:
             return
         for rank in np.flatnonzero(is_end[: settings.width]).tolist():
-            if totals[rank] <= _DEAD / 2:
+            total = float(totals[rank])
+            score = total / (length + 1) ** settings.length_penalty
+            if total <= _DEAD / 2 or (len(finished) == settings.width and score <= finished[-1].score):
                 continue
             beam, token_id = int(parents[rank]), int(ids[rank])
-            search.finished.append(
-                Hypothesis(
-                    (*self._token_ids[search.slot, beam, : search.length].tolist(), token_id),
-                    (*self._logprobs[search.slot, beam, : search.length].tolist(), float(logprobs[rank])),
-                    float(totals[rank]) / (search.length + 1) ** settings.length_penalty,
-                    _reason(token_id, settings),
-                )
-            )
-        search.finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del search.finished[settings.width :]
+            kept = (*self._kept(search, beam), float(logprobs.ravel()[best[rank]])) if settings.keeps_logprobs else ()
+            token_ids = (*self._token_ids[search.slot, beam, :length].tolist(), token_id)
+            finished.append(Hypothesis(token_ids, kept, score, _reason(token_id, settings)))
+            finished.sort(key=_by_score)
+            del finished[settings.width :]
 
     def _remember(self, parents: NDArray[np.int64], ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
         """Append the new token to the history of every beam, which is its parent's."""
         count = len(self.searches)
-        slots = np.arange(count)
-        used = int(self._lengths[:count].max(initial=0))
-        for history, added in ((self._token_ids, ids), (self._logprobs, logprobs)):
-            if used and (parents != np.arange(self.width)).any():
-                history[:count, :, :used] = history[slots[:, None], parents, :used]
-            history[slots[:, None], np.arange(self.width), self._lengths[:count, None]] = added
+        slots, beams, ends = np.arange(count)[:, None], np.arange(self.width), self._lengths[:count, None]
+        used = int(ends.max(initial=0))
+        histories: list[tuple[NDArray[Any], NDArray[Any]]] = [(self._token_ids, ids)]
+        if any(search.settings.keeps_logprobs for search in self.searches):
+            histories.append((self._logprobs, logprobs))
+        for history, added in histories:
+            if used and (parents != beams).any():
+                history[:count, :, :used] = history[slots, parents, :used]
+            history[slots, beams, ends] = added
         self._lengths[:count] += 1
+
+    def _over(self, is_last: NDArray[np.bool_]) -> list[int]:
+        """Slots of searches that are over: at their longest, without a live beam, or past improvement."""
+        is_over = is_last | (self._scores[: len(self.searches), 0] == -np.inf)
         for search in self.searches:
-            search.length += 1
+            if len(search.finished) == search.settings.width and not is_over[search.slot]:
+                is_over[search.slot] = not self._may_improve(search)
+        return np.flatnonzero(is_over).tolist()
 
     def _may_improve(self, search: Search) -> bool:
-        """Whether a live beam may still enter the finished ones (`_check_early_stop_heuristic` of transformers)."""
+        """Whether a live beam may still better the finished ones (`_check_early_stop_heuristic` of transformers)."""
         settings, running = search.settings, float(self._scores[search.slot, 0])
-        if len(search.finished) < settings.width:
-            return running > -np.inf
         if settings.early_stopping is EarlyStopping.FIRST:
             return False
         is_patient = settings.early_stopping is EarlyStopping.NEVER and settings.length_penalty > 0
-        length = settings.max_new_tokens if is_patient else search.length
+        length = settings.max_new_tokens if is_patient else self._length(search)
         return bool(running / length**settings.length_penalty > search.finished[-1].score)
 
     def _cut(self, search: Search, beam: int, reason: FinishReason) -> Hypothesis:
-        length = search.length
-        return Hypothesis(
-            tuple(self._token_ids[search.slot, beam, :length].tolist()),
-            tuple(self._logprobs[search.slot, beam, :length].tolist()),
-            float(self._scores[search.slot, beam]) / length**search.settings.length_penalty,
-            reason,
-        )
+        settings, length = search.settings, self._length(search)
+        token_ids = tuple(self._token_ids[search.slot, beam, :length].tolist())
+        kept = self._kept(search, beam) if settings.keeps_logprobs else ()
+        score = float(self._scores[search.slot, beam]) / length**settings.length_penalty
+        return Hypothesis(token_ids, kept, score, reason)
+
+    def _kept(self, search: Search, beam: int) -> tuple[float, ...]:
+        return tuple(self._logprobs[search.slot, beam, : self._length(search)].tolist())
+
+    def _length(self, search: Search) -> int:
+        """Tokens of each of its beams."""
+        return int(self._lengths[search.slot])
 
     def _grow(self) -> None:
         more = max(4, len(self._scores))
@@ -262,6 +278,10 @@ class BeamSearches:
             self._lengths,
             self._max_lengths,
         )
+
+
+def _by_score(hypothesis: Hypothesis) -> float:
+    return -hypothesis.score
 
 
 def _reason(token_id: int, settings: BeamSettings) -> FinishReason:

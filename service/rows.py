@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from antiphon.service.stream import TokenSink
 _MAX_TOP_K = 2**31 - 1
 # Settings become float32; so small a one may round, but not to 0, which means something else.
 _TINY = float(np.finfo(np.float32).tiny)
+# What there is one of for each choice; edits there are any number of.
+_OF_CHOICES = tuple(field.name for field in dataclasses.fields(Choices) if not field.name.startswith("edit_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class RunningRows:
         self.self_tables: NDArray[np.int32] = np.zeros((max_rows, self_width), np.int32)
         self.cross_tables: NDArray[np.int32] = np.zeros((max_rows, cross_width), np.int32)
         self.choices = _no_choices(max_rows)
+        own = (self.token_ids, self.positions, self.end_positions, self.source_lens, self.expiries_s, self.is_beam)
+        chosen = (getattr(self.choices, name) for name in _OF_CHOICES)
+        self._arrays: tuple[NDArray[Any], ...] = (*own, self.self_tables, self.cross_tables, *chosen)
         self._one_each: NDArray[np.int32] = np.arange(max_rows + 1, dtype=np.int32)
         self._starts: dict[int, _Start] = {}  # of rows that have not decoded yet and feed more than the begin token
         self._next_expiry_s = math.inf  # never later than the earliest of a row
@@ -134,7 +140,7 @@ class RunningRows:
         self._starts.pop(row, None)
         if source == row:
             return None
-        for array in self._arrays():
+        for array in self._arrays:
             array[row] = array[source]
         if source in self._starts:
             self._starts[row] = self._starts.pop(source)
@@ -236,7 +242,7 @@ class RunningRows:
     def _own_choices(self, picks: NDArray[np.int32]) -> Choices:
         """One choice a row, after the token picked; nothing edited yet."""
         num_rows, held = len(self.sequences), self.choices
-        taken = {name: getattr(held, name)[:num_rows] for name in Choices.__slots__ if not name.startswith("edit_")}
+        taken = {name: getattr(held, name)[:num_rows] for name in _OF_CHOICES}
         return Choices(
             **taken | {"picks": picks},
             edit_offsets=held.edit_offsets[: num_rows + 1],
@@ -255,10 +261,8 @@ class RunningRows:
             return choices
         self.judging = [(self.sequences[row], token_id) for row, _, token_id in judged]
         rows, picks, given_ids = (list(column) for column in zip(*judged, strict=True))
-        extra = {name: getattr(choices, name)[rows] for name in Choices.__slots__ if not name.startswith("edit_")} | {
-            "picks": np.array(picks, np.int32),
-            "given_ids": np.array(given_ids, np.int64),
-        }
+        extra = {name: getattr(choices, name)[rows] for name in _OF_CHOICES}
+        extra |= {"picks": np.array(picks, np.int32), "given_ids": np.array(given_ids, np.int64)}
         joined = {name: np.concatenate((getattr(choices, name), array)) for name, array in extra.items()}
         none = np.zeros(len(picks), np.int32)
         return dataclasses.replace(choices, **joined, edit_offsets=np.concatenate((choices.edit_offsets, none)))
@@ -278,19 +282,6 @@ class RunningRows:
         return dataclasses.replace(
             choices, edit_offsets=offsets, edit_ids=np.concatenate(ids), edit_values=np.concatenate(values)
         )
-
-    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
-        own = (
-            self.token_ids,
-            self.positions,
-            self.end_positions,
-            self.source_lens,
-            self.expiries_s,
-            self.is_beam,
-            self.self_tables,
-            self.cross_tables,
-        )
-        return own + tuple(getattr(self.choices, name) for name in Choices.__slots__ if not name.startswith("edit_"))
 
 
 def num_candidates(group: SequenceGroup) -> int:

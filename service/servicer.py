@@ -211,7 +211,9 @@ class InferenceServicer:
     async def _greedy_answer(
         self, message: pb.ExplainRequest, context: _Context, source_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
-        request = Request(**self._arrival(context), source_ids=source_ids, params=SamplingParams(), is_streamed=False)
+        # One token less than the model could: a map has a row for the begin token too.
+        params = SamplingParams(max_new_tokens=max(1, self._model.description.limits.max_target_len - 1))
+        request = Request(**self._arrival(context), source_ids=source_ids, params=params, is_streamed=False)
         return last_of(await self._collect(message, request)).token_ids
 
     def _check_explainable(

@@ -1,7 +1,8 @@
 """Section `beams`: what a beam search costs beside greedy decoding, and beside CTranslate2's with the same weights.
 
-Requests run at a fixed concurrency, each followed by the next, over as many rows as their beams need. CTranslate2 is
-given all of the same sources at once, at the best settings it has for this width; see twin.py.
+Over as many rows as CONCURRENCY searches need. Beside CTranslate2, both are given all sources at once, and it runs at
+the best settings it has for this width (twin.py). Beside greedy decoding, requests come CONCURRENCY at a time, each
+followed by the next, as clients do.
 """
 
 from __future__ import annotations
@@ -31,25 +32,28 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
     twin = Twin(subject.twin_folder)
     settings = twin.best(_candidates(setup.threads), prompts_of(sources), limit)
     with Offline(runner, rows=WIDTH * CONCURRENCY) as offline:
-        ours = partial(offline.translate, sources, concurrency=CONCURRENCY, max_new_tokens=limit)
-        searched = partial(ours, beam_width=WIDTH)
+        greedy = partial(offline.translate, sources, concurrency=CONCURRENCY, max_new_tokens=limit)
+        paced = partial(greedy, beam_width=WIDTH)
+        searched = partial(paced, concurrency=len(sources))
         theirs = partial(twin.translate, prompts_of(sources), settings, limit)
         targets = [[index for index in target if index != runner.eos_id] for target in searched()]
         equal = share_equal(targets, theirs()[1])
         against_twin = alternate(lambda: timed(searched), lambda: theirs()[0], setup.repeat)
-        against_greedy = alternate(lambda: timed(searched), lambda: timed(ours), setup.repeat)
-    count = len(sources)
+        against_greedy = alternate(lambda: timed(paced), lambda: timed(greedy), setup.repeat)
     case = Case(
         name="beams",
-        case=f"{subject.name}, {WIDTH} beams, {CONCURRENCY} requests at once",
+        case=f"{subject.name}, {WIDTH} beams",
         rows=WIDTH * CONCURRENCY,
         against=str(settings),
         is_twin=True,
         equal_outputs=equal,
     )
-    seconds = [(1e3 * one.seconds / count, other.seconds / count * 1e3) for one, other in against_greedy]
-    greedy = dataclasses.replace(case, against="greedy", is_twin=False, equal_outputs=None)
-    return [*compare(case, against_twin), greedy.finding(seconds, "ms a request", digits=3)]
+    each_ms = 1e3 / len(sources)
+    pairs = [(one.seconds * each_ms, other.seconds * each_ms) for one, other in against_greedy]
+    beside = dataclasses.replace(
+        case, case=f"{case.case}, {CONCURRENCY} requests at a time", against="greedy", is_twin=False, equal_outputs=None
+    )
+    return [*compare(case, against_twin), beside.finding(pairs, "ms a request", digits=3)]
 
 
 def _candidates(threads: int) -> list[TwinSettings]:
