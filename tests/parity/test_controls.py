@@ -132,9 +132,14 @@ def check(served: Served, asked: Sequence[Controls]) -> list[tuple[int, ...]]:
 def check_scores(
     found: Sequence[TokenEvent], scores: Sequence[float | None], request: Request, logits_of: LogitsOf
 ) -> None:
-    """Hypotheses' scores within 1e-4, or a few steps of float32 where large; other outputs' log-probabilities."""
-    if request.params.beam_width > 1:
-        assert [event.score for event in found] == pytest.approx(scores, abs=1e-4, rel=1e-6), request
+    """Hypotheses' scores within 1e-4, or a few steps of float32 where large; other outputs' log-probabilities.
+
+    A length penalty below 0 multiplies a sum, and its error, by a power of the length.
+    """
+    params = request.params
+    if params.beam_width > 1:
+        most = 1e-4 * max(1.0, (params.max_new_tokens or 1) ** -params.length_penalty)
+        assert [event.score for event in found] == pytest.approx(scores, abs=most, rel=1e-6), request
         return
     (event,) = found
     target = (1, *request.prefix_ids)
