@@ -190,7 +190,7 @@ def _select(rng: Rng, *, quantized: bool) -> Call:
         "typical_ps": rng.choice(np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32), count),
         "seeds": rng.integers(-(2**63), 2**63 - 1, count),
         "given_ids": rng.choice(np.array([-1, -1, 0, vocab - 1]), count),
-        "num_logprobs": rng.choice(np.array([-1, 0, 1, vocab // 2, vocab], np.int32), count),
+        "num_logprobs": rng.choice(np.array([-1, 0, 1, vocab // 2, vocab, vocab + 3], np.int32), count),
         "is_normalized": rng.integers(0, 2, count, np.int32), "is_exclusive": rng.integers(0, 2, count, np.int32),
         **_edits(rng, count, vocab),
     }  # fmt: skip

@@ -230,6 +230,11 @@ def test_a_search_whose_forced_token_stops_it_says_nothing(family: Served) -> No
     assert check(family, [stopped | dict(max_new_tokens=count) for count in (1, 2, 5)]) == [()] * 3
 
 
+def test_a_search_may_look_at_more_candidates_than_there_are_tokens(family: Served) -> None:
+    stop_ids = tuple(range(20, 28))  # 8 beams look at 8 * (2 + 8) continuations each, of 61 tokens
+    check(family, [dict(beam_width=8, stop_ids=stop_ids, num_return_sequences=8), {}])
+
+
 def test_logits_are_shaken_both_ways(family: Served) -> None:
     for logits_of in family.sources.values():
         plain, up, down = (shaken(logits_of, amount)((1, 7)) for amount in (0.0, SHAKE, -SHAKE))

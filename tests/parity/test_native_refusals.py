@@ -210,7 +210,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Select", {"given_ids": np.array([-1, 20])}, "given_ids is 20"),
     ("Select", {"given_ids": np.array([-2, -1])}, "given_ids is -2"),
     ("Select", {"given_ids": np.array([2**63 - 1, -1])}, "given_ids is 9223372036854775807"),
-    ("Select", {"num_logprobs": ints(21, 0)}, "num_logprobs is 21"),
+    ("Select", {"num_logprobs": ints(1025, 0)}, "num_logprobs is 1025"),
     ("Select", {"num_logprobs": ints(0, -2)}, "num_logprobs is -2"),
     ("Select", {"num_logprobs": ints(1)}, "num_logprobs is 1.* number of picks"),
     ("Select", {"is_normalized": ints(0, 2)}, "is_normalized is 2"),

@@ -48,7 +48,7 @@ def choices(vocab: int) -> st.SearchStrategy[Choice]:
         typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 0.01]),
         seed=st.integers(0, 2**64 - 1),
         given_id=st.just(-1) | st.just(-1) | ids,
-        num_logprobs=st.integers(-1, min(vocab, 8)),
+        num_logprobs=st.integers(-1, min(vocab + 2, 8)),
         is_normalized=st.booleans(),
         is_exclusive=st.sampled_from([False, False, False, True]),
         edits=st.just([]) | st.lists(edit, max_size=12),

@@ -9,6 +9,7 @@ namespace antiphon {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kCandidates = 1024;  // may be asked for of any vocabulary: a beam asks for 16 * (2 + 16) at most
 constexpr float kLargest = std::numeric_limits<float>::max();
 
 // An operand with one value for each choice.
@@ -73,8 +74,9 @@ void Choices::CheckChoice(int64_t i, int64_t tokens, int64_t vocab) const {
   Require(picks_[i] >= 0 && picks_[i] < tokens, "picks", picks_[i], "it must be below " + std::to_string(tokens));
   Require(given_ids_[i] >= -1 && given_ids_[i] < vocab, "given_ids", given_ids_[i],
           "it must be -1 or below " + std::to_string(vocab));
-  Require(num_logprobs_[i] >= -1 && num_logprobs_[i] <= vocab, "num_logprobs", num_logprobs_[i],
-          "it must be -1 to " + std::to_string(vocab));
+  const int64_t most = std::max(vocab, kCandidates);
+  Require(num_logprobs_[i] >= -1 && num_logprobs_[i] <= most, "num_logprobs", num_logprobs_[i],
+          "it must be -1 to " + std::to_string(most));
   Require((is_normalized_[i] & ~1) == 0, "is_normalized", is_normalized_[i], "it must be 0 or 1");
   Require((is_exclusive_[i] & ~1) == 0, "is_exclusive", is_exclusive_[i], "it must be 0 or 1");
   CheckWarpers(i);

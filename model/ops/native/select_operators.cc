@@ -190,7 +190,7 @@ class Draw {
   void List(const Kernels& kernels, const Choices& choices, int64_t i, const ValueRow& row, const ValueRow& own,
             double log_sum) const {
     if (choices.num_logprobs(i) <= 0) return;
-    const Shortlist list(kernels, row, choices.num_logprobs(i));
+    const Shortlist list(kernels, row, std::min(choices.num_logprobs(i), row.vocab));
     std::sort(list.begin(), list.end(), IsLikelier);
     int64_t place = i * width_;
     for (const Candidate* candidate = list.begin(); candidate < list.end(); ++candidate, ++place) {
