@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.request import Request, Task
+from antiphon.service.runner import Runner
 from antiphon.service.sequence import SequenceGroup
 from antiphon.service.stream import OutputStream
 
@@ -30,6 +31,20 @@ class AdmissionLimits:
     block_size: int
     can_share_blocks: bool
     can_embed: bool
+
+
+def limits_of(runner: Runner, num_rows: int) -> AdmissionLimits:
+    """The limits of a runner of which so many rows are used."""
+    return AdmissionLimits(
+        vocab_size=runner.vocab_size,
+        max_source_len=runner.max_source_len,
+        max_target_len=runner.max_target_len,
+        num_rows=num_rows,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        can_share_blocks=runner.can_share_blocks,
+        can_embed=runner.can_embed,
+    )
 
 
 def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:

@@ -9,7 +9,6 @@ Axes: G searches of one shape, W beams, X blocks of the longest target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,8 +197,3 @@ class BeamRows:
             for sequence, token_id in zip(sequences, token_ids[slot].tolist(), strict=True):
                 assert sequence.edits is not None
                 sequence.edits.push(token_id)
-
-
-def num_self_blocks(groups: Iterable[SequenceGroup]) -> int:
-    """Blocks that groups hold for what they generate."""
-    return sum(len(group.blocks) - len(group.cross_block_table) for group in groups)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.admission import admit, limits_of
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
@@ -57,7 +57,7 @@ class Engine:
         max_num_seqs = _max_num_seqs(runner, config)
         limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._admission = _admission(runner, self._pool, max_num_seqs)
+        self._admission = limits_of(runner, max_num_seqs)
         self._queue = _queue(config)
         self._live: dict[str, SequenceGroup] = {}
         self._cancelled: deque[str] = deque()
@@ -223,17 +223,4 @@ def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
 def _queue(config: EngineConfig) -> RequestQueue:
     return RequestQueue(
         QueueLimits(max_requests=config.max_queued_requests, max_source_tokens=config.max_queued_tokens)
-    )
-
-
-def _admission(runner: Runner, pool: BlockPool, max_num_seqs: int) -> AdmissionLimits:
-    return AdmissionLimits(
-        vocab_size=runner.vocab_size,
-        max_source_len=runner.max_source_len,
-        max_target_len=runner.max_target_len,
-        num_rows=max_num_seqs,
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
-        can_share_blocks=runner.can_share_blocks,
-        can_embed=runner.can_embed,
     )

@@ -26,7 +26,7 @@ from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.random_model import random_transformer
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.model.transformer import CrossAttention, Transformer
-from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.native_runner import NativeRunner
@@ -113,8 +113,9 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
             clock=FakeClock(),
         )
         stepper = Stepper(parts)
+        limits = limits_of(runner, runner.max_rows)
         for request in requests:
-            live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), _limits(runner))
+            live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), limits)
             queue.put(live[request.request_id], 0.0)
         groups = list(live.values())
         while stepper.has_work:
@@ -122,19 +123,6 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
             assert not queue  # nobody had to wait for a row or a block
         assert pool.num_free == pool.num_blocks
         return {group.request_id: loop.run_until_complete(group.stream.collect()) for group in groups}
-
-
-def _limits(runner: NativeRunner) -> AdmissionLimits:
-    return AdmissionLimits(
-        vocab_size=runner.vocab_size,
-        max_source_len=runner.max_source_len,
-        max_target_len=runner.max_target_len,
-        num_rows=runner.max_rows,
-        num_blocks=runner.num_blocks,
-        block_size=runner.block_size,
-        can_share_blocks=runner.can_share_blocks,
-        can_embed=runner.can_embed,
-    )
 
 
 def eager_logits(model: Transformer, source: Sequence[int]) -> LogitsOf:

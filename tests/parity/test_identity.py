@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.model.bundle import Bundle, Precision
-from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.native_runner import NativeRunner
@@ -72,16 +72,7 @@ class Crowd:
         self.watcher = Watcher(runner)
         self.pool = BlockPool(runner.num_blocks, runner.block_size)
         self.queue = RequestQueue(QueueLimits(max_requests=1000, max_source_tokens=100_000))
-        self.limits = AdmissionLimits(
-            vocab_size=runner.vocab_size,
-            max_source_len=runner.max_source_len,
-            max_target_len=runner.max_target_len,
-            num_rows=runner.max_rows,
-            num_blocks=runner.num_blocks,
-            block_size=runner.block_size,
-            can_share_blocks=runner.can_share_blocks,
-            can_embed=runner.can_embed,
-        )
+        self.limits = limits_of(runner, runner.max_rows)
         self.stepper = Stepper(
             StepParts(
                 runner=cast(Runner, self.watcher),

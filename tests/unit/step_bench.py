@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.admission import AdmissionLimits, admit
+from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -73,17 +73,9 @@ class Bench:
         )
 
     def ask(self, request: Request) -> SequenceGroup:
-        limits = AdmissionLimits(
-            vocab_size=self.runner.vocab_size,
-            max_source_len=self.runner.max_source_len,
-            max_target_len=self.runner.max_target_len,
-            num_rows=self.runner.max_rows,
-            num_blocks=self.pool.num_blocks,
-            block_size=BLOCK_SIZE,
-            can_share_blocks=self.runner.can_share_blocks,
-            can_embed=self.runner.can_embed,
+        group = admit(
+            request, OutputStream(request.request_id, loop=self.loop), limits_of(self.runner, self.runner.max_rows)
         )
-        group = admit(request, OutputStream(request.request_id, loop=self.loop), limits)
         self.queue.put(group, self.clock())
         self.live[request.request_id] = group
         self.all.append(group)
