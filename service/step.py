@@ -67,6 +67,7 @@ class Stepper:
         self._num_running = 0
         self._num_cross_blocks = 0
         self._num_deferred = 0
+        self._told_occupancy = (-1, -1, -1)
         self._report_occupancy()  # before the first request: an empty cache must not look like a full one
 
     @property
@@ -86,7 +87,7 @@ class Stepper:
         num_before = len(self._rows)
         self._admit()
         sinks, items = self._decode(num_before) if self._rows else ((), [])
-        if self._is_occupancy_stale:
+        if self._told_occupancy != self._occupancy:
             self._report_occupancy()
         self._publish(sinks, items)
 
@@ -179,7 +180,6 @@ class Stepper:
         group.admitted_s = now_s
         self._num_running += 1
         self._num_cross_blocks += group.num_cross_blocks
-        self._is_occupancy_stale = True
         self._metrics.admitted(now_s - group.request.arrival_s)
 
     def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
@@ -196,10 +196,10 @@ class Stepper:
         """Decode every row, the ones from `num_before` on for the first time; returns what is to be published."""
         try:
             draw = self._runner.decode(self._rows.batch())
+            over = self._beams.advance(draw) if len(self._beams) else []
         except Exception as fault:
             self._fail([one.group for one in self._rows.sequences], "decode", fault)
             return (), []
-        over = self._beams.advance(draw) if len(self._beams) else []
         self._rows.advance(draw.token_ids[: len(self._rows)])
         self._time_tokens(num_before)
         if self._rows.num_beams:
@@ -255,7 +255,6 @@ class Stepper:
             freed = set(sequence.self_block_table) & group.blocks
             self._pool.free(freed)
             group.blocks -= freed
-            self._is_occupancy_stale = True
             self._finals.append((group.stream, event))
 
     def _end_search(self, group: SequenceGroup, reason: FinishReason | None = None) -> None:
@@ -306,7 +305,6 @@ class Stepper:
             group.blocks = set()
             self._num_running -= 1
             self._num_cross_blocks -= group.num_cross_blocks
-            self._is_occupancy_stale = True
 
     def _vacate(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -320,6 +318,11 @@ class Stepper:
         except Exception as fault:
             self._fail((moved.group,), "move a row", fault)
 
+    @property
+    def _occupancy(self) -> tuple[int, int, int]:
+        """Requests that run, blocks that are free, and blocks of sources: what gauges are made of."""
+        return self._num_running, self._pool.num_free, self._num_cross_blocks
+
     def _report_occupancy(self) -> None:
         blocks = self._pool
         use = CacheUse(
@@ -329,7 +332,7 @@ class Stepper:
             block_bytes=blocks.block_size * self._runner.cache_bytes_per_token,
         )
         self._metrics.occupied(self._num_running, use)
-        self._is_occupancy_stale = False
+        self._told_occupancy = self._occupancy
 
     def _publish(self, sinks: tuple[TokenSink, ...], items: list[Item]) -> None:
         finals, self._finals = self._finals, []

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.service.errors import InvalidArgument, Unsupported
+from antiphon.service.errors import EngineFault, InvalidArgument, Unsupported
 from antiphon.service.request import (
     EarlyStopping,
     FinishReason,
@@ -335,3 +335,29 @@ def test_graphs_that_cannot_share_blocks_refuse_more_rows(loop: asyncio.Abstract
 def test_more_rows_than_a_batch_has_are_refused(bench: Bench) -> None:
     with pytest.raises(InvalidArgument, match="beam_width is 9; it must be at most 8"):
         bench.add("a", source_of(target_len=3), SamplingParams(beam_width=9))
+
+
+def test_a_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench: Bench) -> None:
+    params = SamplingParams(beam_width=4, ignore_eos=True, max_new_tokens=9)
+    broken = bench.add("broken", source_of(target_len=9), params)
+
+    def fail(sources: object, targets: object) -> None:
+        raise RuntimeError("no copy")
+
+    bench.runner.copy_blocks = fail  # type: ignore[method-assign]
+    bench.step()
+    del bench.runner.copy_blocks
+    assert bench.pool.num_free == bench.pool.num_blocks
+    assert isinstance(bench.output(broken).error, EngineFault)
+    whole = bench.add("whole", source_of(target_len=9), params)
+    bench.finish()
+    assert bench.output(whole).finish_reason is FinishReason.LENGTH
+
+
+def test_occupancy_follows_the_blocks_that_beams_give_back(bench: Bench) -> None:
+    params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
+    bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
+    for _ in range(6):
+        bench.step()
+        assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_free
+    bench.finish()
