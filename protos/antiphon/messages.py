@@ -16,7 +16,8 @@ Source = str | Sequence[int]
 """Text, or token ids as Tokenize returns them."""
 
 Pooling = Literal["mean", "max", "first"]
-FinishReason = Literal["stop", "length", "stop_sequence", "time_limit", "exhausted"]
+FinishReason = Literal["stop", "length", "stop_sequence", "time_limit", "exhausted", "unknown"]
+"""Why an output ended; "unknown" is a reason that only a newer server knows."""
 
 _FINISH_REASONS: dict[inference_pb2.FinishReason.ValueType, FinishReason] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -190,7 +191,7 @@ def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
         token_ids=tuple(response.token_ids),
         output_index=response.output_index,
         logprobs=_logprobs(response.logprobs),
-        finish_reason=_FINISH_REASONS[response.finish_reason] if response.finish_reason else None,
+        finish_reason=_finish_reason(response.finish_reason) if response.finish_reason else None,
         score=response.score if response.HasField("score") else None,
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timing=_timing(response.timing) if response.HasField("timing") else None,
@@ -207,7 +208,7 @@ def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Genera
             token_ids=tuple(output.token_ids),
             output_index=output.output_index,
             logprobs=_logprobs(output.logprobs),
-            finish_reason=_FINISH_REASONS[output.finish_reason],
+            finish_reason=_finish_reason(output.finish_reason),
             score=output.score if output.HasField("score") else None,
             usage=usage,
             timing=timing,
@@ -215,6 +216,10 @@ def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Genera
         )
         for output in response.outputs
     ]
+
+
+def _finish_reason(value: inference_pb2.FinishReason.ValueType) -> FinishReason:
+    return _FINISH_REASONS.get(value, "unknown")
 
 
 def as_judgement(response: inference_pb2.ScoreResponse) -> Judgement:

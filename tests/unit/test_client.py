@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError, TokenLogprob
+from antiphon.messages import as_delta, as_generations
 from antiphon.options import options_message
 from antiphon.service.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
@@ -295,3 +296,10 @@ def test_client_loads_nothing_but_grpcio_and_protobuf() -> None:
 def text_of(result: Generation | ServerError) -> str:
     assert isinstance(result, Generation)
     return result.text
+
+
+def test_client_reads_a_finish_reason_of_a_newer_server() -> None:
+    newer = pb.GenerateResponse.FromString(b"\x20\x63")  # finish_reason: 99
+    assert as_delta(newer).finish_reason == "unknown"
+    whole = pb.GenerateUnaryResponse(outputs=[pb.Output.FromString(b"\x20\x63")])
+    assert as_generations(whole)[0].finish_reason == "unknown"
