@@ -61,9 +61,11 @@ class ServerConfig(BaseSettings):
     threads: int = Field(
         default_factory=usable_cores, ge=1, le=1024, description="Threads that compute one step; unset is every core."
     )
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that decode together.")
+    max_num_seqs: int = Field(
+        default=64, ge=1, le=4096, description="Most rows that decode together: outputs and beams."
+    )
     max_num_batched_tokens: int = Field(
-        default=1024, ge=1, le=1_048_576, description="Most source tokens encoded in one step."
+        default=1024, ge=1, le=1_048_576, description="Most source, prefix and judged tokens taken up in one step."
     )
     max_queued_requests: int = Field(default=1024, ge=1, le=1_000_000, description="Most requests that wait.")
     max_queued_tokens: int = Field(
@@ -142,9 +144,12 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
             return init_settings, env_settings, InitSettingsSource(settings_cls, table)
 
     try:
-        return Layered(**flags)
+        config = Layered(**flags)
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
+    if config.port == config.metrics_port != 0 and config.host == config.metrics_host:
+        raise ConfigError(f"metrics_port is {config.metrics_port}; it must differ from port, on the same address")
+    return config
 
 
 def to_toml(config: ServerConfig) -> str:

@@ -76,6 +76,13 @@ def test_load_config_names_field_value_and_range_when_flag_is_wrong(flag: str, v
         load(flag, value)
 
 
+def test_load_config_refuses_one_port_for_both_listeners() -> None:
+    with pytest.raises(ConfigError, match="metrics_port is 7000; it must differ from port"):
+        load("--port", "7000", "--metrics-port", "7000")
+    assert load("--port", "0", "--metrics-port", "0").port == 0
+    assert load("--port", "7000", "--metrics-port", "7000", "--metrics-host", "127.0.0.2").metrics_port == 7000
+
+
 def test_load_config_names_variable_when_environment_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANTIPHON_THREADS", "many")
     with pytest.raises(ConfigError, match=r"threads \(from ANTIPHON_THREADS\) is 'many'"):
