@@ -107,8 +107,9 @@ class SequenceGroup:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Source, prefix and given target tokens to compute at its first step."""
-        return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids)
+        """Source, prefix and given target tokens to compute at its first step: a prefix for each sample."""
+        num_prefixes = 1 if self.is_beam_search else self.num_rows
+        return self.source_len + num_prefixes * len(self.request.prefix_ids) + len(self.request.target_ids)
 
     @property
     def expires_s(self) -> float:
