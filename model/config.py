@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Architecture = Literal["encoder-decoder", "encoder", "decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["post", "pre"]
-Activation = Literal["relu", "gelu", "gelu_tanh"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "none"]
 
 

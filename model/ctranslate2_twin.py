@@ -21,6 +21,7 @@ _ACTIVATIONS = {
     "relu": common_spec.Activation.RELU,
     "gelu": common_spec.Activation.GELU,
     "gelu_tanh": common_spec.Activation.GELUTanh,
+    "silu": common_spec.Activation.SWISH,
 }
 
 

@@ -25,7 +25,7 @@ def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_greedy_equals_ctranslate2(tmp_path: Path, norm_placement: str, activation: str) -> None:
     config = preset("tiny", vocab_size=300, norm_placement=norm_placement, activation=activation)
     checkpoint = random_checkpoint(config, seed=3)

@@ -10,6 +10,7 @@ from transformers import BloomConfig, LlamaConfig, T5Config, T5ForConditionalGen
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from antiphon.model.activations import ACTIVATIONS
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.positions import alibi_slopes, relative_bucket, rotary_tables, rotate, sinusoidal_table
 from antiphon.model.transformer import DecoderLayer, EncoderLayer, Transformer
@@ -65,7 +66,7 @@ def decoder_pairs(theirs: Any, ours: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_layers_equal_pytorchs_own(norm_placement: str, activation: str) -> None:
     config = preset("tiny", norm_placement=norm_placement, activation=activation)
     model = randomised(Transformer(config), seed=1)
@@ -74,7 +75,7 @@ def test_layers_equal_pytorchs_own(norm_placement: str, activation: str) -> None
     assert model.decoder is not None
     settings = dict(
         d_model=config.d_model, nhead=config.num_heads, dim_feedforward=config.d_ff, dropout=0.0, batch_first=True,
-        activation=activation, norm_first=norm_placement == "pre",
+        activation=ACTIVATIONS[activation], norm_first=norm_placement == "pre",
     )  # fmt: skip
     encoder_layer, decoder_layer = model.encoder.layers[0], model.decoder.layers[0]
     assert isinstance(encoder_layer, EncoderLayer)

@@ -35,6 +35,12 @@ ANTIPHON_INLINE F32 Tanh(F32 x) {
   return 1.0f - 2.0f / (Exp(bounded * 2.0f) + 1.0f);
 }
 
+// x times the logistic function of x; of its two forms the one whose exponential cannot overflow.
+ANTIPHON_INLINE F32 Silu(F32 x) {
+  const F32 e = Exp(-Abs(x));
+  return (x < 0.0f ? x * e : x) / (1.0f + e);
+}
+
 template <Activation kind>
 ANTIPHON_INLINE F32 Activate(F32 x) {
   if constexpr (kind == Activation::kRelu) return x < 0.0f ? F32{} : x;
@@ -42,6 +48,7 @@ ANTIPHON_INLINE F32 Activate(F32 x) {
   if constexpr (kind == Activation::kGeluTanh) {
     return x * 0.5f * (1.0f + Tanh((x + x * x * x * 0.044715f) * 0.79788456f));
   }
+  if constexpr (kind == Activation::kSilu) return Silu(x);
   return x;
 }
 
@@ -55,6 +62,8 @@ ANTIPHON_INLINE void WithActivation(Activation activation, const Body& body) {
       return body(Constant<Activation::kGelu>{});
     case Activation::kGeluTanh:
       return body(Constant<Activation::kGeluTanh>{});
+    case Activation::kSilu:
+      return body(Constant<Activation::kSilu>{});
     case Activation::kNone:
       return body(Constant<Activation::kNone>{});
   }

@@ -58,7 +58,8 @@ Activation ActivationNamed(const std::string& name) {
   if (name == "relu") return Activation::kRelu;
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
-  throw OperatorError("activation is " + name + "; it must be none, relu, gelu or gelu_tanh");
+  if (name == "silu") return Activation::kSilu;
+  throw OperatorError("activation is " + name + "; it must be none, relu, gelu, gelu_tanh or silu");
 }
 
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs) {
