@@ -47,6 +47,7 @@ class ModelConfig(BaseModel):
     tie_source_target: bool = Field(default=True, description="Encoder and decoder share one embedding.")
     tie_output: bool = Field(default=True, description="The output projection is the target embedding, transposed.")
     scale_embeddings: bool = Field(default=True, description="Multiply embeddings by sqrt(d_model), section 3.4.")
+    embedding_norm: bool = Field(default=False, description="A norm after embeddings and positions, as in BART.")
     attention_scale: float | None = Field(default=None, gt=0)
     bias: bool = Field(default=True, description="Biases in the linear layers of attention and feed-forward.")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="On embeddings and sublayer outputs, section 5.4.")

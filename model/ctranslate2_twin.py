@@ -44,6 +44,7 @@ def save_twin(checkpoint: Checkpoint, folder: Path, *, quantization: str | None 
         config.num_heads,
         pre_norm=config.norm_placement == "pre",
         activation=_ACTIVATIONS[config.activation],
+        layernorm_embedding=config.embedding_norm,
     )
     _fill(spec, checkpoint)
     tokens = [str(index) for index in range(config.vocab_size)]
@@ -80,6 +81,8 @@ def _fill(spec: Any, checkpoint: Checkpoint) -> None:
         embeddings.weight = _array(stack.embedding.weight)
         side.scale_embeddings = config.scale_embeddings
         side.position_encodings.encodings = sinusoidal_table(max_len, config.d_model).numpy()
+        if config.embedding_norm:
+            _fill_norm(side.layernorm_embedding, stack.embedding_norm)
         if config.norm_placement == "pre":
             _fill_norm(side.layer_norm, stack.final_norm)
         for layer_spec, layer in zip(side.layer, stack.layers, strict=True):

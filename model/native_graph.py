@@ -53,9 +53,10 @@ class _PackedStack(nn.Module):
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids [N] int64, positions [N] int32 -> [N, M]."""
         stack = self.stack
-        return native_linear.embed(  # type: ignore[no-any-return]
+        embedded: Tensor = native_linear.embed(
             input_ids, positions, stack.embedding.weight, stack.positions.table, scale=stack.embedding_scale
         )
+        return self.add_norm(embedded, None, stack.embedding_norm)[0] if self.config.embedding_norm else embedded
 
     def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
         """Every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""

@@ -222,7 +222,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """What encoder and decoder share: embedding, positions, score bias, layers, the last norm of pre-norm stacks."""
+    """What encoder and decoder share: embedding, positions, score bias, layers, the norms before and behind them."""
 
     relative_bias: RelativeBias
 
@@ -231,6 +231,7 @@ class Stack(nn.Module):
         self.embedding = embedding
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
         self.positions = AbsolutePositions(config, max_len)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.layers = nn.ModuleList(layers)
         self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
@@ -239,7 +240,7 @@ class Stack(nn.Module):
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids [B, T], positions [B or 1, T] -> [B, T, M]."""
         embedded = self.embedding(ids) * self.embedding_scale
-        return self.dropout(self.positions(embedded, positions))  # type: ignore[no-any-return]
+        return self.dropout(self.embedding_norm(self.positions(embedded, positions)))  # type: ignore[no-any-return]
 
     def run(self, layer: nn.Module, *args: object) -> Tensor:
         """One layer, recomputed in the backward pass when gradient checkpointing is on (Chen et al. 2016)."""

@@ -27,7 +27,17 @@ def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_greedy_equals_ctranslate2(tmp_path: Path, norm_placement: str, activation: str) -> None:
-    config = preset("tiny", vocab_size=300, norm_placement=norm_placement, activation=activation)
+    check_greedy(tmp_path, preset("tiny", vocab_size=300, norm_placement=norm_placement, activation=activation))
+
+
+@pytest.mark.parametrize(
+    "choice", [dict(embedding_norm=True), dict(embedding_norm=True, norm_placement="pre")], ids=str
+)
+def test_greedy_equals_ctranslate2_with_parts_of_public_families(tmp_path: Path, choice: dict[str, object]) -> None:
+    check_greedy(tmp_path, preset("tiny", vocab_size=300, **choice))
+
+
+def check_greedy(tmp_path: Path, config: ModelConfig) -> None:
     checkpoint = random_checkpoint(config, seed=3)
     save_twin(checkpoint, tmp_path)
     generator = torch.Generator().manual_seed(5)

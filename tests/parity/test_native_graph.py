@@ -26,6 +26,7 @@ ALL_VARIANTS: dict[str, dict[str, object]] = {
         positions="t5_relative", relative_buckets=8, relative_max_distance=12, activation="gelu", attention_scale=0.7
     ),
     "rope_gated_post": dict(positions="rope", gated=True, norm="rmsnorm", head_dim=6),
+    "embedding_norm_pre": dict(embedding_norm=True, norm="rmsnorm", norm_placement="pre"),
     "silu": dict(activation="silu", norm_placement="pre"),
     "alibi_six_heads": dict(positions="alibi", num_heads=6, head_dim=8, bias=False, norm_placement="pre"),
 }  # fmt: skip
