@@ -14,6 +14,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["post", "pre"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "none"]
+Sinusoids = Literal["interleaved", "halves", "fairseq"]
 
 
 class ModelConfig(BaseModel):
@@ -39,6 +40,10 @@ class ModelConfig(BaseModel):
     activation: Activation = "relu"
     gated: bool = Field(default=False, description="Gated feed-forward: act(x W) * (x V), Shazeer 2020.")
     positions: Positions = "sinusoidal"
+    sinusoids: Sinusoids = Field(default="interleaved", description="Layout of sinusoidal tables, see positions.py.")
+    positions_offset: int = Field(
+        default=0, ge=0, le=1024, description="Row of the position table that tokens start at."
+    )
     max_source_len: int = Field(default=256, ge=1, le=65536)
     max_target_len: int = Field(default=256, ge=1, le=65536)
     relative_buckets: int = Field(default=32, ge=4, le=1024)
@@ -63,6 +68,17 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide d_model={self.d_model}; set head_dim or change one of them"
             )
+        for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
+            wanted = side in self.architecture
+            if wanted != (layers > 0):
+                raise ValueError(f"{side}_layers={layers} does not fit architecture={self.architecture!r}")
+        for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
+            if getattr(self, name) >= self.vocab_size:
+                raise ValueError(f"{name}={getattr(self, name)} must be below vocab_size={self.vocab_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
         if self.positions == "rope" and self.resolved_head_dim % 2:
             raise ValueError(f"head_dim={self.resolved_head_dim} must be even for rotary positions")
         if self.positions == "t5_relative" and self.relative_max_distance <= self.relative_buckets // 2:
@@ -72,13 +88,10 @@ class ModelConfig(BaseModel):
             )
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} must be even for sinusoidal positions")
-        for side, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
-            wanted = side in self.architecture
-            if wanted != (layers > 0):
-                raise ValueError(f"{side}_layers={layers} does not fit architecture={self.architecture!r}")
-        for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
-            if getattr(self, name) >= self.vocab_size:
-                raise ValueError(f"{name}={getattr(self, name)} must be below vocab_size={self.vocab_size}")
+        if self.positions != "sinusoidal" and self.sinusoids != "interleaved":
+            raise ValueError(f"sinusoids={self.sinusoids!r} does not fit positions={self.positions!r}")
+        if self.positions not in ("sinusoidal", "learned") and self.positions_offset:
+            raise ValueError(f"positions_offset={self.positions_offset} does not fit positions={self.positions!r}")
         return self
 
     @property

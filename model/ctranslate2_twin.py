@@ -14,7 +14,6 @@ from ctranslate2.specs import common_spec, transformer_spec
 from torch import Tensor, nn
 
 from antiphon.model.checkpoint import Checkpoint, CheckpointError
-from antiphon.model.positions import sinusoidal_table
 from antiphon.model.transformer import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
 
 _ACTIVATIONS = {
@@ -28,17 +27,18 @@ _ACTIVATIONS = {
 def save_twin(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
     """Write a CTranslate2 model directory; quantization None keeps float32, "int8" is CTranslate2's own.
 
-    Takes sinusoidal encoder-decoders with LayerNorm, biases, an ungated feed-forward and the default attention scale;
-    raises CheckpointError naming the field for others.
+    Takes encoder-decoders with absolute positions, LayerNorm, biases, an ungated feed-forward and the default attention
+    scale; raises CheckpointError naming the field for others.
     """
     config = checkpoint.config
-    expected = {
-        "architecture": "encoder-decoder", "positions": "sinusoidal", "norm": "layernorm", "gated": False, "bias": True,
-        "attention_scale": None,
+    taken: dict[str, tuple[object, ...]] = {
+        "architecture": ("encoder-decoder",), "positions": ("sinusoidal", "learned"), "norm": ("layernorm",),
+        "gated": (False,), "bias": (True,), "attention_scale": (None,),
     }  # fmt: skip
-    for field, value in expected.items():
-        if getattr(config, field) != value:
-            raise CheckpointError(f"{field}={getattr(config, field)!r} has no CTranslate2 twin here; {value!r} has")
+    for field, values in taken.items():
+        if getattr(config, field) not in values:
+            held = " and ".join(map(repr, values))
+            raise CheckpointError(f"{field}={getattr(config, field)!r} has no CTranslate2 twin here; {held} has")
     spec = transformer_spec.TransformerSpec.from_config(
         (config.encoder_layers, config.decoder_layers),
         config.num_heads,
@@ -73,14 +73,13 @@ def _fill(spec: Any, checkpoint: Checkpoint) -> None:
     config, model = checkpoint.config, checkpoint.model
     assert model.encoder is not None
     assert model.decoder is not None
-    for side, stack, max_len in (
-        (spec.encoder, model.encoder, config.max_source_len),
-        (spec.decoder, model.decoder, config.max_target_len),
-    ):
+    for side, stack in ((spec.encoder, model.encoder), (spec.decoder, model.decoder)):
         embeddings = side.embeddings[0] if isinstance(side.embeddings, list) else side.embeddings
         embeddings.weight = _array(stack.embedding.weight)
         side.scale_embeddings = config.scale_embeddings
-        side.position_encodings.encodings = sinusoidal_table(max_len, config.d_model).numpy()
+        vectors = stack.positions.vectors
+        assert vectors is not None
+        side.position_encodings.encodings = _array(vectors)
         if config.embedding_norm:
             _fill_norm(side.layernorm_embedding, stack.embedding_norm)
         if config.norm_placement == "pre":

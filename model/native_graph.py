@@ -54,7 +54,7 @@ class _PackedStack(nn.Module):
         """input_ids [N] int64, positions [N] int32 -> [N, M]."""
         stack = self.stack
         embedded: Tensor = native_linear.embed(
-            input_ids, positions, stack.embedding.weight, stack.positions.table, scale=stack.embedding_scale
+            input_ids, positions, stack.embedding.weight, stack.positions.vectors, scale=stack.embedding_scale
         )
         return self.add_norm(embedded, None, stack.embedding_norm)[0] if self.config.embedding_norm else embedded
 

@@ -11,38 +11,55 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from antiphon.model.config import ModelConfig
+from antiphon.model.config import ModelConfig, Sinusoids
 
 
-def sinusoidal_table(length: int, width: int) -> Tensor:
-    """[length, width] float32: sin on even columns, cos on odd ones (Vaswani et al. 2017, section 3.5)."""
+def sinusoidal_table(length: int, width: int, layout: Sinusoids = "interleaved") -> Tensor:
+    """[length, width] float32: sines and cosines of each position (Vaswani et al. 2017, section 3.5).
+
+    interleaved  sin on even columns, cos on odd ones: the paper
+    halves       all sines, then all cosines: Marian, PEGASUS
+    fairseq      halves whose slowest rate is 1/10000 itself, which the paper's stops short of: M2M-100, NLLB
+    """
     position = torch.arange(length, dtype=torch.float64)[:, None]
-    rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
-    table = torch.empty(length, width, dtype=torch.float64)
-    table[:, 0::2] = torch.sin(position * rate)
-    table[:, 1::2] = torch.cos(position * rate)
-    return table.float()
+    last = width - 2 if layout == "fairseq" else width
+    rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / last))
+    sin, cos = torch.sin(position * rate), torch.cos(position * rate)
+    if layout == "interleaved":
+        return torch.stack((sin, cos), dim=-1).flatten(1).float()
+    return torch.cat((sin, cos), dim=1).float()
 
 
 class AbsolutePositions(nn.Module):
-    """Adds a sinusoidal or learned vector for each position; adds nothing for the other kinds."""
+    """Adds a sinusoidal or learned vector for each position; adds nothing for the other kinds.
+
+    The table has positions_offset rows more than positions: BART keeps two before its first, M2M-100 its padding's.
+    """
 
     def __init__(self, config: ModelConfig, max_len: int) -> None:
         super().__init__()
+        self.offset = config.positions_offset
+        length = max_len + self.offset
         self.table: Tensor | None
         if config.positions == "learned":
-            self.table = nn.Parameter(torch.empty(max_len, config.d_model))
+            self.table = nn.Parameter(torch.empty(length, config.d_model))
             nn.init.normal_(self.table, std=config.d_model**-0.5)
         elif config.positions == "sinusoidal":
-            self.register_buffer("table", sinusoidal_table(max_len, config.d_model), persistent=False)
+            table = sinusoidal_table(length, config.d_model, config.sinusoids)
+            self.register_buffer("table", table, persistent=False)
         else:
             self.table = None
 
+    @property
+    def vectors(self) -> Tensor | None:
+        """What each position adds, [max_len, M]; None for kinds that add nothing."""
+        return self.table[self.offset :] if self.table is not None and self.offset else self.table
+
     def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
         """embedded [B, T, M]; positions [B or 1, T] int. Returns [B, T, M]."""
-        if self.table is None:
+        if self.vectors is None:
             return embedded
-        return embedded + functional.embedding(positions, self.table).to(embedded.dtype)
+        return embedded + functional.embedding(positions, self.vectors).to(embedded.dtype)
 
 
 def rotary_tables(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:

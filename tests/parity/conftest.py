@@ -15,8 +15,11 @@ VARIANTS: dict[str, dict[str, object]] = {
         tie_output=False, scale_embeddings=False, attention_scale=1.0, head_dim=24,
     ),
     "alibi": dict(positions="alibi", norm_placement="pre", tie_source_target=False),
-    "bart": dict(positions="learned", activation="gelu", embedding_norm=True, scale_embeddings=False),
-    "learned_gated": dict(positions="learned", gated=True, activation="silu", tie_output=False),
+    "bart": dict(
+        positions="learned", positions_offset=2, activation="gelu", embedding_norm=True, scale_embeddings=False
+    ),
+    "marian": dict(activation="silu", sinusoids="halves"),
+    "learned_gated": dict(positions="learned", gated=True, tie_output=False),
 }  # fmt: skip
 
 

@@ -30,15 +30,21 @@ def test_greedy_equals_ctranslate2(tmp_path: Path, norm_placement: str, activati
     check_greedy(tmp_path, preset("tiny", vocab_size=300, norm_placement=norm_placement, activation=activation))
 
 
-@pytest.mark.parametrize(
-    "choice", [dict(embedding_norm=True), dict(embedding_norm=True, norm_placement="pre")], ids=str
-)
-def test_greedy_equals_ctranslate2_with_parts_of_public_families(tmp_path: Path, choice: dict[str, object]) -> None:
-    check_greedy(tmp_path, preset("tiny", vocab_size=300, **choice))
+FAMILIES: dict[str, dict[str, object]] = {
+    "bart": dict(positions="learned", positions_offset=2, embedding_norm=True),
+    "mbart": dict(positions="learned", positions_offset=2, embedding_norm=True, norm_placement="pre"),
+    "marian": dict(activation="silu", sinusoids="halves"),
+    "m2m_100": dict(sinusoids="fairseq", positions_offset=2, norm_placement="pre"),
+}
 
 
-def check_greedy(tmp_path: Path, config: ModelConfig) -> None:
-    checkpoint = random_checkpoint(config, seed=3)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_equals_ctranslate2_with_parts_of_public_families(tmp_path: Path, name: str) -> None:
+    check_greedy(tmp_path, preset("tiny", vocab_size=300, **FAMILIES[name]), seed=5)
+
+
+def check_greedy(tmp_path: Path, config: ModelConfig, seed: int = 3) -> None:
+    checkpoint = random_checkpoint(config, seed)
     save_twin(checkpoint, tmp_path)
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 20, (12,), generator=generator).tolist()

@@ -27,7 +27,8 @@ ALL_VARIANTS: dict[str, dict[str, object]] = {
     ),
     "rope_gated_post": dict(positions="rope", gated=True, norm="rmsnorm", head_dim=6),
     "embedding_norm_pre": dict(embedding_norm=True, norm="rmsnorm", norm_placement="pre"),
-    "silu": dict(activation="silu", norm_placement="pre"),
+    "m2m_100": dict(norm_placement="pre", sinusoids="fairseq", positions_offset=2),
+    "silu_gated": dict(activation="silu", gated=True),
     "alibi_six_heads": dict(positions="alibi", num_heads=6, head_dim=8, bias=False, norm_placement="pre"),
 }  # fmt: skip
 SOURCE_LENS = (1, 16, 33, 7)

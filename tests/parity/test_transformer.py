@@ -9,10 +9,19 @@ from torch import Tensor, nn
 from transformers import BloomConfig, LlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
+from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 from antiphon.model.activations import ACTIVATIONS
 from antiphon.model.config import ModelConfig, preset
-from antiphon.model.positions import alibi_slopes, relative_bucket, rotary_tables, rotate, sinusoidal_table
+from antiphon.model.positions import (
+    AbsolutePositions,
+    alibi_slopes,
+    relative_bucket,
+    rotary_tables,
+    rotate,
+    sinusoidal_table,
+)
 from antiphon.model.transformer import DecoderLayer, EncoderLayer, Transformer
 
 TOLERANCE = 2e-5  # float32, a dozen products deep; the order of additions differs
@@ -203,6 +212,21 @@ def test_sinusoidal_table_is_the_papers_formula() -> None:
             angle = torch.tensor(position / 10000 ** (2 * (column // 2) / 6), dtype=torch.float64)
             expected = angle.cos() if column % 2 else angle.sin()
             assert table[position, column].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_sines_in_halves_equal_marians() -> None:
+    theirs = MarianSinusoidalPositionalEmbedding(300, 12)
+    expected = theirs.create_weight()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(sinusoidal_table(300, 12, "halves"), expected, atol=1e-6, rtol=0)
+
+
+def test_fairseq_sinusoids_behind_an_offset_equal_those_of_m2m_100() -> None:
+    config = preset("tiny", max_source_len=300, sinusoids="fairseq", positions_offset=2)
+    theirs = M2M100SinusoidalPositionalEmbedding(300, 32, padding_idx=1)
+    expected = theirs(torch.full((1, 300), 5))[0]
+    ours = AbsolutePositions(config, 300)(torch.zeros(1, 300, 32), torch.arange(300)[None])[0]
+    # Their angles are float32: off by half a unit in the last place of 300.
+    torch.testing.assert_close(ours, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "t5_relative", "alibi", "rope"])

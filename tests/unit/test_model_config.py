@@ -25,6 +25,7 @@ def test_preset_has_the_papers_size(name: str, millions: int) -> None:
         ("dropout", 1.0),
         ("eos_id", 96),
         ("attention_scale", 0),
+        ("positions_offset", -1),
         ("no_such_field", 1),
     ],
 )
@@ -44,6 +45,13 @@ def test_relative_distances_must_reach_beyond_their_exact_buckets() -> None:
     preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
     with pytest.raises(ValidationError, match="relative_max_distance=16"):
         preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)
+
+
+def test_settings_of_position_tables_need_a_table() -> None:
+    with pytest.raises(ValidationError, match="positions_offset=2 does not fit positions='rope'"):
+        preset("tiny", positions="rope", positions_offset=2)
+    with pytest.raises(ValidationError, match="sinusoids='halves' does not fit positions='learned'"):
+        preset("tiny", positions="learned", sinusoids="halves")
 
 
 def test_unknown_preset_is_named_with_those_that_exist() -> None:
