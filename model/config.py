@@ -51,6 +51,7 @@ class ModelConfig(BaseModel):
     rope_theta: float = Field(default=10000.0, gt=1)
     tie_source_target: bool = Field(default=True, description="Encoder and decoder share one embedding.")
     tie_output: bool = Field(default=True, description="The output projection is the target embedding, transposed.")
+    output_bias: bool = Field(default=False, description="A bias on the logits, as Marian and BART have.")
     scale_embeddings: bool = Field(default=True, description="Multiply embeddings by sqrt(d_model), section 3.4.")
     embedding_norm: bool = Field(default=False, description="A norm after embeddings and positions, as in BART.")
     attention_scale: float | None = Field(default=None, gt=0)

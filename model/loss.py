@@ -23,24 +23,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradient along with the loss: the loss is always differentiated, and the pieces are at hand."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float
+    ) -> Tensor:
         dtype = hidden.dtype
         narrow = weight.to(dtype)
         gradient = torch.empty(hidden.shape[0], weight.shape[0], dtype=dtype, device=hidden.device)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, hidden.shape[0], ROWS):
             rows = slice(start, start + ROWS)
-            loss, gradient[rows] = _piece((hidden[rows] @ narrow.T).float(), labels[rows], smoothing)
+            logits = (hidden[rows] @ narrow.T).float()
+            if bias is not None:
+                logits += bias
+            loss, gradient[rows] = _piece(logits, labels[rows], smoothing)
             total += loss
         ctx.save_for_backward(hidden, narrow, gradient)
         ctx.weight_dtype = weight.dtype
         return total.float()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         hidden, weight, gradient = ctx.saved_tensors
         scale = upstream[0].to(hidden.dtype)
-        return gradient @ (weight * scale), (gradient.T @ (hidden * scale)).to(ctx.weight_dtype), None, None
+        of_bias = gradient.sum(dim=0, dtype=ctx.weight_dtype) * upstream[0] if ctx.needs_input_grad[2] else None
+        of_weight = (gradient.T @ (hidden * scale)).to(ctx.weight_dtype)
+        return gradient @ (weight * scale), of_weight, of_bias, None, None
 
 
 def _piece(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -59,11 +66,14 @@ def _piece(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Te
     return (loss * counted).double().sum(), gradient.mul_(counted[:, None])
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-    """Sum over positions of the cross entropy, nats, between softmax(hidden weight^T) and smoothed labels.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, bias: Tensor | None = None
+) -> Tensor:
+    """Sum over positions of the cross entropy, nats, between softmax(hidden weight^T + bias) and smoothed labels.
 
     hidden: [N, M] float; labels: [N] int64, IGNORED_LABEL where a row does not count
     weight: [V, M] float32, taken to hidden's dtype for the products (autocast's, where it is on)
+    bias: [V] float32 or None
     smoothing: share of the target probability spread evenly over V (Szegedy et al. 2016, section 7).
     Returns a float32 scalar.
     """
@@ -74,5 +84,5 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, smoo
     padding = -hidden.shape[0] % ROWS
     hidden = functional.pad(hidden, (0, 0, 0, padding))
     labels = functional.pad(labels, (0, padding), value=IGNORED_LABEL)
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, smoothing)  # type: ignore[no-untyped-call]
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, smoothing)  # type: ignore[no-untyped-call]
     return total

@@ -192,7 +192,7 @@ class PagedDecoder(_PackedStack):
         rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
         hidden = self.step(input_ids, rows)
         settings = tensors[len(PagedRows.__slots__) :]
-        chosen = native_select.select(hidden, self.output.weight, rows.positions, *settings)
+        chosen = native_select.select(hidden, self.output.weight, self.output.bias, rows.positions, *settings)
         return (*chosen, rows.cache)
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:

@@ -92,7 +92,10 @@ class BatchLoss(nn.Module):
         cross_kv = model.project_memory(model.encode(batch.source, batch.source_lens))
         hidden = model.decode(batch.inputs, cross_kv, batch.source_lens)
         kept = batch.labels != IGNORED_LABEL
-        return linear_cross_entropy(hidden[kept], model.output.weight, batch.labels[kept], smoothing=smoothing)
+        output = model.output
+        return linear_cross_entropy(
+            hidden[kept], output.weight, batch.labels[kept], smoothing=smoothing, bias=output.bias
+        )
 
 
 def learning_rate(step: int, config: TrainConfig, d_model: int) -> float:

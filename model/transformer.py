@@ -321,7 +321,7 @@ class Transformer(nn.Module):
         has_encoder, has_decoder = config.encoder_layers > 0, config.decoder_layers > 0
         self.encoder = Encoder(config, source, attention_backend) if has_encoder else None
         self.decoder = Decoder(config, target, attention_backend) if has_decoder else None
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias)
         if config.tie_output:
             self.output.weight = target.weight if has_decoder else source.weight
         self._initialise()
@@ -337,6 +337,8 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
         if not self.config.tie_output:
             nn.init.xavier_uniform_(self.output.weight)
+        if self.config.output_bias:
+            nn.init.zeros_(self.output.bias)
 
     @property
     def num_parameters(self) -> int:

@@ -13,32 +13,38 @@ from dataclasses import fields
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from antiphon.model.ops.choices import Choices, Draw, choose
 
 SETTINGS = tuple(field.name for field in fields(Choices))
 DRAWN = tuple(field.name for field in fields(Draw))
 
-_OPERANDS = ("hidden", "weight", "positions", *SETTINGS)
-_SELECT = f"({', '.join(f'Tensor {name}' for name in _OPERANDS)}) -> ({', '.join(['Tensor'] * len(DRAWN))})"
+_OPERANDS = ("Tensor hidden", "Tensor weight", "Tensor? bias", "Tensor positions", *(f"Tensor {s}" for s in SETTINGS))
+_SELECT = f"({', '.join(_OPERANDS)}) -> ({', '.join(['Tensor'] * len(DRAWN))})"
 
 
 @torch.library.custom_op("antiphon::select", mutates_args=(), schema=_SELECT)
-def select(hidden: Tensor, weight: Tensor, positions: Tensor, *settings: Tensor) -> tuple[Tensor, ...]:
-    """Make K choices, each from the logits hidden weight^T of the token it picks.
+def select(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, *settings: Tensor
+) -> tuple[Tensor, ...]:
+    """Make K choices, each from the logits hidden weight^T + bias of the token it picks.
 
-    hidden [N, M] float32; weight [V, M]; positions [N] int32; settings: the fields of `Choices`, in their order, the
-    seeds as int64 of the same bits.
+    hidden [N, M] float32; weight [V, M]; bias [V] or None; positions [N] int32; settings: the fields of `Choices`, in
+    their order, the seeds as int64 of the same bits.
     Returns the fields of `Draw`, in their order; k is the largest of num_logprobs, at least 0.
     """
     choices = Choices(**dict(zip(SETTINGS, (tensor.numpy() for tensor in settings), strict=True)))
     picked = choices.picks.astype(np.int64)
-    draw = choose((hidden[picked] @ weight.T).numpy(), choices, positions.numpy()[picked])
+    logits = functional.linear(hidden[picked], weight, bias)
+    draw = choose(logits.numpy(), choices, positions.numpy()[picked])
     return tuple(torch.from_numpy(getattr(draw, name)) for name in DRAWN)
 
 
 @select.register_fake
-def _select_shape(hidden: Tensor, weight: Tensor, positions: Tensor, *settings: Tensor) -> tuple[Tensor, ...]:
+def _select_shape(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, *settings: Tensor
+) -> tuple[Tensor, ...]:
     seeds = settings[SETTINGS.index("seeds")]
     count, width = seeds.shape[0], torch.library.get_ctx().new_dynamic_size()
     return (

@@ -1,9 +1,9 @@
 """The operators of the native lowering as ONNX nodes: their schemas, and how PyTorch's calls become them.
 
-A node keeps the name, operands and attributes of the call. Three things differ. Weights are as PyTorch holds them,
+A node keeps the name, operands and attributes of the call. Four things differ. Weights are as PyTorch holds them,
 [outputs, inputs], until packing.py lays them out for the kernels and adds the attribute that says how many outputs the
 padding hides. Operators that return a changed cache change it in place: their nodes have no such output, and what
-reads it reads the graph's own cache, one layer never another's. And `causal` is an int.
+reads it reads the graph's own cache, one layer never another's. `causal` is an int, and Select's bias comes last.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _select = operator(
     "Select",
     "hidden:T weight:T positions:ints picks:ints temperatures:T top_ks:ints top_ps:T min_ps:T typical_ps:T seeds:ids"
     " given_ids:ids num_logprobs:ints is_normalized:ints is_exclusive:ints edit_offsets:ints edit_ids:ints"
-    " edit_values:T",
+    " edit_values:T bias?:T",
     "token_ids:ids logprobs:T top_ids:ids top_logprobs:T top_scores:T",
 )
 
@@ -69,6 +69,11 @@ def _translate_paged_write(kv: Any, cache: Any, *operands: Any, **attributes: An
     return _paged_write(kv, cache, *operands, **attributes), cache
 
 
+def _translate_select(hidden: Any, weight: Any, bias: Any, positions: Any, *settings: Any) -> Any:
+    optional = () if bias is None else (bias,)
+    return _select(hidden, weight, positions, *settings, *optional)
+
+
 NATIVE_TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.antiphon.embed.default: _embed,
     torch.ops.antiphon.linear.default: _linear,
@@ -79,5 +84,5 @@ NATIVE_TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.antiphon.paged_self_attention.default: _translate_paged_self_attention,
     torch.ops.antiphon.paged_cross_attention.default: _paged_cross_attention,
     torch.ops.antiphon.paged_write.default: _translate_paged_write,
-    torch.ops.antiphon.select.default: _select,
+    torch.ops.antiphon.select.default: _translate_select,
 }

@@ -18,7 +18,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "bart": dict(
         positions="learned", positions_offset=2, activation="gelu", embedding_norm=True, scale_embeddings=False
     ),
-    "marian": dict(activation="silu", sinusoids="halves"),
+    "marian": dict(activation="silu", sinusoids="halves", output_bias=True),
     "learned_gated": dict(positions="learned", gated=True, tie_output=False),
 }  # fmt: skip
 

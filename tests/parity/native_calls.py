@@ -192,7 +192,7 @@ def _select(rng: Rng, *, quantized: bool) -> Call:
         "given_ids": rng.choice(np.array([-1, -1, 0, vocab - 1]), count),
         "num_logprobs": rng.choice(np.array([-1, 0, 1, vocab // 2, vocab, vocab + 3], np.int32), count),
         "is_normalized": rng.integers(0, 2, count, np.int32), "is_exclusive": rng.integers(0, 2, count, np.int32),
-        **_edits(rng, count, vocab),
+        **_edits(rng, count, vocab), "bias": maybe(rng, floats(rng, vocab)),
     }  # fmt: skip
     return arrays, dict(vocab=vocab)
 

@@ -33,7 +33,7 @@ def test_greedy_equals_ctranslate2(tmp_path: Path, norm_placement: str, activati
 FAMILIES: dict[str, dict[str, object]] = {
     "bart": dict(positions="learned", positions_offset=2, embedding_norm=True),
     "mbart": dict(positions="learned", positions_offset=2, embedding_norm=True, norm_placement="pre"),
-    "marian": dict(activation="silu", sinusoids="halves"),
+    "marian": dict(activation="silu", sinusoids="halves", output_bias=True),
     "m2m_100": dict(sinusoids="fairseq", positions_offset=2, norm_placement="pre"),
 }
 

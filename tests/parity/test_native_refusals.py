@@ -114,6 +114,13 @@ def select() -> Call:
     return arrays, dict(vocab=20)
 
 
+def quantized_select() -> Call:
+    arrays, attributes = select()
+    packed = pack_int8(normal(20, 8))
+    weight: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
+    return {"hidden": arrays.pop("hidden"), **weight, **{k: v for k, v in arrays.items() if k != "weight"}}, attributes
+
+
 def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.float32]]:
     """One bad edit behind a good one."""
     return {"edit_values": np.array([(0, 1, 0), (bias, penalty, shift)], np.float32)}
@@ -127,6 +134,7 @@ CALLS = {
     "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "Gate": gate, "AddNorm": add_norm,
     "Rotary": rotary, "PackedAttention": packed_attention, "PagedSelfAttention": paged_self_attention,
     "PagedCrossAttention": paged_cross_attention, "PagedWrite": paged_write, "Select": select,
+    "QuantizedSelect": quantized_select,
 }  # fmt: skip
 
 # Operator, what is changed (an input's new value, or an attribute's), what the message must say.
@@ -232,6 +240,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Select", edit(0, 1, np.nan), "edit_values of edit is 1"),
     ("Select", edit(0, 1, np.inf), "edit_values of edit is 1"),
     ("Select", {"vocab": 200}, "weight"),
+    ("Select", {"bias": normal(19)}, "bias dimension 0 is 19.* must be 20"),
+    ("QuantizedSelect", {"bias": normal(21)}, "bias dimension 0 is 21.* must be 20"),
 ]
 
 

@@ -71,9 +71,17 @@ def exact(random: np.random.Generator, *shape: int) -> Floats:
 
 
 def run_select(
-    hidden: Floats, weight: Floats, positions: NDArray[np.int32], held: Choices, *, threads: int = 1
+    hidden: Floats,
+    weight: Floats,
+    positions: NDArray[np.int32],
+    held: Choices,
+    *,
+    bias: Floats | None = None,
+    threads: int = 1,
 ) -> Draw:
-    operands = {"hidden": hidden, "weight": pack_float(weight), "positions": positions, **settings_of(held)}
+    operands: Arrays = {"hidden": hidden, "weight": pack_float(weight), "positions": positions, **settings_of(held)}
+    if bias is not None:
+        operands["bias"] = bias
     return Draw(*run_node("Select", operands, threads=threads, vocab=len(weight)))
 
 
@@ -126,11 +134,12 @@ def values_of(logits: Floats, held: Choices, row: int) -> Floats:
 
 
 @EXAMPLES
-@given(steps())
-def test_select_chooses_as_numpy_does(step: tuple[Floats, Floats, NDArray[np.int32], Choices]) -> None:
+@given(steps(), st.booleans())
+def test_select_chooses_as_numpy_does(step: tuple[Floats, Floats, NDArray[np.int32], Choices], has_bias: bool) -> None:
     hidden, weight, positions, held = step
-    logits, places = hidden[held.picks] @ weight.T, positions[held.picks]
-    found, expected = run_select(hidden, weight, positions, held), choose(logits, held, places)
+    bias = exact(np.random.default_rng(len(weight)), len(weight)) if has_bias else None
+    logits, places = hidden[held.picks] @ weight.T + (0 if bias is None else bias), positions[held.picks]
+    found, expected = run_select(hidden, weight, positions, held, bias=bias), choose(logits, held, places)
     for row in np.flatnonzero(found.token_ids != expected.token_ids).tolist():
         assert held.temperatures[row] > 0, (row, found.token_ids[row], expected.token_ids[row])
         uniform = uniform_at(int(held.seeds[row]), int(places[row]))
@@ -181,13 +190,14 @@ def test_quantized_select_equals_select_of_what_it_holds(tokens: int, width: int
     held = choices_of(range(tokens), [Choice(num_logprobs=vocab)] * tokens)
     hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
     parts: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
-    operands = {"hidden": hidden, **parts, "positions": np.zeros(tokens, np.int32), **settings_of(held)}
+    bias = normal(vocab, seed=3)
+    operands = {"hidden": hidden, **parts, "positions": np.zeros(tokens, np.int32), **settings_of(held), "bias": bias}
     found = Draw(*run_node("QuantizedSelect", operands, vocab=vocab))
     weight = (unpack_int8(packed.integers, vocab, width) * packed.scales[:vocab, None]).astype(np.float32)
     scores = np.take_along_axis(found.top_logprobs, found.top_ids.argsort(axis=1), axis=1)
     errors = []
     for is_fused in (True, False):
-        logits = (held_by_8_bits(hidden, is_fused=is_fused) @ weight.T).astype(np.float64)
+        logits = (held_by_8_bits(hidden, is_fused=is_fused) @ weight.T + bias).astype(np.float64)
         expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         errors.append(np.abs(scores - expected).max(axis=1))
     assert (np.minimum(*errors) < 1e-3).all()

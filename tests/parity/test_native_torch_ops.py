@@ -74,7 +74,7 @@ def test_select_op_passes_pytorch_checks() -> None:
         Choice(given_id=9),
     ]
     held = settings_of(choices_of([1, 0, 1], settings))
-    operands = (normal(3, 8), normal(20, 8), ints(0, 1, 4), *map(torch.from_numpy, held.values()))
+    operands = (normal(3, 8), normal(20, 8), normal(20), ints(0, 1, 4), *map(torch.from_numpy, held.values()))
     torch.library.opcheck(native_select.select, operands, test_utils="test_schema")
     token_ids, logprobs, *tops = native_select.select(*operands)
     assert token_ids.shape == logprobs.shape == (3,)

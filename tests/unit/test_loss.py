@@ -8,19 +8,23 @@ from antiphon.model.loss import ROWS, linear_cross_entropy
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [3, ROWS, ROWS + 3])
-def test_loss_and_gradients_equal_pytorchs(smoothing: float, rows: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_loss_and_gradients_equal_pytorchs(smoothing: float, rows: int, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 24, generator=generator, requires_grad=True)
     weight = torch.randn(70, 24, generator=generator, requires_grad=True)
+    bias = torch.randn(70, generator=generator, requires_grad=True) if has_bias else None
     labels = torch.randint(0, 70, (rows,), generator=generator)
     labels[1] = IGNORED_LABEL
-    ours = linear_cross_entropy(hidden, weight, labels, smoothing=smoothing)
-    theirs = functional.cross_entropy(hidden @ weight.T, labels, reduction="sum", label_smoothing=smoothing)
+    ours = linear_cross_entropy(hidden, weight, labels, smoothing=smoothing, bias=bias)
+    logits = functional.linear(hidden, weight, bias)
+    theirs = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
     # An upstream factor other than 1: the gradient is computed ahead and must still be scaled.
     torch.testing.assert_close(
-        torch.autograd.grad(0.3 * ours, (hidden, weight)),
-        torch.autograd.grad(0.3 * theirs, (hidden, weight)),
+        torch.autograd.grad(0.3 * ours, leaves),
+        torch.autograd.grad(0.3 * theirs, leaves),
         rtol=1e-4,
         atol=1e-5,
     )

@@ -238,16 +238,17 @@ class Select {
  public:
   static constexpr const char* kName = "Select";
   static constexpr Port kInputs[] = {
-      {kFloat32}, {kFloat32},  // hidden, weight; then those of Choices
+      {kFloat32}, {kFloat32},  // hidden, weight; then those of Choices; bias
       {kInt32}, {kInt32}, {kFloat32}, {kInt32}, {kFloat32}, {kFloat32}, {kFloat32}, {kInt64},
-      {kInt64}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kFloat32}};
+      {kInt64}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
 
   explicit Select(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
-    const FloatWeight weight = CheckedWeight(call.Input(1, "weight", 3), {}, hidden.dims[1], vocab_);
+    const FloatWeight weight =
+        CheckedWeight(call.Input(1, "weight", 3), call.OptionalInput(17, "bias", 1), hidden.dims[1], vocab_);
     const Choices choices(call, 2, hidden.dims[0], vocab_);
     const PickedHidden picked(hidden, choices);
     Choose(call, choices, vocab_, [&](int64_t begin, int64_t end, float* out) {
@@ -263,17 +264,18 @@ class QuantizedSelect {
  public:
   static constexpr const char* kName = "QuantizedSelect";
   static constexpr Port kInputs[] = {
-      {kFloat32}, {kInt8}, {kFloat32}, {kInt32},  // hidden, weight, scales, column_sums; then those of Choices
+      {kFloat32}, {kInt8}, {kFloat32}, {kInt32},  // hidden, weight, scales, column_sums; then those of Choices; bias
       {kInt32}, {kInt32}, {kFloat32}, {kInt32}, {kFloat32}, {kFloat32}, {kFloat32}, {kInt64},
-      {kInt64}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kFloat32}};
+      {kInt64}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
 
   explicit QuantizedSelect(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
-    const QuantizedWeight weight = CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1),
-                                                 call.Input(3, "column_sums", 1), {}, hidden.dims[1], vocab_);
+    const QuantizedWeight weight =
+        CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1), call.Input(3, "column_sums", 1),
+                      call.OptionalInput(19, "bias", 1), hidden.dims[1], vocab_);
     const Choices choices(call, 4, hidden.dims[0], vocab_);
     const PickedHidden picked(hidden, choices);
     const QuantizedBuffer buffer(choices.count(), weight.padded_inputs);
