@@ -82,18 +82,13 @@ def _watch(
         token_id = int(draw.token_ids[row])
         if token_id < 0:
             continue
-        request = sequence.group.request
-        if request.task is Task.SCORE:
-            stopped[row] = FinishReason.STOP
-            is_silent[row] = True
-        elif token_id in request.params.stop_ids:
-            stopped[row] = FinishReason.STOP_SEQUENCE
-            is_silent[row] = True
-        elif not is_silent[row] and sequence.stop_matcher is not None and sequence.stop_matcher.push(token_id):
-            stopped[row] = FinishReason.STOP_SEQUENCE
+        reason = _stop_reason(sequence, token_id, is_silent=bool(is_silent[row]))
+        if reason is not None:
+            stopped[row] = reason
+            is_silent[row] |= not _is_text(sequence, token_id)
         if sequence.edits is not None:
             sequence.edits.push(token_id)
-        if (count := request.num_logprobs) is not None:
+        if (count := sequence.group.request.num_logprobs) is not None:
             item = token_logprob(draw, row, token_id, count)
             given = judged.get(sequence, ())
             sequence.logprob_sum += item.logprob + sum(one.logprob for one in given)
@@ -102,6 +97,24 @@ def _watch(
             else:
                 items[row] = item
     return stopped, last
+
+
+def _stop_reason(sequence: Sequence, token_id: int, *, is_silent: bool) -> FinishReason | None:
+    """Why a token ends its output, beside the end token and the limits; a stop string is looked for in what is told."""
+    request = sequence.group.request
+    if request.task is Task.SCORE:
+        return FinishReason.STOP
+    if token_id in request.params.stop_ids:
+        return FinishReason.STOP_SEQUENCE
+    if not is_silent and sequence.stop_matcher is not None and sequence.stop_matcher.push(token_id):
+        return FinishReason.STOP_SEQUENCE
+    return None
+
+
+def _is_text(sequence: Sequence, token_id: int) -> bool:
+    """Whether the token that ended an output belongs to it: that of a stop string does."""
+    request = sequence.group.request
+    return request.task is Task.GENERATE and token_id not in request.params.stop_ids
 
 
 def _judged(rows: RunningRows, draw: Draw) -> dict[Sequence, tuple[TokenLogprob, ...]]:

@@ -321,6 +321,25 @@ def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) ->
     assert bench.output(running).finish_reason is bench.output(again).finish_reason
 
 
+def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
+    score = request_of("score", source_of(target_len=6))
+    scored = bench.ask(dataclasses.replace(score, task=Task.SCORE, target_ids=(9, 8, 7)))
+    bench.finish()
+    event = bench.output(scored)
+    assert [one.token_id for one in event.logprobs] == [9, 8, 7]
+    assert (event.finish_reason, event.token_ids) == (FinishReason.STOP, ())
+
+
+def test_a_search_after_a_prefix_may_be_forced_its_first_token(bench: Bench) -> None:
+    """Beams beside the first have not read the prefix: none may go on from its own blocks, dead or alive."""
+    params = SamplingParams(beam_width=3, num_return_sequences=3, forced_first_id=9, max_new_tokens=5, ignore_eos=True)
+    group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6, 7))
+    bench.finish()
+    outputs = bench.outputs(group)
+    assert [event.token_ids[0] for event in outputs] == [9, 9, 9]
+    assert len({event.token_ids for event in outputs}) == 3
+
+
 def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     source, other = source_of(target_len=3, length=7), source_of(target_len=2, length=4)
     bench.add("other", other)
