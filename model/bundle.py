@@ -3,7 +3,7 @@
 Torch-free. Layout of a bundle:
 
     manifest.json     this file's models, as JSON
-    tokenizer.json    `tokenizers` format, normalisation included
+    tokenizer.json    `tokenizers` format, or what text_format.py names instead
     weights.*.bin     external data shared by the graphs of one precision
     *.onnx            encoder and decoder graphs of each precision, and the eager baseline if exported
     explain.*.onnx    attention weights of every head at one precision, unless left out
@@ -22,8 +22,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import Task
+from antiphon.model.text_format import TextFormat
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -72,14 +74,36 @@ class GraphSet(_Strict):
             [K] int32, edit_offsets [K+1] int32, edit_ids [E] int32, edit_values [E,3] float32
             -> token_ids [K] int64, logprobs [K] float32, top_ids [K,k] int64, top_logprobs, top_scores [K,k] float32;
             k is the largest of num_logprobs, at least 0.
+
+    An encoder alone has no decoder, and its encoder graph neither block_tables nor cache nor written:
+        encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32, and where the model has token types
+            type_ids [N] int64 -> memory [N,M] float32.
+        heads, by task: hidden [K,M] float32, states of the tokens that the task reads -> outputs [K,O] float32.
+    A decoder alone has no encoder; cross_tables and source_lens of its decoder graph mean nothing.
     """
 
     precision: Precision
     lowering: Lowering
-    encoder: str
-    decoder: str
+    encoder: str | None = None
+    decoder: str | None = None
+    heads: dict[Task, str] = Field(default_factory=dict)
     cache: CacheType | None = None
     explain: str | None = None  # graph of explain_graph.py at this precision; sets may share one, or have none
+
+    @property
+    def encoder_file(self) -> str:
+        """The encoder graph's file. Raises BundleError for a decoder alone."""
+        return self._file("encoder", self.encoder)
+
+    @property
+    def decoder_file(self) -> str:
+        """The decoder graph's file. Raises BundleError for an encoder alone."""
+        return self._file("decoder", self.decoder)
+
+    def _file(self, part: str, name: str | None) -> str:
+        if name is None:
+            raise BundleError(f"the {self.lowering} {self.precision} graphs have no {part}")
+        return name
 
 
 class MemoryFit(_Strict):
@@ -119,16 +143,46 @@ class Provenance(_Strict):
     recipe: str | None = None
 
 
+class GenerationDefaults(_Strict):
+    """What an absent option takes with this model; None: the server's own default. Fields are GenerateOptions'."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: Literal["heuristic", "first", "never"] | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    forced_first_id: int | None = None
+    suppressed_ids: tuple[int, ...] = ()
+
+
+class Quality(_Strict):
+    """What one graph set scores on a file, beside the float32 model: what a narrower format costs."""
+
+    precision: Precision
+    measure: Literal["bleu", "perplexity", "accuracy", "f1"]
+    value: float
+    float32: float
+    file: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class Manifest(_Strict):
     """Contents of manifest.json."""
 
     format_version: int = FORMAT_VERSION
     name: str = Field(pattern=NAME_PATTERN)
     model: ModelConfig
-    tokenizer: str = "tokenizer.json"
+    text: TextFormat
+    generation: GenerationDefaults = GenerationDefaults()
     graphs: tuple[GraphSet, ...] = Field(min_length=1)
     files: dict[str, FileEntry]
     memory: MemoryProfile | None = None
+    quality: tuple[Quality, ...] = ()
     provenance: Provenance | None = None
 
 
@@ -186,8 +240,11 @@ def load_bundle(path: Path) -> Bundle:
     Raises BundleError.
     """
     manifest = _read_manifest(path)
-    named = {manifest.tokenizer} | {
-        name for g in manifest.graphs for name in (g.encoder, g.decoder, g.explain) if name is not None
+    named = {*manifest.text.files} | {
+        name
+        for g in manifest.graphs
+        for name in (g.encoder, g.decoder, g.explain, *g.heads.values())
+        if name is not None
     }
     if unlisted := sorted(named - manifest.files.keys()):
         raise BundleError(f"{path / MANIFEST_NAME}: files does not list {', '.join(unlisted)}")
@@ -205,8 +262,10 @@ def _read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise BundleError(f"{source} cannot be read: {error}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
-        raise BundleError(f"{source}: format_version is {version!r}; this Antiphon reads 1 to {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{source}: format_version is {version!r}; this Antiphon reads {FORMAT_VERSION}: export or import it again"
+        )
     try:
         return Manifest.model_validate(raw)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from antiphon.model.bundle import Provenance
+from antiphon.model.bundle import GenerationDefaults, Provenance
 from antiphon.model.config import ModelConfig
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.text_format import TextFormat
+from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer import Transformer
 
 CHECKPOINT_VERSION = 1
@@ -32,13 +33,18 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A model with everything needed to run it, in evaluation mode."""
+    """A model with everything needed to run it, in evaluation mode.
+
+    text_folder holds the files that `text` names.
+    """
 
     config: ModelConfig
     model: Transformer
     tokenizer: Tokenizer
-    tokenizer_path: Path
+    text: TextFormat
+    text_folder: Path
     provenance: Provenance | None
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -98,7 +104,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         config=config,
         model=model.eval(),
         tokenizer=tokenizer,
-        tokenizer_path=path / "tokenizer.json",
+        text=byte_bpe_format(tokenizer),
+        text_folder=path,
         provenance=_read_provenance(path / "provenance.json"),
     )
 

@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from antiphon.model.head_config import HeadConfig
+
 Architecture = Literal["encoder-decoder", "encoder", "decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["post", "pre"]
@@ -28,6 +30,9 @@ class ModelConfig(BaseModel):
 
     architecture: Architecture = "encoder-decoder"
     vocab_size: int = Field(ge=4, le=1_000_000)
+    source_vocab_size: int | None = Field(
+        default=None, ge=4, le=1_000_000, description="Rows of an encoder's own embedding; None: vocab_size."
+    )
     d_model: int = Field(ge=8, le=16384)
     encoder_layers: int = Field(ge=0, le=128)
     decoder_layers: int = Field(ge=0, le=128)
@@ -54,10 +59,16 @@ class ModelConfig(BaseModel):
     output_bias: bool = Field(default=False, description="A bias on the logits, as Marian and BART have.")
     scale_embeddings: bool = Field(default=True, description="Multiply embeddings by sqrt(d_model), section 3.4.")
     embedding_norm: bool = Field(default=False, description="A norm after embeddings and positions, as in BART.")
+    token_types: int = Field(default=0, ge=0, le=16, description="Rows of the encoder's token type table (BERT).")
+    embedding_width: int | None = Field(
+        default=None, ge=1, le=16384, description="Width of the embeddings, projected to d_model where set (ALBERT)."
+    )
+    share_layers: bool = Field(default=False, description="Every layer of a stack is the same one (ALBERT).")
     attention_scale: float | None = Field(default=None, gt=0)
     bias: bool = Field(default=True, description="Biases in the linear layers of attention and feed-forward.")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="On embeddings and sublayer outputs, section 5.4.")
     activation_dropout: bool = Field(default=False, description="Dropout inside the feed-forward as well.")
+    heads: tuple[HeadConfig, ...] = Field(default=(), description="What an encoder alone is read out for.")
     pad_id: int = Field(default=0, ge=0)
     bos_id: int = Field(default=1, ge=0, description="First decoder input.")
     eos_id: int = Field(default=2, ge=0)
@@ -73,6 +84,15 @@ class ModelConfig(BaseModel):
             wanted = side in self.architecture
             if wanted != (layers > 0):
                 raise ValueError(f"{side}_layers={layers} does not fit architecture={self.architecture!r}")
+        if self.source_vocab_size not in (None, self.vocab_size) and (
+            self.tie_source_target or self.architecture != "encoder-decoder"
+        ):
+            raise ValueError(f"source_vocab_size={self.source_vocab_size} needs an embedding of the encoder's own")
+        tasks = [head.task for head in self.heads]
+        if len(tasks) != len(set(tasks)) or (tasks and self.architecture != "encoder"):
+            raise ValueError(
+                f"heads={tasks} do not fit architecture={self.architecture!r}: one of a task, encoders only"
+            )
         for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
             if getattr(self, name) >= self.vocab_size:
                 raise ValueError(f"{name}={getattr(self, name)} must be below vocab_size={self.vocab_size}")
@@ -104,6 +124,11 @@ class ModelConfig(BaseModel):
     def resolved_attention_scale(self) -> float:
         """Factor on query-key products."""
         return self.attention_scale or self.resolved_head_dim**-0.5
+
+    @property
+    def resolved_source_vocab_size(self) -> int:
+        """Ids that a source may hold are below it."""
+        return self.source_vocab_size or self.vocab_size
 
     @property
     def attention_width(self) -> int:

@@ -135,7 +135,7 @@ def write_graphs(
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
                 written = [_graph_set(lowering, precision, cache) for lowering in sharing]
                 for graphs in written:
-                    for part, name in (("encoder", graphs.encoder), ("decoder", graphs.decoder)):
+                    for part, name in (("encoder", graphs.encoder_file), ("decoder", graphs.decoder_file)):
                         weights.save(_finished(traced[graphs.lowering, part], graphs), directory / name)
                 if explaining is not None and explained is None:
                     explained = f"explain.{precision}.onnx"
@@ -191,12 +191,19 @@ def _hold_cache(model: ir.Model, cache: CacheType | None) -> None:
 
 def _describe(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
     """Add the tokenizer, the notice and the manifest to the graphs."""
-    shutil.copyfile(checkpoint.tokenizer_path, directory / "tokenizer.json")
+    for file in checkpoint.text.files:
+        shutil.copyfile(checkpoint.text_folder / file, directory / file)
     if checkpoint.provenance is not None:
         (directory / "NOTICE").write_text(_notice(checkpoint.provenance), encoding="utf-8")
     files = {path.name: file_entry(path) for path in sorted(directory.iterdir())}
     manifest = Manifest(
-        name=name, model=checkpoint.config, graphs=tuple(graphs), files=files, provenance=checkpoint.provenance
+        name=name,
+        model=checkpoint.config,
+        text=checkpoint.text,
+        generation=checkpoint.generation,
+        graphs=tuple(graphs),
+        files=files,
+        provenance=checkpoint.provenance,
     )
     write_manifest(directory, manifest)
 

@@ -58,8 +58,8 @@ class NativeStepper:
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
         self._cache_type = np.dtype(graphs.cache)
-        self._encoder = native_session(str(directory / graphs.encoder), threads)
-        self._decoder = native_session(str(directory / graphs.decoder), threads)
+        self._encoder = native_session(str(directory / graphs.encoder_file), threads)
+        self._decoder = native_session(str(directory / graphs.decoder_file), threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
         """Encode sources and give what runs a step of one token a row: (ids [R], positions [R]) -> [R, V]."""

@@ -37,6 +37,7 @@ from antiphon.model.graph import Graph, GraphError
 from antiphon.model.memory_fit import MIN_LENGTHS, Measurement, fit_memory
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
 from antiphon.model.ops.workspace import Workspace, WorkspaceError
+from antiphon.model.text_format import TextFormat
 
 DEFAULT_ROWS = (1, 4, 16)
 RANDOM_LONGEST = 4096
@@ -121,7 +122,13 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
         raise ProfileError(f"--random: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
         graphs = write_graphs(model, Path(folder), ("float32",), LOWERINGS)
-        manifest = Manifest(name=f"random-{args.random}", model=model.config, graphs=tuple(graphs), files={})
+        manifest = Manifest(
+            name=f"random-{args.random}",
+            model=model.config,
+            text=TextFormat(template=("$text",)),
+            graphs=tuple(graphs),
+            files={},
+        )
         yield Bundle(path=Path(folder), manifest=manifest)
 
 
@@ -143,7 +150,7 @@ def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
 
 def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Workspace) -> list[Measurement]:
     workspace.limit_growth(None)
-    encoder = Graph(bundle.file(graphs.encoder), "encoder", grid.threads, workspace)
+    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", grid.threads, workspace)
     workspace.limit_growth(grid.budget_bytes)
     cells = [(rows, length) for rows in grid.rows for length in grid.lengths]
     measured = []

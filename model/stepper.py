@@ -28,8 +28,8 @@ class GraphStepper:
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
         self._lowering = graphs.lowering
-        self._encoder = _session(directory / graphs.encoder, threads)
-        self._decoder = _session(directory / graphs.decoder, threads)
+        self._encoder = _session(directory / graphs.encoder_file, threads)
+        self._decoder = _session(directory / graphs.decoder_file, threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
         """Encode sources and give what runs a step of one token a row: (ids [B], positions [B]) -> logits [B, V]."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as _Tokenizer
 
+from antiphon.model.text_format import TextFormat
+
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 
 
@@ -125,6 +127,19 @@ class Tokenizer:
     def stream(self) -> IncrementalDecoder:
         """A decoder for one output that arrives in pieces."""
         return IncrementalDecoder(self)
+
+
+def open_tokenizer(folder: Path, text: TextFormat) -> Tokenizer:
+    """The tokenizer whose files lie in `folder`. Raises TokenizerError naming the file."""
+    if text.kind != "byte_bpe" or text.source is None:
+        raise TokenizerError(f"{folder}: tokenizers of kind {text.kind!r} are not known")
+    return Tokenizer.load(folder / text.source)
+
+
+def byte_bpe_format(tokenizer: Tokenizer) -> TextFormat:
+    """How texts become tokens of our own models: tokenizer.json, the end token behind a source."""
+    special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id)
+    return TextFormat(special_ids=special_ids, template=("$text", tokenizer.eos_id))
 
 
 class IncrementalDecoder:

@@ -26,7 +26,7 @@ from antiphon.model.corpus import Pair, load_corpus
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.recipe import RecipeError, load_recipe
-from antiphon.model.tokenizer import Tokenizer, TokenizerError
+from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import Request, SamplingParams
@@ -143,7 +143,7 @@ def _read(path: Path) -> list[str]:
 
 def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
-    tokenizer = Tokenizer.load(bundle.file(bundle.manifest.tokenizer))
+    tokenizer = open_tokenizer(bundle.path, bundle.manifest.text)
     runner = open_runner(
         bundle, max_rows=args.rows, threads=args.threads, precision=args.precision, lowering=args.lowering
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from antiphon.model.bundle import Bundle, BundleError, load_bundle
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
-from antiphon.model.tokenizer import Tokenizer, TokenizerError
+from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.explain import Explainer
@@ -59,12 +59,12 @@ def load(config: ServerConfig, metrics: Metrics) -> Loaded:
 
 
 def _tokenizer(bundle: Bundle) -> Tokenizer:
-    model, path = bundle.manifest.model, bundle.file(bundle.manifest.tokenizer)
-    tokenizer = Tokenizer.load(path)
+    model, text = bundle.manifest.model, bundle.manifest.text
+    tokenizer = open_tokenizer(bundle.path, text)
     for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "unk_id"):
         found, expected = getattr(tokenizer, name), getattr(model, name)
         if found != expected:
-            raise BundleError(f"{path}: {name} is {found}; the model's is {expected}")
+            raise BundleError(f"{bundle.path / (text.source or '')}: {name} is {found}; the model's is {expected}")
     return tokenizer
 
 

@@ -68,9 +68,9 @@ class ModelRunner:
         self.self_kv = _reserve(model, max_rows, model.max_target_len)
         self.cross_kv = _reserve(model, max_rows, model.max_source_len)
         self._cross_outputs = _cross_names("present", model.decoder_layers)
-        self._encoder = Graph(bundle.file(graphs.encoder), "encoder", threads, self._workspace)
+        self._encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
         self._encoder.require(["input_ids"], self._cross_outputs)
-        decoder = Graph(bundle.file(graphs.decoder), "decoder", threads, self._workspace)
+        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self._workspace)
         self._decoder = DecoderStep(decoder, self.self_kv, self.cross_kv, model.vocab_size)
         self._workspace.trim()  # what loading worked in
         self._workspace.limit_growth(workspace_limit_bytes)

@@ -70,10 +70,10 @@ class NativeRunner:
         self._memory_width = model.d_model
         self._fit = bundle.memory_fit(graphs)
         self._workspace = Workspace()
-        self._encoder = Graph(bundle.file(graphs.encoder), "encoder", threads, self._workspace)
+        self._encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
         self._encoder.require(_ENCODER_INPUTS, ["written", "memory"])
         self._cross_width = blocks_for(model.max_source_len, CACHE_BLOCK_SIZE)
-        decoder = Graph(bundle.file(graphs.decoder), "decoder", threads, self._workspace)
+        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self._workspace)
         self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
         self._workspace.trim()  # what loading worked in
         self._workspace.limit_growth(workspace_limit_bytes)

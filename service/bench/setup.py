@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from antiphon.model.bundle import Bundle, BundleError, Lowering, load_bundle
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.tokenizer import Tokenizer, open_tokenizer
 from antiphon.service.bench.isa import choose_isa
 from antiphon.service.bench.report import BenchError
 from antiphon.service.bench.sources import Corpus, Ids, repeat, tokenize
@@ -145,7 +145,7 @@ class Setup:
         return Subject(
             name=manifest.name,
             bundle=self.bundle,
-            tokenizer=Tokenizer.load(self.bundle.file(manifest.tokenizer)),
+            tokenizer=open_tokenizer(self.bundle.path, manifest.text),
             twin=None,
             corpus=self.corpus,
             max_new_tokens=min(MAX_NEW_TOKENS, manifest.model.max_target_len),
@@ -172,7 +172,7 @@ class Setup:
         return Subject(
             name=f"random {self.preset}",
             bundle=bundle,
-            tokenizer=Tokenizer.load(bundle.file(bundle.manifest.tokenizer)),
+            tokenizer=open_tokenizer(bundle.path, bundle.manifest.text),
             twin=None,
             corpus=None,
             max_new_tokens=RANDOM_TARGET_LEN,
@@ -221,7 +221,7 @@ def _require(package: str, purpose: str) -> None:
 
 def _check_checkpoint(checkpoint: Path, bundle: Bundle) -> None:
     """Refuse another model's checkpoint, as far as can be seen without torch."""
-    for name, held in (("tokenizer.json", bundle.file(bundle.manifest.tokenizer)), ("model.safetensors", None)):
+    for name, held in (("tokenizer.json", bundle.file("tokenizer.json")), ("model.safetensors", None)):
         path = checkpoint / name
         if not path.is_file():
             raise BenchError(f"--checkpoint {checkpoint}: {name} is missing")

@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.model.bundle import Provenance
 from antiphon.model.config import preset
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from tests.integration.process import ServerProcess
 
 SENTENCES = [
@@ -42,7 +42,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config=config,
         model=model,
         tokenizer=tokenizer,
-        tokenizer_path=folder / "tokenizer.json",
+        text=byte_bpe_format(tokenizer),
+        text_folder=folder,
         provenance=Provenance(source="random", licence="CC0-1.0", attribution="nobody"),
     )
     with warnings.catch_warnings():

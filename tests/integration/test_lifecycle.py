@@ -186,7 +186,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "newer": (
         lambda copy: _edit_manifest(copy, lambda manifest: manifest.update(format_version=FORMAT_VERSION + 1)),
-        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads 1 to {FORMAT_VERSION}",
+        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads {FORMAT_VERSION}: export",
     ),
     "bad field": (
         lambda copy: _edit_manifest(copy, lambda manifest: manifest["model"].update(num_heads=0)),

@@ -24,7 +24,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.export import export_bundle
 from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.random_model import random_transformer
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer import CrossAttention, Transformer
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
@@ -90,7 +90,8 @@ def export_model(directory: Path, model: Transformer) -> Bundle:
         config=model.config,
         model=model,
         tokenizer=tokenizer,
-        tokenizer_path=directory / "tokenizer.json",
+        text=byte_bpe_format(tokenizer),
+        text_folder=directory,
         provenance=None,
     )
     return export_bundle(checkpoint, directory / "bundle", precisions=("float32",), explain=False)

@@ -10,7 +10,7 @@ from antiphon.model.checkpoint import Checkpoint, CheckpointError
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.ctranslate2_twin import save_twin, translate
 from antiphon.model.greedy import greedy
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer import Transformer
 
 
@@ -21,7 +21,14 @@ def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
         for parameter in model.parameters():  # norms and biases too: a zero bias would hide a missing one
             parameter.add_(torch.randn_like(parameter) * 0.2)
     tokenizer = Tokenizer.train([], config.vocab_size)
-    return Checkpoint(config=config, model=model, tokenizer=tokenizer, tokenizer_path=Path(), provenance=None)
+    return Checkpoint(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        text=byte_bpe_format(tokenizer),
+        text_folder=Path(),
+        provenance=None,
+    )
 
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])

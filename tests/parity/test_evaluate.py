@@ -35,7 +35,7 @@ def test_engine_pytorch_and_ctranslate2_translate_alike(
 ) -> None:
     outputs = [tmp_path / name for name in ("engine", "pytorch")]
     (engine,) = evaluate(capsys, str(bundle.path), *files, "--precision", "float32", "--output", str(outputs[0]))
-    folder = str(checkpoint.tokenizer_path.parent)
+    folder = str(checkpoint.text_folder)
     pytorch, float32, _ = evaluate(capsys, folder, *files, "--ctranslate2", "--output", str(outputs[1]))
     assert outputs[0].read_text() == outputs[1].read_text()
     assert engine["chrf"] == pytorch["chrf"] == float32["chrf"]

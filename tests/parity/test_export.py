@@ -32,7 +32,7 @@ def test_export_command_writes_a_bundle_with_licence_and_provenance(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provenance = Provenance(source="https://example.org/pairs", licence="CC-BY-2.0", attribution="By many people.")
-    folder = checkpoint.tokenizer_path.parent
+    folder = checkpoint.text_folder
     (folder / "provenance.json").write_text(provenance.model_dump_json())
     try:
         code = export.run(parse(folder, tmp_path / "bundle", "--precision", "int8", "--name", "small"))
@@ -79,8 +79,8 @@ def test_export_command_chooses_lowerings(
 def test_bundle_names_graph_tensors_as_its_contract_says(bundle: Bundle, lowering: Lowering) -> None:
     graphs = bundle.graph_set("float32", lowering)
     for name, ports in (
-        (graphs.encoder, (graph_ports.encoder_inputs, graph_ports.encoder_outputs)),
-        (graphs.decoder, (graph_ports.decoder_inputs, graph_ports.decoder_outputs)),
+        (graphs.encoder_file, (graph_ports.encoder_inputs, graph_ports.encoder_outputs)),
+        (graphs.decoder_file, (graph_ports.decoder_inputs, graph_ports.decoder_outputs)),
     ):
         graph = ir.load(bundle.file(name)).graph
         for values, expected in zip((graph.inputs, graph.outputs), ports, strict=True):
@@ -98,14 +98,14 @@ def test_native_graphs_take_the_cache_as_their_set_holds_it(bundle: Bundle) -> N
     for precision, wanted in expected.items():
         graphs = bundle.graph_set(precision, "native")
         assert graphs.cache == wanted
-        for name in (graphs.encoder, graphs.decoder):
+        for name in (graphs.encoder_file, graphs.decoder_file):
             (cache,) = (value for value in ir.load(bundle.file(name)).graph.inputs if value.name == "cache")
             assert cache.dtype == ir.DataType.from_numpy(np.dtype(wanted))
 
 
 def test_native_graphs_hold_nothing_but_this_projects_operators(bundle: Bundle) -> None:
     for graphs in bundle.manifest.graphs:
-        for name in (graphs.encoder, graphs.decoder) if graphs.lowering == "native" else ():
+        for name in (graphs.encoder_file, graphs.decoder_file) if graphs.lowering == "native" else ():
             assert {node.domain for node in ir.load(bundle.file(name)).graph} == {"antiphon"}
 
 

@@ -176,7 +176,7 @@ def test_self_cache_is_written_only_at_the_new_position(bundle: Bundle) -> None:
 def test_native_encoder_works_in_no_more_than_its_widest_moment(bundle: Bundle, lens: tuple[int, ...]) -> None:
     """Either attention, with x, q, k, v and its result, or the feed-forward: whatever the layers and the lengths."""
     config, graphs, workspace = bundle.manifest.model, bundle.graph_set("float32", "native"), Workspace()
-    encoder = Graph(bundle.file(graphs.encoder), "encoder", 1, workspace)
+    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
     tables = np.arange(4 * len(lens), dtype=np.int32).reshape(len(lens), 4)
     inputs: dict[str, NDArray[Any]] = {
         "input_ids": np.full(sum(lens), 5),

@@ -182,7 +182,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Export verifies every graph against the pruned model."""
-    folder = checkpoint.tokenizer_path.parent
+    folder = checkpoint.text_folder
     code = prune.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -214,7 +214,7 @@ def test_prune_command_refuses_with_one_line(
     arguments: list[object],
     message: str,
 ) -> None:
-    assert prune.run(parse(checkpoint.tokenizer_path.parent, tmp_path / "pruned", *arguments)) == 2
+    assert prune.run(parse(checkpoint.text_folder, tmp_path / "pruned", *arguments)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("antiphon prune: ")
     assert printed.count("\n") == 1
@@ -226,7 +226,7 @@ def test_prune_command_keeps_what_lies_where_it_would_write(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    assert prune.run(parse(checkpoint.tokenizer_path.parent, tmp_path, "--heads", 2)) == 2
+    assert prune.run(parse(checkpoint.text_folder, tmp_path, "--heads", 2)) == 2
     assert "exists; name a new directory" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").exists()
 

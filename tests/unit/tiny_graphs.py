@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from antiphon.model.bundle import Bundle, GraphSet, Lowering, Manifest, file_entry, load_bundle, write_manifest
 from antiphon.model.config import ModelConfig
+from antiphon.model.text_format import TextFormat
 
 Array = NDArray[np.float32]
 _NAMES = [("key", "k"), ("value", "v")]
@@ -85,11 +86,20 @@ def write_bundle(path: Path, model: TinyModel, lowerings: Sequence[Lowering] = (
         names = GraphSet(
             precision="float32", lowering=lowering, encoder=f"encoder.{lowering}.onnx", decoder="decoder.onnx"
         )
-        onnx.save(_encoder(model, lowering), path / names.encoder)
-        onnx.save(decoder, path / names.decoder)
+        onnx.save(_encoder(model, lowering), path / names.encoder_file)
+        onnx.save(decoder, path / names.decoder_file)
         graphs.append(names)
     files = {file.name: file_entry(file) for file in sorted(path.iterdir()) if file.name != "manifest.json"}
-    write_manifest(path, Manifest(name="tiny", model=model.config, graphs=tuple(graphs), files=files))
+    write_manifest(
+        path,
+        Manifest(
+            name="tiny",
+            model=model.config,
+            text=TextFormat(template=("$text", model.config.eos_id)),
+            graphs=tuple(graphs),
+            files=files,
+        ),
+    )
     return load_bundle(path)
 
 

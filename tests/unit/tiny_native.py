@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from antiphon.model.bundle import Bundle, CacheType, GraphSet, Manifest, file_entry, load_bundle, write_manifest
 from antiphon.model.config import ModelConfig
+from antiphon.model.text_format import TextFormat
 from tests.unit.tiny_graphs import TinyModel
 
 PANEL = 16
@@ -42,10 +43,19 @@ def write_native_bundle(path: Path, model: TinyModel, cache: CacheType = "float3
     names = GraphSet(
         precision="float32", lowering="native", encoder="encoder.onnx", decoder="decoder.onnx", cache=cache
     )
-    onnx.save(_encoder(model, cache), path / names.encoder)
-    onnx.save(_decoder(model, cache), path / names.decoder)
+    onnx.save(_encoder(model, cache), path / names.encoder_file)
+    onnx.save(_decoder(model, cache), path / names.decoder_file)
     files = {file.name: file_entry(file) for file in sorted(path.iterdir()) if file.name != "manifest.json"}
-    write_manifest(path, Manifest(name="tiny", model=model.config, graphs=(names,), files=files))
+    write_manifest(
+        path,
+        Manifest(
+            name="tiny",
+            model=model.config,
+            text=TextFormat(template=("$text", model.config.eos_id)),
+            graphs=(names,),
+            files=files,
+        ),
+    )
     return load_bundle(path)
 
 
