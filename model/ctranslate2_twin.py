@@ -14,7 +14,7 @@ from ctranslate2.specs import common_spec, transformer_spec
 from torch import Tensor, nn
 
 from antiphon.model.checkpoint import Checkpoint, CheckpointError
-from antiphon.model.transformer import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
+from antiphon.model.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
 
 _ACTIVATIONS = {
     "relu": common_spec.Activation.RELU,

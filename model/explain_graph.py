@@ -21,11 +21,12 @@ from antiphon.model.attention import visible_keys
 from antiphon.model.bundle import Precision
 from antiphon.model.config import ModelConfig
 from antiphon.model.explain_session import INPUTS, OUTPUTS, ExplainSession
+from antiphon.model.layers import CrossAttention, EncoderLayer, SelfAttention
 from antiphon.model.ops.simplify import forget_shapes, simplify
 from antiphon.model.positions import rotary_tables, rotate
 from antiphon.model.quantize import quantize_rows
 from antiphon.model.trace import OPSET, quiet_exporter
-from antiphon.model.transformer import CrossAttention, EncoderLayer, SelfAttention, Stack, Transformer
+from antiphon.model.transformer import Stack, Transformer
 from antiphon.model.verify import VerificationError
 
 # Free axes: neither 1 nor equal, or the tracer would take them for constants, or for one.

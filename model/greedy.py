@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from antiphon.model.transformer import KV, Transformer
+from antiphon.model.layers import KV
+from antiphon.model.transformer import Transformer
 
 
 def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from antiphon.model.data import IGNORED_LABEL, Batch
-from antiphon.model.transformer import CrossAttention, SelfAttention, Transformer
+from antiphon.model.layers import CrossAttention, SelfAttention
+from antiphon.model.transformer import Transformer
 
 Attention = SelfAttention | CrossAttention
 

@@ -15,17 +15,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.positions import rotary_table
-from antiphon.model.transformer import (
-    CrossAttention,
-    EncoderLayer,
-    FeedForward,
-    Residual,
-    SelfAttention,
-    Stack,
-    Transformer,
-)
+from antiphon.model.transformer import Stack, Transformer
 
 Sublayer = Callable[[Tensor], Tensor]
 

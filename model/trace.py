@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from antiphon.model.attention import Backend
 from antiphon.model.bundle import Lowering
 from antiphon.model.graph_ports import Port, decoder_inputs, decoder_outputs, encoder_inputs, encoder_outputs
+from antiphon.model.layers import KV
 from antiphon.model.native_graph import PackedEncoder, PagedDecoder
 from antiphon.model.ops.contrib_lowering import LOWERINGS
 from antiphon.model.ops.onnx_translation import TRANSLATIONS
 from antiphon.model.ops.simplify import simplify, simplify_native
-from antiphon.model.transformer import KV, Transformer
+from antiphon.model.transformer import Transformer
 
 OPSET = 23
 

@@ -22,9 +22,10 @@ from antiphon.model.bundle import BundleError
 from antiphon.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.export import ExportError, export_bundle
+from antiphon.model.layers import DecoderLayer
 from antiphon.model.ops.contrib_lowering import LoweringError
 from antiphon.model.tokenizer import SPECIAL_TOKENS, Tokenizer
-from antiphon.model.transformer import DecoderLayer, Transformer
+from antiphon.model.transformer import Transformer
 from antiphon.model.verify import VerificationError
 
 VOCAB_SIZE = 32_000

@@ -22,10 +22,11 @@ from antiphon.model.bundle import Bundle
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.config import ModelConfig
 from antiphon.model.export import export_bundle
+from antiphon.model.layers import CrossAttention
 from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.random_model import random_transformer
 from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.transformer import CrossAttention, Transformer
+from antiphon.model.transformer import Transformer
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics

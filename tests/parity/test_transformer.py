@@ -14,6 +14,7 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 
 from antiphon.model.activations import ACTIVATIONS
 from antiphon.model.config import ModelConfig, preset
+from antiphon.model.layers import DecoderLayer, EncoderLayer
 from antiphon.model.positions import (
     AbsolutePositions,
     alibi_slopes,
@@ -22,7 +23,7 @@ from antiphon.model.positions import (
     rotate,
     sinusoidal_table,
 )
-from antiphon.model.transformer import DecoderLayer, EncoderLayer, Transformer
+from antiphon.model.transformer import Transformer
 
 TOLERANCE = 2e-5  # float32, a dozen products deep; the order of additions differs
 
