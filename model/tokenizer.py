@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from antiphon.model.text_format import TextFormat
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+MASK_TOKEN = "<mask>"  # of encoders that fill masks; others do without
 
 
 class TokenizerError(Exception):
@@ -41,8 +42,10 @@ class Tokenizer:
         self._backend.encode_special_tokens = True  # "</s>" typed by a user is text, not the end token
         self.vocab_size: int = backend.get_vocab_size()
         self.pad_id, self.bos_id, self.eos_id, self.unk_id = (self._special(token) for token in SPECIAL_TOKENS)
+        added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        self.mask_id: int | None = backend.token_to_id(MASK_TOKEN) if MASK_TOKEN in added else None
         alphabet = _byte_alphabet()
-        specials = set(SPECIAL_TOKENS)
+        specials = {*SPECIAL_TOKENS, *added}
         self._token_bytes = [b""] * self.vocab_size
         for token, index in backend.get_vocab().items():
             if token not in specials:
@@ -68,8 +71,11 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read: {error}") from None
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn BPE merges (Sennrich et al. 2016) over bytes from texts until the vocabulary has vocab_size entries."""
+    def train(cls, texts: Iterable[str], vocab_size: int, extra_special: Sequence[str] = ()) -> Tokenizer:
+        """Learn BPE merges (Sennrich et al. 2016) over bytes from texts until the vocabulary has vocab_size entries.
+
+        extra_special: tokens that stand for no text, after SPECIAL_TOKENS.
+        """
         backend = _Tokenizer(models.BPE())
         backend.normalizer = normalizers.Sequence(
             [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -78,7 +84,7 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=list(SPECIAL_TOKENS),
+            special_tokens=[*SPECIAL_TOKENS, *extra_special],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -140,6 +146,19 @@ def byte_bpe_format(tokenizer: Tokenizer) -> TextFormat:
     """How texts become tokens of our own models: tokenizer.json, the end token behind a source."""
     special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id)
     return TextFormat(special_ids=special_ids, template=("$text", tokenizer.eos_id))
+
+
+def encoder_format(tokenizer: Tokenizer) -> TextFormat:
+    """How an encoder of our own reads: <s> text </s>, or <s> text </s> pair </s> with the pair of token type 1."""
+    begin, end = tokenizer.bos_id, tokenizer.eos_id
+    special_ids = byte_bpe_format(tokenizer).special_ids
+    return TextFormat(
+        special_ids=special_ids if tokenizer.mask_id is None else (*special_ids, tokenizer.mask_id),
+        template=(begin, "$text", end),
+        pair_template=(begin, "$text", end, "$pair", end),
+        pair_start=3,
+        mask_id=tokenizer.mask_id,
+    )
 
 
 class IncrementalDecoder:

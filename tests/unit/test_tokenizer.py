@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from antiphon.model.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerError
+from antiphon.model.tokenizer import MASK_TOKEN, SPECIAL_TOKENS, Tokenizer, TokenizerError, encoder_format
 
 SENTENCES = ["The weather is nice today.", "Größe, Übung, Straße!", "I don't know 12 of them."] * 4
 TOKENIZER = Tokenizer.train(SENTENCES, vocab_size=340)
@@ -118,3 +118,24 @@ def test_vocabulary_of_another_kind_is_refused(tmp_path: Path) -> None:
     Backend(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "日": 4})).save(str(path))
     with pytest.raises(TokenizerError, match="byte-level"):
         Tokenizer.load(path)
+
+
+def test_mask_token_is_no_text(tmp_path: Path) -> None:
+    """An encoder's tokenizer has one special token more, also after saving; typed by a user it is still text."""
+    Tokenizer.train(SENTENCES, vocab_size=340, extra_special=[MASK_TOKEN]).save(tmp_path / "tokenizer.json")
+    masked = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert masked.mask_id == len(SPECIAL_TOKENS)
+    assert masked.decode([masked.mask_id]) == ""
+    assert masked.mask_id not in masked.encode(MASK_TOKEN)
+    assert masked.decode(masked.encode(MASK_TOKEN)) == MASK_TOKEN
+    assert TOKENIZER.mask_id is None
+
+
+def test_encoder_format_places_special_tokens() -> None:
+    masked = Tokenizer.train(SENTENCES, vocab_size=340, extra_special=[MASK_TOKEN])
+    text = encoder_format(masked)
+    assert text.mask_id == masked.mask_id
+    assert set(text.special_ids) == set(range(len(SPECIAL_TOKENS) + 1))
+    assert text.pair_template is not None
+    assert text.pair_start == text.pair_template.index("$pair")
+    assert encoder_format(TOKENIZER).mask_id is None
