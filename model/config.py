@@ -99,6 +99,20 @@ class ModelConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_encoder(self) -> Self:
+        for name in ("token_types", "embedding_width", "share_layers") if self.architecture != "encoder" else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} does not fit architecture={self.architecture!r}")
+        for head in self.heads:
+            width = head.transform_width or self.d_model
+            if head.tied and width != self.resolved_embedding_width:
+                raise ValueError(
+                    f"heads: {head.task} is tied to embeddings of width {self.resolved_embedding_width}, "
+                    f"but what it reads is {width} wide"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_positions(self) -> Self:
         if self.positions == "rope" and self.resolved_head_dim % 2:
             raise ValueError(f"head_dim={self.resolved_head_dim} must be even for rotary positions")
@@ -107,8 +121,9 @@ class ModelConfig(BaseModel):
                 f"relative_max_distance={self.relative_max_distance} must be above half of "
                 f"relative_buckets={self.relative_buckets}, the distances that have buckets of their own"
             )
-        if self.positions == "sinusoidal" and self.d_model % 2:
-            raise ValueError(f"d_model={self.d_model} must be even for sinusoidal positions")
+        if self.positions == "sinusoidal" and self.resolved_embedding_width % 2:
+            name = "d_model" if self.embedding_width is None else "embedding_width"
+            raise ValueError(f"{name}={self.resolved_embedding_width} must be even for sinusoidal positions")
         if self.positions != "sinusoidal" and self.sinusoids != "interleaved":
             raise ValueError(f"sinusoids={self.sinusoids!r} does not fit positions={self.positions!r}")
         if self.positions not in ("sinusoidal", "learned") and self.positions_offset:
@@ -124,6 +139,11 @@ class ModelConfig(BaseModel):
     def resolved_attention_scale(self) -> float:
         """Factor on query-key products."""
         return self.attention_scale or self.resolved_head_dim**-0.5
+
+    @property
+    def resolved_embedding_width(self) -> int:
+        """Width of token embeddings, their positions and the norm behind them."""
+        return self.embedding_width or self.d_model
 
     @property
     def resolved_source_vocab_size(self) -> int:

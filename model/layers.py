@@ -37,10 +37,10 @@ def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tens
     return cached_attention
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over M."""
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over a width, by default M."""
     kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return kind(config.d_model, eps=config.norm_eps)
+    return kind(width or config.d_model, eps=config.norm_eps)
 
 
 class FeedForward(nn.Module):

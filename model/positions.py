@@ -42,10 +42,10 @@ class AbsolutePositions(nn.Module):
         length = max_len + self.offset
         self.table: Tensor | None
         if config.positions == "learned":
-            self.table = nn.Parameter(torch.empty(length, config.d_model))
+            self.table = nn.Parameter(torch.empty(length, config.resolved_embedding_width))
             nn.init.normal_(self.table, std=config.d_model**-0.5)
         elif config.positions == "sinusoidal":
-            table = sinusoidal_table(length, config.d_model, config.sinusoids)
+            table = sinusoidal_table(length, config.resolved_embedding_width, config.sinusoids)
             self.register_buffer("table", table, persistent=False)
         else:
             self.table = None

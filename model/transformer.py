@@ -1,8 +1,10 @@
 """The Transformer of Vaswani et al. 2017 and its common variants, chosen by ModelConfig, in reading order.
 
-The stack of layers, encoder, decoder, model. What a layer is made of: layers.py.
+The stack of layers, encoder, decoder, model. What a layer is made of: layers.py; what an encoder alone is read out
+for: heads.py.
 
-Axes: B batch, S source, T target, M model width, H heads, D head width, C cache capacity, V vocabulary.
+Axes: B batch, S source, T target, M model width, W width of the embeddings (M, or ModelConfig.embedding_width),
+H heads, D head width, C cache capacity, V vocabulary, K states read out, O outputs of a head.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from antiphon.model.attention import Backend
 from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import Task
+from antiphon.model.heads import Head
 from antiphon.model.layers import KV, DecoderLayer, EncoderLayer, make_norm
 from antiphon.model.positions import AbsolutePositions, RelativeBias
 
@@ -30,16 +34,21 @@ class Stack(nn.Module):
         self.embedding = embedding
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
         self.positions = AbsolutePositions(config, max_len)
-        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
+        width = config.resolved_embedding_width
+        self.token_types = nn.Embedding(config.token_types, width) if config.token_types else None
+        self.embedding_norm = make_norm(config, width) if config.embedding_norm else nn.Identity()
+        self.widen = nn.Linear(width, config.d_model) if config.embedding_width is not None else nn.Identity()
         self.layers = nn.ModuleList(layers)
         self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.checkpoint_layers = False
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [B, T], positions [B or 1, T] -> [B, T, M]."""
-        embedded = self.embedding(ids) * self.embedding_scale
-        return self.dropout(self.embedding_norm(self.positions(embedded, positions)))  # type: ignore[no-any-return]
+    def embed(self, ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
+        """ids [B, T], positions [B or 1, T], type_ids [B, T] or None for type 0 -> [B, T, M]."""
+        embedded = self.positions(self.embedding(ids) * self.embedding_scale, positions)  # [B, T, W]
+        if self.token_types is not None:
+            embedded = embedded + self.token_types(torch.zeros_like(ids) if type_ids is None else type_ids)
+        return self.widen(self.dropout(self.embedding_norm(embedded)))  # type: ignore[no-any-return]
 
     def run(self, layer: nn.Module, *args: object) -> Tensor:
         """One layer, recomputed in the backward pass when gradient checkpointing is on (Chen et al. 2016)."""
@@ -52,14 +61,15 @@ class Encoder(Stack):
     """[B, S] token ids -> [B, S, M] memory."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
-        layers = [EncoderLayer(config, backend) for _ in range(config.encoder_layers)]
+        count = 1 if config.share_layers else config.encoder_layers
+        layers = [EncoderLayer(config, backend) for _ in range(count)] * (config.encoder_layers // count)
         super().__init__(config, embedding, layers, config.max_source_len)
         self.relative_bias = RelativeBias(config, bidirectional=True)
 
-    def forward(self, ids: Tensor, lens: Tensor | None) -> Tensor:
-        """ids [B, S] int64; lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
+    def forward(self, ids: Tensor, lens: Tensor | None, type_ids: Tensor | None = None) -> Tensor:
+        """ids, type_ids [B, S] int64; lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        hidden = self.embed(ids, positions)
+        hidden = self.embed(ids, positions, type_ids)
         bias = self.relative_bias(positions, ids.shape[1])
         for layer in self.layers:
             hidden = self.run(layer, hidden, positions, lens, bias)
@@ -110,34 +120,37 @@ class Decoder(Stack):
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder or both, with one output projection."""
+    """Encoder, decoder or both; a decoder has an output projection, an encoder alone its heads."""
 
     def __init__(self, config: ModelConfig, *, attention_backend: Backend = "eager") -> None:
         super().__init__()
         self.config = config
-        target = nn.Embedding(config.vocab_size, config.d_model)
-        source = target if config.tie_source_target else nn.Embedding(config.vocab_size, config.d_model)
+        target = nn.Embedding(config.vocab_size, config.resolved_embedding_width)
+        source = target
+        if not config.tie_source_target and config.architecture == "encoder-decoder":
+            source = nn.Embedding(config.resolved_source_vocab_size, config.d_model)
         has_encoder, has_decoder = config.encoder_layers > 0, config.decoder_layers > 0
         self.encoder = Encoder(config, source, attention_backend) if has_encoder else None
         self.decoder = Decoder(config, target, attention_backend) if has_decoder else None
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias)
-        if config.tie_output:
-            self.output.weight = target.weight if has_decoder else source.weight
+        if has_decoder:
+            self.output = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias)
+            if config.tie_output:
+                self.output.weight = target.weight
+        self.heads = nn.ModuleDict({head.task: Head(config, head, source) for head in config.heads})
         self._initialise()
 
     def _initialise(self) -> None:
         """Xavier uniform for products, N(0, 1/M) for embeddings, zero biases."""
+        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        tied = {id(embedding.weight) for embedding in embeddings}
         for module in self.modules():
-            if isinstance(module, nn.Linear) and module is not self.output:
-                nn.init.xavier_uniform_(module.weight)
+            if isinstance(module, nn.Linear):
+                if id(module.weight) not in tied:
+                    nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
-        if not self.config.tie_output:
-            nn.init.xavier_uniform_(self.output.weight)
-        if self.config.output_bias:
-            nn.init.zeros_(self.output.bias)
 
     @property
     def num_parameters(self) -> int:
@@ -150,11 +163,21 @@ class Transformer(nn.Module):
             if stack is not None:
                 stack.checkpoint_layers = enabled
 
-    def encode(self, source_ids: Tensor, source_lens: Tensor | None = None) -> Tensor:
-        """source_ids [B, S] int64; source_lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
+    def encode(self, source_ids: Tensor, source_lens: Tensor | None = None, type_ids: Tensor | None = None) -> Tensor:
+        """Memory [B, S, M] of the sources.
+
+        source_ids [B, S] int64; source_lens [B] int32, None when no row is padded; type_ids [B, S] int64 below
+        ModelConfig.token_types, None for type 0.
+        """
         if self.encoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no encoder")
-        return self.encoder(source_ids, source_lens)  # type: ignore[no-any-return]
+        return self.encoder(source_ids, source_lens, type_ids)  # type: ignore[no-any-return]
+
+    def read_out(self, task: Task, hidden: Tensor) -> Tensor:
+        """What a head makes of states [K, M] of the tokens it reads: [K, O], of pool [K, M]."""
+        if task not in self.heads:
+            raise ValueError(f"the model has no head for {task!r}; its heads: {', '.join(self.heads) or 'none'}")
+        return self.heads[task](hidden)  # type: ignore[no-any-return]
 
     def project_memory(self, memory: Tensor) -> tuple[KV, ...]:
         """memory [B, S, M] -> for each decoder layer keys and values [B, H, S, D]."""
@@ -189,6 +212,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., M] -> [..., V]; tied weights are the embedding's (section 3.4)."""
+        if self.decoder is None:
+            raise ValueError(f"architecture={self.config.architecture!r} has no output projection; see read_out")
         return self.output(hidden)  # type: ignore[no-any-return]
 
     def forward(self, source_ids: Tensor, target_ids: Tensor, source_lens: Tensor | None = None) -> Tensor:

@@ -7,10 +7,21 @@ import torch
 from antiphon.model.bundle import Provenance
 from antiphon.model.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import preset
+from antiphon.model.head_config import HeadConfig
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.model.transformer import Transformer
 
 PROVENANCE = Provenance(source="s", licence="CC0", attribution="a")
+
+
+ENCODER: dict[str, object] = dict(
+    architecture="encoder", decoder_layers=0, token_types=2, embedding_width=24, embedding_norm=True,
+    share_layers=True, heads=(
+        HeadConfig(task="fill_mask", transform_width=24, activation="gelu", norm=True, tied=True),
+        HeadConfig(task="tag", labels=("O", "B", "I")),
+        HeadConfig(task="pool", transform_width=32, activation="tanh"),
+    ),
+)  # fmt: skip
 
 
 def write_checkpoint(path: Path, **overrides: object) -> Transformer:
@@ -29,6 +40,26 @@ def test_loaded_model_is_the_saved_one(tmp_path: Path, tied: bool) -> None:
     assert torch.equal(loaded.model(ids, ids), model(ids, ids))
     assert loaded.provenance == PROVENANCE
     assert not loaded.model.training
+
+
+def test_loaded_encoder_has_the_saved_heads_and_one_layer(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "c", **ENCODER)
+    loaded = load_checkpoint(tmp_path / "c").model
+    ids, types = torch.arange(4, 10)[None], torch.tensor([[0, 0, 0, 1, 1, 1]])
+    states, expected = loaded.encode(ids, None, types)[0], model.encode(ids, None, types)[0]
+    assert torch.equal(states, expected)
+    for task in ("fill_mask", "tag", "pool"):
+        assert torch.equal(loaded.read_out(task, states), model.read_out(task, expected))
+    assert loaded.encoder is not None
+    assert loaded.get_parameter("heads.fill_mask.output.weight") is loaded.encoder.embedding.weight
+    assert len({id(layer) for layer in loaded.encoder.layers}) == 1
+    assert not torch.equal(model.encode(ids), expected)  # token types tell
+
+
+def test_a_model_names_the_heads_it_has(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "c", **ENCODER)
+    with pytest.raises(ValueError, match="no head for 'classify'; its heads: fill_mask, tag, pool"):
+        model.read_out("classify", torch.zeros(1, 32))
 
 
 def test_saving_replaces_whole_directories(tmp_path: Path) -> None:

@@ -65,9 +65,12 @@ def test_half_a_transformer_stands_alone(architecture: str) -> None:
     model = Transformer(preset("tiny", architecture=architecture, **{other: 0})).eval()
     ids = torch.arange(4, 10)[None]
     hidden = model.encode(ids) if architecture == "encoder" else model.decode(ids, None)
-    assert model.logits(hidden).shape == (1, 6, 96)
+    assert hidden.shape == (1, 6, 32)
     with pytest.raises(ValueError, match="has no"):
         model.decode(ids, None) if architecture == "encoder" else model.encode(ids)
+    if architecture == "encoder":
+        with pytest.raises(ValueError, match="has no output projection"):
+            model.logits(hidden)
 
 
 def test_causal_decoder_alone_does_not_see_ahead() -> None:
@@ -83,3 +86,17 @@ def test_causal_decoder_alone_does_not_see_ahead() -> None:
 def test_config_survives_json() -> None:
     config = preset("base", positions="rope", attention_scale=0.5)
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_parts_of_encoders_are_refused_elsewhere() -> None:
+    for name, value in dict(token_types=2, embedding_width=16, share_layers=True).items():
+        with pytest.raises(ValidationError, match=f"{name}={value} does not fit architecture='encoder-decoder'"):
+            preset("tiny", **{name: value})
+
+
+def test_a_tied_head_reads_what_is_as_wide_as_the_embeddings() -> None:
+    encoder = dict(architecture="encoder", decoder_layers=0, embedding_width=16)
+    head = dict(task="fill_mask", tied=True)
+    preset("tiny", **encoder, heads=[{**head, "transform_width": 16}])
+    with pytest.raises(ValidationError, match=r"fill_mask is tied to embeddings of width 16, .* is 32 wide"):
+        preset("tiny", **encoder, heads=[head])
