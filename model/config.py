@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from antiphon.model.head_config import HeadConfig
 
 Architecture = Literal["encoder-decoder", "encoder", "decoder"]
+Part = Literal["encoder", "decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["post", "pre"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -149,6 +150,12 @@ class ModelConfig(BaseModel):
     def resolved_source_vocab_size(self) -> int:
         """Ids that a source may hold are below it."""
         return self.source_vocab_size or self.vocab_size
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The halves it has, in the order that a request passes them."""
+        halves: tuple[tuple[Part, int], ...] = (("encoder", self.encoder_layers), ("decoder", self.decoder_layers))
+        return tuple(part for part, layers in halves if layers)
 
     @property
     def attention_width(self) -> int:

@@ -32,6 +32,7 @@ from antiphon.model.bundle import (
     write_manifest,
 )
 from antiphon.model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.model.config import ModelConfig, Part
 from antiphon.model.explain_graph import trace_explain, verify_explain
 from antiphon.model.explain_weights import Layout, store_as
 from antiphon.model.ops.contrib_lowering import LoweringError
@@ -72,7 +73,7 @@ def export_bundle(
     """
     target = target.resolve()
     name = target.name if name is None else name
-    _check(checkpoint, target, name, overwrite=overwrite)
+    _check(checkpoint, target, name, lowerings, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -98,9 +99,10 @@ def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> 
             verify_explain(directory / name, model, precision)
 
 
-def _check(checkpoint: Checkpoint, target: Path, name: str, *, overwrite: bool) -> None:
-    if checkpoint.config.architecture != "encoder-decoder":
+def _check(checkpoint: Checkpoint, target: Path, name: str, lowerings: Sequence[Lowering], *, overwrite: bool) -> None:
+    if checkpoint.config.architecture == "encoder":
         raise ExportError(f"architecture={checkpoint.config.architecture!r} cannot be exported yet")
+    _check_lowerings(checkpoint.config, lowerings)
     if not re.match(NAME_PATTERN, name):
         raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name chooses another than the directory's")
     if target.exists() and not target.is_dir():
@@ -110,6 +112,15 @@ def _check(checkpoint: Checkpoint, target: Path, name: str, *, overwrite: bool) 
             raise ExportError(f"{target} exists and is not empty; --overwrite replaces a bundle")
         if not (target / MANIFEST_NAME).is_file():
             raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
+
+
+def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering]) -> None:
+    """Only our own operators run one half alone."""
+    if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
+        raise ExportError(
+            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: one half alone has native "
+            "graphs only"
+        )
 
 
 def write_graphs(
@@ -123,20 +134,22 @@ def write_graphs(
 ) -> list[GraphSet]:
     """Trace the model and write its graphs and weights; arguments as of `export_bundle`. Verifies nothing."""
     traced = {
-        (lowering, part): trace(model, lowering)
+        (lowering, part): _trace(model, part, lowering)
         for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
-        for part, trace in (("encoder", trace_encoder), ("decoder", trace_decoder))
+        for part in model.config.parts
     }
-    explaining = trace_explain(model) if explain else None
+    # Attention maps are those of a source and its target.
+    explaining = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
     sets = []
     for precision in precisions:
         explained: str | None = None
         for layout, sharing in _by_layout(lowerings).items():
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
-                written = [_graph_set(lowering, precision, cache) for lowering in sharing]
+                written = [_graph_set(model.config, lowering, precision, cache) for lowering in sharing]
                 for graphs in written:
-                    for part, name in (("encoder", graphs.encoder_file), ("decoder", graphs.decoder_file)):
-                        weights.save(_finished(traced[graphs.lowering, part], graphs), directory / name)
+                    for part in model.config.parts:
+                        finished = _finished(traced[graphs.lowering, part], graphs)
+                        weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
                 if explaining is not None and explained is None:
                     explained = f"explain.{precision}.onnx"
                     weights.save(_stored(explaining, layout, precision), directory / explained)
@@ -152,15 +165,24 @@ def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
     return layouts
 
 
-def _graph_set(lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
+def _trace(model: Transformer, part: Part, lowering: Lowering) -> ir.Model:
+    return trace_encoder(model, lowering) if part == "encoder" else trace_decoder(model, lowering)
+
+
+def _graph_name(part: Part, *, lowering: Lowering, at: Precision) -> str:
+    return f"{part}.{lowering}.{at}.onnx"
+
+
+def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
+    names = {part: _graph_name(part, lowering=lowering, at=precision) for part in config.parts}
     held: CacheType | None = None
-    if lowering == "native":
+    if lowering == "native" and "decoder" in names:
         held = cache or ("float16" if precision == "int8" else "float32")
     return GraphSet(
         precision=precision,
         lowering=lowering,
-        encoder=f"encoder.{lowering}.{precision}.onnx",
-        decoder=f"decoder.{lowering}.{precision}.onnx",
+        encoder=names.get("encoder"),
+        decoder=names.get("decoder"),
         cache=held,
     )
 

@@ -35,7 +35,10 @@ class StepError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """Encoded sources and room for their targets: tables [R, X] and [R, Y], source_lens [R], the pool, all int32."""
+    """Encoded sources and room for their targets: tables [R, X] and [R, Y], source_lens [R], the pool, all int32.
+
+    Of a decoder alone nothing is encoded: source_lens are 0, and cross_tables point nowhere.
+    """
 
     self_tables: Lens
     cross_tables: Lens
@@ -53,12 +56,13 @@ class Sequences:
 
 
 class NativeStepper:
-    """Encoder and decoder of a native graph set; `threads` is the size of each session's pool."""
+    """Encoder and decoder of a native graph set, or a decoder alone; `threads` is the size of each session's pool."""
 
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
         self._cache_type = np.dtype(graphs.cache)
-        self._encoder = native_session(str(directory / graphs.encoder_file), threads)
+        has_encoder = config.architecture != "decoder"
+        self._encoder = native_session(str(directory / graphs.encoder_file), threads) if has_encoder else None
         self._decoder = native_session(str(directory / graphs.decoder_file), threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
@@ -68,7 +72,7 @@ class NativeStepper:
 
     def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
         """Encode sources of any lengths in one run; each has blocks for `capacity` target tokens."""
-        lens = np.array([len(source) for source in sources], np.int32)
+        lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
         counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity)] * len(sources)
         order = np.random.default_rng(0).permutation(sum(counts) + 1).astype(np.int32)
         tables = np.split(order, np.cumsum(counts))[: len(counts)]
@@ -78,6 +82,8 @@ class NativeStepper:
             source_lens=lens,
             cache=np.full((len(order), *pool_axes(self._config)), np.nan, self._cache_type),
         )
+        if self._encoder is None:
+            return sequences
         inputs = {
             "input_ids": np.concatenate(sources),
             "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from antiphon.model.bundle import GraphSet, Precision
 from antiphon.model.config import ModelConfig
@@ -150,9 +149,17 @@ class _Drawn:
         source = random.integers(0, model.config.vocab_size, (len(lens), int(lens.max())))
         self.target = random.integers(0, model.config.vocab_size, (len(lens), case.steps))
         self.sources = [row[:length] for row, length in zip(source, lens, strict=True)]
-        with torch.no_grad():
-            logits: Tensor = model(torch.from_numpy(source), torch.from_numpy(self.target), torch.from_numpy(lens))
-        self.logits: Floats = logits.numpy()
+        self.logits = _logits(model, source, self.target, lens)
+
+
+def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
+    """The model's logits [B, T, V] for targets [B, T]; a decoder alone has no use for the sources."""
+    with torch.no_grad():
+        if model.encoder is None:
+            logits = model.logits(model.decode(torch.from_numpy(target), None))
+        else:
+            logits = model(torch.from_numpy(source), torch.from_numpy(target), torch.from_numpy(lens))
+    return logits.numpy()
 
 
 def _native_logits(stepper: NativeStepper, case: _Drawn) -> tuple[Floats, Floats]:
