@@ -179,7 +179,8 @@ def _error(
 ) -> float:
     """Largest difference over the three outputs, for a random source and target of these lengths; nan counts."""
     limits = (config.max_source_len, config.max_target_len)
-    ids = [random.integers(0, config.vocab_size, min(pair)) for pair in zip(lens, limits, strict=True)]
+    vocabularies = (config.resolved_source_vocab_size, config.vocab_size)
+    ids = [random.integers(0, size, min(pair)) for size, *pair in zip(vocabularies, lens, limits, strict=True)]
     found = session.run(*(row.tolist() for row in ids))
     with torch.no_grad():
         expected = reference(*(torch.from_numpy(row)[None] for row in ids))

@@ -26,7 +26,7 @@ def greedy(model: Transformer, sources: Sequence[Sequence[int]], max_new_tokens:
     """
     config = model.config
     lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
-    padded = torch.full((len(sources), int(lens.max())), config.pad_id)
+    padded = torch.zeros((len(sources), int(lens.max())), dtype=torch.int64)  # any id: what pads is masked
     for row, source in enumerate(sources):
         padded[row, : len(source)] = torch.tensor(source)
     cross_kv = model.project_memory(model.encode(padded, lens))

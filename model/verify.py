@@ -146,7 +146,7 @@ class _Drawn:
 
     def __init__(self, model: Transformer, case: Case, random: np.random.Generator) -> None:
         lens = np.array(case.source_lens, np.int32)
-        source = random.integers(0, model.config.vocab_size, (len(lens), int(lens.max())))
+        source = random.integers(0, model.config.resolved_source_vocab_size, (len(lens), int(lens.max())))
         self.target = random.integers(0, model.config.vocab_size, (len(lens), case.steps))
         self.sources = [row[:length] for row, length in zip(source, lens, strict=True)]
         self.logits = _logits(model, source, self.target, lens)

@@ -18,12 +18,14 @@ from antiphon.service.stream import OutputStream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """What the model and the pool can hold: token ids below vocab_size, lengths in tokens, rows and blocks in all.
+    """What the model and the pool can hold: token ids below the sizes of the vocabularies, lengths in tokens, rows and
+    blocks in all.
 
     can_share_blocks, can_embed: what the runner says of itself.
     """
 
     vocab_size: int
+    source_vocab_size: int
     max_source_len: int
     max_target_len: int
     num_rows: int
@@ -37,6 +39,7 @@ def limits_of(runner: Runner, num_rows: int) -> AdmissionLimits:
     """The limits of a runner of which so many rows are used."""
     return AdmissionLimits(
         vocab_size=runner.vocab_size,
+        source_vocab_size=runner.source_vocab_size,
         max_source_len=runner.max_source_len,
         max_target_len=runner.max_target_len,
         num_rows=num_rows,
@@ -102,9 +105,10 @@ def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, 
     if not shortest <= len(token_ids) <= longest:
         raise InvalidArgument(field, f"{len(token_ids)} tokens long", f"{shortest} to {longest} tokens long")
     lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-    if lowest < 0 or highest >= limits.vocab_size:
+    vocab_size = limits.source_vocab_size if field == "source" else limits.vocab_size
+    if lowest < 0 or highest >= vocab_size:
         unknown = lowest if lowest < 0 else highest
-        raise InvalidArgument(field, f"token id {unknown}", f"of token ids from 0 to {limits.vocab_size - 1}")
+        raise InvalidArgument(field, f"token id {unknown}", f"of token ids from 0 to {vocab_size - 1}")
 
 
 def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:

@@ -53,6 +53,7 @@ class ModelRunner:
         graphs = bundle.graph_set(precision, lowering)
         self.max_rows = max_rows
         self.vocab_size = model.vocab_size
+        self.source_vocab_size = model.resolved_source_vocab_size
         self.max_source_len = model.max_source_len
         self.max_target_len = model.max_target_len
         self.bos_id = model.bos_id

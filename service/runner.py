@@ -83,7 +83,11 @@ class Runner(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Token ids of targets are below it."""
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Token ids of sources are below it."""
 
     @property
     def max_source_len(self) -> int:

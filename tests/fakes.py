@@ -68,7 +68,7 @@ class FakeRunner:
         reads_history: bool = False,
     ) -> None:
         self.max_rows = max_rows
-        self.vocab_size = vocab_size
+        self.vocab_size = self.source_vocab_size = vocab_size
         self.max_source_len = max_source_len
         self.max_target_len = max_target_len
         self.block_size = block_size

@@ -14,7 +14,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         norm="rmsnorm", norm_placement="pre", activation="gelu_tanh", gated=True, positions="t5_relative", bias=False,
         tie_output=False, scale_embeddings=False, attention_scale=1.0, head_dim=24,
     ),
-    "alibi": dict(positions="alibi", norm_placement="pre", tie_source_target=False),
+    "alibi": dict(positions="alibi", norm_placement="pre", tie_source_target=False, source_vocab_size=330),
     "bart": dict(
         positions="learned", positions_offset=2, activation="gelu", embedding_norm=True, scale_embeddings=False
     ),

@@ -1,0 +1,32 @@
+"""What is refused before it runs: token ids against the vocabulary of their own side."""
+
+from __future__ import annotations
+
+import pytest
+
+from antiphon.service.admission import admit, limits_of
+from antiphon.service.errors import InvalidArgument
+from antiphon.service.request import Request, SamplingParams
+from antiphon.service.stream import OutputStream
+from tests.fakes import FakeRunner
+
+
+def check(source: int, prefix: int) -> None:
+    runner = FakeRunner(vocab_size=64)
+    runner.source_vocab_size = 80
+    request = Request(
+        request_id="a", source_ids=(source,), prefix_ids=(prefix,), params=SamplingParams(), arrival_s=0.0
+    )
+    admit(request, OutputStream("a"), limits_of(runner, runner.max_rows))
+
+
+async def test_admission_takes_every_id_of_either_vocabulary() -> None:
+    check(79, 63)
+
+
+@pytest.mark.parametrize(("source", "prefix", "field", "highest"), [(80, 0, "source", 79), (79, 64, "prefix", 63)])
+async def test_admission_names_the_vocabulary_of_the_side_that_an_id_is_outside_of(
+    source: int, prefix: int, field: str, highest: int
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"{field} .*from 0 to {highest}"):
+        check(source, prefix)
