@@ -7,20 +7,42 @@ tokens to TextFormat. It neither reads weights files nor writes anything: source
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from antiphon.model import families
 from antiphon.model.config import ModelConfig
-from antiphon.model.source_weights import SourceError, SourceWeights
+from antiphon.model.source_weights import SourceError, SourceWeights, open_weights
 from antiphon.model.text_format import TextFormat
 from antiphon.model.transformer import Transformer
 
 Settings = Mapping[str, Any]
+
+
+def read_config(folder: Path) -> Settings:
+    """What config.json says. Raises SourceError naming it."""
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise SourceError(f"{folder} has no config.json, which says what the model is") from None
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise SourceError(f"{path} is not a JSON object")
+    return settings
+
+
+class OpenWeights(Protocol):
+    """source_weights.open_weights, or a family's own way to the tensors of a directory."""
+
+    def __call__(self, folder: Path, *, on_meta: bool = False) -> SourceWeights:
+        """The tensors; with on_meta their shapes alone. Raises SourceError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +56,13 @@ class Family:
         device, to compare names and shapes before anything is read; so it may look at no numbers but through the
         methods of SourceWeights.
     text: the checkpoint's folder, its settings and our description -> how its texts become ids.
-    reference: the class of transformers that runs the original, where config.json names no architecture.
+    reference: the class of transformers that runs the original, where config.json names no architecture; "" where
+        transformers does not.
+
+    Of a format that is not transformers' own:
+    recognises: whether a directory is one, whatever its config.json says, if it has one at all.
+    read_settings, open_weights: what config.json and the files of tensors give otherwise.
+    write_text: writes into a folder the files of `text` that the checkpoint's directory holds in another form.
     """
 
     name: str
@@ -42,7 +70,11 @@ class Family:
     configure: Callable[[Settings], ModelConfig]
     load: Callable[[Transformer, SourceWeights, Settings], None]
     text: Callable[[Path, Settings, ModelConfig], TextFormat]
-    reference: str
+    reference: str = ""
+    recognises: Callable[[Path], bool] = lambda _: False
+    read_settings: Callable[[Path], Settings] = read_config
+    open_weights: OpenWeights = open_weights
+    write_text: Callable[[Path, Settings, Path], None] = lambda folder, settings, to: None
 
 
 @cache
@@ -54,6 +86,14 @@ def all_families() -> tuple[Family, ...]:
 
 def _modules() -> list[pkgutil.ModuleInfo]:
     return list(pkgutil.iter_modules(families.__path__))
+
+
+def family_in(folder: Path) -> Family:
+    """The family of the checkpoint in a directory. Raises SourceError."""
+    for family in all_families():
+        if family.recognises(folder):
+            return family
+    return family_of(read_config(folder))
 
 
 def family_of(settings: Settings) -> Family:
