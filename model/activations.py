@@ -1,10 +1,11 @@
-"""The functions between a feed-forward's products, by the names that ModelConfig and the operators use."""
+"""The functions between products, by the names that ModelConfig, heads and the operators use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,4 +15,5 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
+    "tanh": torch.tanh,
 }

@@ -7,16 +7,11 @@ Axes: K states read out, M model width, O outputs (labels, or V of fill_mask).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
 
 from antiphon.model.activations import ACTIVATIONS
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
-
-HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "tanh": torch.tanh}
 
 
 class Head(nn.Module):
@@ -27,7 +22,7 @@ class Head(nn.Module):
         self.config = head
         width = head.transform_width or config.d_model
         self.transform = nn.Linear(config.d_model, width) if head.transform_width is not None else None
-        self.activation = HEAD_ACTIVATIONS[head.activation]
+        self.activation = ACTIVATIONS[head.activation]
         self.norm = nn.LayerNorm(width, eps=config.norm_eps) if head.norm else None
         self.dropout = nn.Dropout(config.dropout if head.labels else 0.0)
         self.output: nn.Linear | None = None

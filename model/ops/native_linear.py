@@ -45,7 +45,7 @@ def _embed_shape(
 
 @torch.library.custom_op("antiphon::linear", mutates_args=(), schema=_LINEAR)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
-    """activation(x weight^T + bias), activation one of none, relu, gelu, gelu_tanh, silu.
+    """activation(x weight^T + bias), activation one of none, relu, gelu, gelu_tanh, silu, tanh.
 
     x [N, K] float32; weight [O, K]; bias [O] or None. Returns [N, O].
     """

@@ -23,7 +23,7 @@ Call = tuple[Arrays, dict[str, Any]]
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 _OUTPUTS = [1, 16, 40, 257]
 _HEADS = [(1, 8), (2, 16), (3, 24), (1, 70)]
-_ACTIVATIONS = ["none", "relu", "gelu", "gelu_tanh", "silu"]
+_ACTIVATIONS = ["none", "relu", "gelu", "gelu_tanh", "silu", "tanh"]
 _LAYERS = 2
 
 

@@ -25,7 +25,7 @@ EXAMPLES = settings(max_examples=40)
 COUNTS = st.integers(1, 70)
 WIDTHS = st.sampled_from([8, 10, 24, 32, 64, 128])
 HEADS = st.integers(1, 4)
-ACTIVATIONS = st.sampled_from(["none", "relu", "gelu", "gelu_tanh", "silu"])
+ACTIVATIONS = st.sampled_from(["none", "relu", "gelu", "gelu_tanh", "silu", "tanh"])
 CACHES = st.sampled_from(["float32", "float16"])
 BIASES = st.sampled_from(["none", "table", "slopes", "both"])
 
@@ -152,12 +152,19 @@ def test_gate_equals_eager(rows: int, width: int, activation: str) -> None:
     np.testing.assert_array_equal(alone, found[-1:])
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "tanh"])
 def test_activations_of_huge_numbers_equal_eager(activation: str) -> None:
     """An exponential overflows, or meets a factor that it cannot cancel, long before its argument does."""
     values = np.array([[-1e30, -1000, -100, -88.5, -1e-30, 0, 1e-30, 88.5, 100, 1000, 1e30]], np.float32)
     (found,) = run_node("Gate", {"x": np.hstack([values, np.ones_like(values)])}, activation=activation)
     np.testing.assert_allclose(found, ACTIVATIONS_BY_NAME[activation](given_tensor(values)), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "tanh"])
+def test_activations_keep_what_is_no_number(activation: str) -> None:
+    x = np.array([[1, np.nan, 3]], np.float32)
+    (found,) = run_node("Gate", {"x": np.hstack([x, np.ones_like(x)])}, activation=activation)
+    assert np.isnan(found).tolist() == [[False, True, False]]
 
 
 @EXAMPLES

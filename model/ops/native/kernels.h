@@ -14,7 +14,7 @@ constexpr int64_t kDepth = 64;      // int8 products are padded to a multiple of
 constexpr int64_t kBlockSize = 16;  // positions of a cache block
 constexpr int64_t kQueryTile = 16;  // queries that packed attention takes at once
 
-enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kTanh };
 
 inline int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

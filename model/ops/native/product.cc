@@ -59,7 +59,8 @@ Activation ActivationNamed(const std::string& name) {
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "silu") return Activation::kSilu;
-  throw OperatorError("activation is " + name + "; it must be none, relu, gelu, gelu_tanh or silu");
+  if (name == "tanh") return Activation::kTanh;
+  throw OperatorError("activation is " + name + "; it must be none, relu, gelu, gelu_tanh, silu or tanh");
 }
 
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs) {

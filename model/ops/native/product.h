@@ -10,7 +10,7 @@
 
 namespace antiphon {
 
-// Throws OperatorError for another name than none, relu, gelu, gelu_tanh, silu.
+// Throws OperatorError for another name than none, relu, gelu, gelu_tanh, silu, tanh.
 Activation ActivationNamed(const std::string& name);
 
 // The packed weights of a call, checked against `inputs` and `outputs`; bias may be an absent Tensor.
