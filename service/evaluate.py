@@ -28,6 +28,7 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.recipe import RecipeError, load_recipe
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import Request, SamplingParams
 from antiphon.service.runner import Runner
@@ -159,7 +160,7 @@ async def run_engine(runner: Runner, sources: Sequence[list[int]]) -> list[list[
     """Greedy target ids of sources (end token included), in their order, all asked for at once."""
     tokens = sum(len(source) for source in sources)
     config = EngineConfig(max_queued_requests=len(sources) + 1, max_queued_tokens=tokens + 1)
-    engine = Engine(runner, config, Metrics(CollectorRegistry()))
+    engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
     engine.start()
     try:
         streams = []

@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
@@ -19,18 +19,52 @@ from prometheus_client.utils import floatToGoString
 
 
 class CountedHistogram(Collector):
-    """A histogram without labels; buckets are upper bounds, +Inf is added."""
+    """A histogram with one label, of no observations but its children's; buckets are upper bounds, +Inf is added."""
 
-    def __init__(self, name: str, documentation: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, documentation: str, *, label: str, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
         if list(buckets) != sorted(set(buckets)):
             raise ValueError(f"buckets of {name} are {buckets}; they must rise")
         self._name = name
         self._documentation = documentation
+        self._label = label
         self._bounds = [*buckets, math.inf]
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
+        self._children: dict[str, Observations] = {}
         self._lock = threading.Lock()
         registry.register(self)
+
+    def labels(self, value: str) -> Observations:
+        """The observations under one value of the label."""
+        with self._lock:
+            return self._children.setdefault(value, Observations(self._bounds))
+
+    def remove_by_labels(self, labels: Mapping[str, str]) -> None:
+        """Forget the observations under one value of the label, as the client's own metrics do."""
+        with self._lock:
+            self._children.pop(labels[self._label], None)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Render the samples; called by the registry."""
+        with self._lock:
+            children = list(self._children.items())
+        family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
+        bounds = list(map(floatToGoString, self._bounds))
+        for value, child in children:
+            counts, total = child.read()
+            buckets = list(zip(bounds, map(float, itertools.accumulate(counts)), strict=True))
+            family.add_metric([value], buckets, total)
+        yield family
+
+
+class Observations:
+    """The counts of one label value. Thread-safe."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * len(bounds)
+        self._sum = 0.0
+        self._lock = threading.Lock()
 
     def observe(self, value: float, count: int = 1) -> None:
         """Add `count` observations of one value."""
@@ -39,10 +73,7 @@ class CountedHistogram(Collector):
             self._counts[index] += count
             self._sum += value * count
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Render the samples; called by the registry."""
+    def read(self) -> tuple[list[int], float]:
+        """Observations in each bucket, not accumulated, and the sum of all."""
         with self._lock:
-            counts, total = list(self._counts), self._sum
-        bounds = map(floatToGoString, self._bounds)
-        buckets = list(zip(bounds, map(float, itertools.accumulate(counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=total)
+            return list(self._counts), self._sum

@@ -12,6 +12,7 @@ from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.explain import Explainer
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.options import default_options
 from antiphon.service.runners import AnyRunner, open_runner
@@ -35,14 +36,14 @@ class Loaded:
     precision: str
 
 
-def load(config: ServerConfig, metrics: Metrics) -> Loaded:
+def load(config: ServerConfig, families: MetricFamilies) -> Loaded:
     """Verify the bundle, load its graphs and tokenizer, and build the engine. Raises StartupError."""
     try:
         bundle = load_bundle(config.bundle)
         tokenizer = _tokenizer(bundle)
         runner = _runner(bundle, config)
         runner.warm_up()
-        engine = Engine(runner, _engine_config(config), metrics)
+        engine = Engine(runner, _engine_config(config), Metrics(families, bundle.manifest.name))
     except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
         raise StartupError(str(error)) from error
     description = _describe(bundle, runner.precision, config.max_message_bytes)

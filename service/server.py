@@ -25,7 +25,7 @@ from antiphon.service.config import ConfigError, ServerConfig, add_config_argume
 from antiphon.service.engine import Engine
 from antiphon.service.handlers import SERVICE_NAME, Calls
 from antiphon.service.loading import Loaded, StartupError, load
-from antiphon.service.metrics import Metrics
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.ports import PortError, check_port, serve_metrics
 from antiphon.service.servicer import InferenceServicer
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_port(config.host, config.port)
         registry = CollectorRegistry()
         with _metrics_port(config, registry) as metrics_port:
-            loaded = load(config, Metrics(registry))
+            loaded = load(config, MetricFamilies(registry))
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
             return uvloop.run(_serve(config, loaded, metrics_port))
     except (ConfigError, StartupError, PortError) as error:

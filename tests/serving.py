@@ -22,6 +22,7 @@ from antiphon.service.attention_maps import Explains
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.handlers import Calls
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.options import default_options
 from antiphon.service.server import build_server
@@ -86,7 +87,8 @@ async def serving(
     tokenizer = tiny_tokenizer()
     runner = FakeRunner(vocab_size=tokenizer.vocab_size)
     prepare(runner)
-    engine = Engine(runner, engine_config or EngineConfig(), Metrics(CollectorRegistry()), clock=clock)
+    metrics = Metrics(MetricFamilies(CollectorRegistry()), MODEL_NAME)
+    engine = Engine(runner, engine_config or EngineConfig(), metrics, clock=clock)
     limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
     model = ServedModel(description=description, tokenizer=tokenizer, explainer=explainer)

@@ -13,6 +13,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.runner import Runner
@@ -33,7 +34,7 @@ class Offline:
     def __init__(self, runner: Runner, *, rows: int) -> None:
         config = EngineConfig(max_num_seqs=rows, max_queued_requests=1_000_000, max_queued_tokens=100_000_000)
         self._eos_id = runner.eos_id
-        self._engine = Engine(runner, config, Metrics(CollectorRegistry()))
+        self._engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(

@@ -67,11 +67,11 @@ class ServerProcess:
         return int(self._metrics_url.rpartition(":")[2].removesuffix("/metrics"))
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of one scrape, keyed as Prometheus writes it: name{label=value,...}."""
+        """Every sample of one scrape, keyed name{label=value,...}; without the model's name, if it is the first's."""
         with urllib.request.urlopen(self._metrics_url, timeout=PATIENCE_S) as response:
             text = response.read().decode()
         return {
-            sample.name + _labels(sample.labels): sample.value
+            sample.name + _labels(sample.labels, self.model): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
@@ -109,5 +109,6 @@ def is_idle(metrics: Mapping[str, float]) -> bool:
     return all(metrics.get(f"antiphon_{name}", 0.0) == 0.0 for name in busy)
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f"{name}={value}" for name, value in labels.items()) + "}" if labels else ""
+def _labels(labels: Mapping[str, str], model: str) -> str:
+    kept = [f"{name}={value}" for name, value in labels.items() if (name, value) != ("model_name", model)]
+    return "{" + ",".join(kept) + "}" if kept else ""

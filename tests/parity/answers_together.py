@@ -29,6 +29,7 @@ from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer import Transformer
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.native_runner import NativeRunner
 from antiphon.service.request import Request, SamplingParams, TokenEvent
@@ -110,7 +111,7 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
             queue=queue,
             pool=pool,
             limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=10**6),
-            metrics=Metrics(CollectorRegistry()),
+            metrics=Metrics(MetricFamilies(CollectorRegistry()), "fake"),
             live=live,
             clock=FakeClock(),
         )

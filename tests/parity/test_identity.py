@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.model.bundle import Bundle, Precision
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.native_runner import NativeRunner
 from antiphon.service.request import (
@@ -79,7 +80,7 @@ class Crowd:
                 queue=self.queue,
                 pool=self.pool,
                 limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=160),
-                metrics=Metrics(CollectorRegistry()),
+                metrics=Metrics(MetricFamilies(CollectorRegistry()), "fake"),
                 live=self.live,
                 clock=FakeClock(),
             )

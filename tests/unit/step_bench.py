@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.request_queue import QueueLimits, RequestQueue
@@ -52,7 +53,7 @@ class Bench:
                 queue=self.queue,
                 pool=self.pool,
                 limits=SchedulerLimits(max_num_seqs=max_rows, max_num_batched_tokens=16),
-                metrics=Metrics(self.registry),
+                metrics=Metrics(MetricFamilies(self.registry), "fake"),
                 live=self.live,
                 clock=self.clock,
             )
@@ -109,7 +110,7 @@ class Bench:
         return event
 
     def sample(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"antiphon_{name}", labels)
+        return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": "fake", **labels})
 
 
 def expected(bench: Bench, group: SequenceGroup) -> tuple[tuple[int, ...], FinishReason]:

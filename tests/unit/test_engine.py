@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.stream import OutputStream
@@ -48,7 +49,7 @@ class Bench:
     def __init__(self, runner: FakeRunner, config: EngineConfig) -> None:
         self.runner = runner
         self.registry = CollectorRegistry()
-        self.engine = Engine(runner, config, Metrics(self.registry))
+        self.engine = Engine(runner, config, Metrics(MetricFamilies(self.registry), "fake"))
 
     def submit(
         self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None
@@ -65,7 +66,7 @@ class Bench:
         return request_of(name, source, params=params, arrival_s=now_s, deadline_s=deadline_s)
 
     def sample(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"antiphon_{name}", labels)
+        return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": "fake", **labels})
 
 
 async def read(stream: OutputStream) -> list[TokenEvent]:
@@ -327,10 +328,15 @@ async def test_engine_refuses_before_start() -> None:
 
 
 def test_engine_names_the_setting_that_the_runner_cannot_serve() -> None:
+    metrics = Metrics(MetricFamilies(CollectorRegistry()), "fake")
     with pytest.raises(ValueError, match="max_num_seqs is 9"):
-        Engine(FakeRunner(max_rows=8), EngineConfig(max_num_seqs=9), Metrics(CollectorRegistry()))
+        Engine(
+            FakeRunner(max_rows=8), EngineConfig(max_num_seqs=9), Metrics(MetricFamilies(CollectorRegistry()), "fake")
+        )
     with pytest.raises(ValueError, match="max_num_batched_tokens is 0"):
-        Engine(FakeRunner(), EngineConfig(max_num_batched_tokens=0), Metrics(CollectorRegistry()))
+        Engine(
+            FakeRunner(), EngineConfig(max_num_batched_tokens=0), Metrics(MetricFamilies(CollectorRegistry()), "fake")
+        )
 
 
 async def test_engine_cancels_requests_whose_event_loop_is_gone(bench: Bench) -> None:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import CacheUse, Metrics
 from antiphon.service.request import FinishReason, Timing
 from antiphon.service.runner import EncodeReport
@@ -27,10 +29,11 @@ class Scrape:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
+        self.families = MetricFamilies(self.registry)
+        self.metrics = Metrics(self.families, "one")
 
-    def __call__(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"antiphon_{name}", labels)
+    def __call__(self, name: str, *, model_name: str = "one", **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": model_name, **labels})
 
 
 @pytest.fixture
@@ -104,3 +107,49 @@ def test_metrics_follow_naming_rules(scrape: Scrape) -> None:
         if family.type == "histogram" and family.name.endswith("_seconds"):
             bounds = [float(s.labels["le"]) for s in family.samples if "le" in s.labels]
             assert bounds[0] == 0.001
+
+
+def test_metrics_keep_models_apart_and_share_the_families(scrape: Scrape) -> None:
+    other = Metrics(scrape.families, "two")
+    scrape.metrics.decoded(5, 3, 0.004)
+    other.decoded(2, 0, 0.0)
+    other.finished(FinishReason.STOP, "running", TIMING)
+    assert [scrape("generation_tokens_total", model_name=name) for name in ("one", "two")] == [5, 2]
+    assert [scrape("decode_batch_size_count", model_name=name) for name in ("one", "two")] == [1, 1]
+    assert scrape("request_success_total", finished_reason=FinishReason.STOP.value) is None
+
+
+def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scrape) -> None:
+    other = Metrics(scrape.families, "two")
+    waiting = Waiting()
+    watched = weakref.ref(waiting)
+    other.watch_waiting(waiting.count)
+    other.holds(weights=1, cache=2, workspace=3)
+    for report in (other.encoded, scrape.metrics.encoded):
+        report(REPORT, 30)
+    other.remove()
+    del waiting
+    assert watched() is None
+    other.decoded(1, 1, 0.1)  # an engine may still end its last requests
+    other.finished(FinishReason.STOP, "running", TIMING)
+    assert {labels["model_name"] for labels in labels_of(scrape.registry)} == {"one"}
+
+
+class Waiting:
+    """A queue to be watched."""
+
+    def count(self) -> float:
+        return 1.0
+
+
+def labels_of(registry: CollectorRegistry) -> list[dict[str, str]]:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return [sample.labels for family in families for sample in family.samples]
+
+
+def test_metrics_show_what_models_hold_and_the_budget_where_there_is_one(scrape: Scrape) -> None:
+    scrape.metrics.holds(weights=100, cache=20, workspace=3)
+    assert [scrape("model_memory_bytes", kind=kind) for kind in ("weights", "cache", "workspace")] == [100, 20, 3]
+    assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") is None
+    scrape.families.set_budget(1 << 30)
+    assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") == 1 << 30
