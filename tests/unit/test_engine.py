@@ -330,13 +330,9 @@ async def test_engine_refuses_before_start() -> None:
 def test_engine_names_the_setting_that_the_runner_cannot_serve() -> None:
     metrics = Metrics(MetricFamilies(CollectorRegistry()), "fake")
     with pytest.raises(ValueError, match="max_num_seqs is 9"):
-        Engine(
-            FakeRunner(max_rows=8), EngineConfig(max_num_seqs=9), Metrics(MetricFamilies(CollectorRegistry()), "fake")
-        )
+        Engine(FakeRunner(max_rows=8), EngineConfig(max_num_seqs=9), metrics)
     with pytest.raises(ValueError, match="max_num_batched_tokens is 0"):
-        Engine(
-            FakeRunner(), EngineConfig(max_num_batched_tokens=0), Metrics(MetricFamilies(CollectorRegistry()), "fake")
-        )
+        Engine(FakeRunner(), EngineConfig(max_num_batched_tokens=0), metrics)
 
 
 async def test_engine_cancels_requests_whose_event_loop_is_gone(bench: Bench) -> None:
