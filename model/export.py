@@ -103,6 +103,11 @@ def _check(checkpoint: Checkpoint, target: Path, name: str, lowerings: Sequence[
     if checkpoint.config.architecture == "encoder":
         raise ExportError(f"architecture={checkpoint.config.architecture!r} cannot be exported yet")
     _check_lowerings(checkpoint.config, lowerings)
+    check_target(target, name, overwrite=overwrite)
+
+
+def check_target(target: Path, name: str, *, overwrite: bool) -> None:
+    """Raise ExportError where no bundle of this name may be written."""
     if not re.match(NAME_PATTERN, name):
         raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name chooses another than the directory's")
     if target.exists() and not target.is_dir():
@@ -231,9 +236,10 @@ def _describe(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet
 
 
 def _notice(provenance: Provenance) -> str:
+    origin = "were trained on" if provenance.recipe is not None else "come from"
     return (
-        f"The weights in this directory were trained on: {provenance.source}\n"
-        f"Licence of that data: {provenance.licence}\n"
+        f"The weights in this directory {origin}: {provenance.source}\n"
+        f"Licence: {provenance.licence}\n"
         f"{provenance.attribution}\n"
     )
 

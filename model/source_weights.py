@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 _SHOWN = 5
 
@@ -66,6 +66,19 @@ class SourceWeights:
         self._taken.add(name)
         return self._readers[name]().float()
 
+    def first_of(self, *names: str) -> str:
+        """The first of these names that there is a tensor of; the first where there is none."""
+        return next((name for name in names if name in self._readers), names[0])
+
+    def differ(self, first: str, second: str) -> bool:
+        """Do both tensors exist, and hold different numbers?"""
+        if first == second or first not in self._readers or second not in self._readers:
+            return False
+        left, right = self._readers[first](), self._readers[second]()
+        if left.shape != right.shape:
+            return True
+        return left.data_ptr() != right.data_ptr() and not torch.equal(left, right)
+
     def fill(self, ours: Tensor, *names: str) -> None:
         """Copy these tensors into ours, one behind the other along its first axis. Missing ones are noted."""
         absent = [name for name in names if name not in self._readers]
@@ -82,14 +95,28 @@ class SourceWeights:
             for part, source in zip(torch.split(ours, [shape[0] for shape in shapes]), sources, strict=True):
                 part.copy_(source)
 
+    def fill_module(self, module: nn.Module, *names: str) -> None:
+        """Fill every parameter that is the module's own, weight or bias, from those of these modules of theirs."""
+        for part, ours in module.named_parameters(recurse=False):
+            self.fill(ours, *(f"{name}.{part}" for name in names))
+
+    def fill_start(self, ours: Tensor, name: str) -> None:
+        """Copy the first rows of a tensor that may have more than ours: a table of positions."""
+        if name not in self._readers:
+            self._missing.append(name)
+            return
+        source = self._readers[name]()
+        self._taken.add(name)
+        if len(source) < len(ours) or source.shape[1:] != ours.shape[1:]:
+            self._misshapen.append(f"{name} {list(source.shape)} where at least {list(ours.shape)} is expected")
+            return
+        with torch.no_grad():
+            ours.copy_(source[: len(ours)])
+
     def fill_tied(self, ours: Tensor, *names: str) -> None:
-        """Copy the tensor that goes by any of these names. Raises SourceError where two of them differ."""
-        held = [name for name in names if name in self._readers]
-        self.fill(ours, held[0] if held else names[0])
-        for name in held[1:]:
-            self._taken.add(name)
-            if not self._on_meta and not torch.equal(self._readers[held[0]](), self._readers[name]()):
-                raise SourceError(f"the tensors {held[0]} and {name} differ, where config.json says that they are one")
+        """Copy a tensor that goes by several names; `differ` has told that they are one."""
+        self.fill(ours, self.first_of(*names))
+        self._taken.update(name for name in names if name in self._readers)
 
     def ignore(self, pattern: str) -> None:
         """Tensors that nobody needs to take, as a shell pattern: buffers that our model computes."""

@@ -58,6 +58,8 @@ class Family:
     text: the checkpoint's folder, its settings and our description -> how its texts become ids.
     reference: the class of transformers that runs the original, where config.json names no architecture; "" where
         transformers does not.
+    settle: the settings, with what only the tensors can tell put in before anything else reads them: whether an
+        output is tied, say, which config.json gets wrong.
 
     Of a format that is not transformers' own:
     recognises: whether a directory is one, whatever its config.json says, if it has one at all.
@@ -71,6 +73,7 @@ class Family:
     load: Callable[[Transformer, SourceWeights, Settings], None]
     text: Callable[[Path, Settings, ModelConfig], TextFormat]
     reference: str = ""
+    settle: Callable[[Settings, SourceWeights], Settings] = lambda settings, _: settings
     recognises: Callable[[Path], bool] = lambda _: False
     read_settings: Callable[[Path], Settings] = read_config
     open_weights: OpenWeights = open_weights

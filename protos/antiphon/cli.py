@@ -88,6 +88,18 @@ killed, the same command resumes from the last checkpoint; the averaged checkpoi
   antiphon export CHECKPOINT BUNDLE --precision int8 --contrib       ONNX Runtime's own operators as well as ours
   antiphon serve BUNDLE""",
     ),
+    "import": Subcommand(
+        module="antiphon.model.importer",
+        extra="server,import",
+        summary="import a public checkpoint as a bundle",
+        examples="""\
+  antiphon import ./opus-mt-en-de BUNDLE    a directory of the Hugging Face libraries: config.json, weights, tokenizer
+  antiphon import Helsinki-NLP/opus-mt-en-de BUNDLE --precision int8       by name, through the hub's cache
+  antiphon import google/flan-t5-small BUNDLE --max-source-len 2048
+  antiphon serve BUNDLE
+
+what it writes was compared with the original in transformers, in float32, before it was exported""",
+    ),
     "evaluate": Subcommand(
         module="antiphon.service.evaluate",
         extra="server,train",

@@ -1,0 +1,45 @@
+"""BART (Lewis et al. 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.families import encoder_decoder
+from antiphon.model.families.family import Family
+from antiphon.model.families.settings import Settings
+from antiphon.model.families.text_files import special_ids_of, tokenizers_file
+from antiphon.model.text_format import TextFormat
+
+_BEGIN_ID, _UNKNOWN_ID = 0, 3
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Learned positions from row 2 on, a norm behind the embeddings, norms behind the layers."""
+    ids = encoder_decoder.special_ids(settings, pad=1, begin=2, eos=2, unk=_UNKNOWN_ID)
+    return encoder_decoder.configure(
+        settings, **ids, positions="learned", positions_offset=2, embedding_norm=True, output_bias=True
+    )
+
+
+def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+    """The begin token before a text, the end token behind it."""
+    file = tokenizers_file(folder, "BART")
+    begin = settings.get("bos_token_id", _BEGIN_ID)
+    return TextFormat(
+        kind="tokenizers",
+        source=file.name,
+        special_ids=special_ids_of(file, config),
+        template=(begin, "$text", config.eos_id),
+    )
+
+
+FAMILY = Family(
+    name="BART",
+    model_types=("bart",),
+    configure=configure,
+    settle=encoder_decoder.settle_ties,
+    load=encoder_decoder.load,
+    text=text,
+    reference="AutoModelForSeq2SeqLM",
+)
