@@ -149,10 +149,10 @@ def compare_with_original(
             error = (found[name] - outputs[name]).abs().max() / outputs[name].abs().max().clamp(min=1.0)
             worst[name] = float(np.max([worst.get(name, 0.0), float(error)]))  # nan counts
     limit = TOLERANCES["float32"].max_error
-    for name, error in worst.items():
-        if not error <= limit:
+    for name, largest in worst.items():
+        if not largest <= limit:
             raise VerificationError(
-                f"the imported model is not the original: its {name} are off by {error:.1e}, "
+                f"the imported model is not the original: its {name} are off by {largest:.1e}, "
                 f"at most {limit:.0e} is allowed"
             )
     return worst
