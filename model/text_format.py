@@ -14,6 +14,10 @@ Slot = Literal["$text", "$pair", "$source_language", "$target_language"]
 Template = tuple[int | Slot, ...]
 
 
+class TokenizerError(Exception):
+    """A tokenizer file cannot be used; the message names it."""
+
+
 class TextFormat(BaseModel):
     """Files and rules of one model's text.
 

@@ -89,7 +89,7 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL_TOKENS))
-    return Tokenizer(backend)
+    return Tokenizer.of_byte_bpe(backend)
 
 
 def _make_random(preset_name: str, folder: Path) -> None:
