@@ -10,6 +10,7 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.errors import InvalidArgument
 from antiphon.service.explain import Explainer
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.metric_families import MetricFamilies
@@ -49,7 +50,10 @@ def load(config: ServerConfig, families: MetricFamilies) -> Loaded:
     description = _describe(bundle, runner.precision, config.max_message_bytes)
     explainer = Explainer(bundle, precision=runner.precision)
     served = ServedModel(
-        description=description, tokenizer=tokenizer, explainer=explainer if explainer.is_available else None
+        description=description,
+        tokenizer=tokenizer,
+        explainer=explainer if explainer.is_available else None,
+        generation=bundle.manifest.generation,
     )
     return Loaded(
         model=served,
@@ -102,6 +106,14 @@ def _engine_config(config: ServerConfig) -> EngineConfig:
     )
 
 
+def _default_options(bundle: Bundle) -> pb.GenerateOptions:
+    """The model's own defaults among the others. Raises StartupError where the bundle's cannot be."""
+    try:
+        return default_options(bundle.manifest.generation)
+    except InvalidArgument as error:
+        raise StartupError(f"{bundle.path}: generation: {error}") from None
+
+
 def _describe(bundle: Bundle, precision: str, max_message_bytes: int) -> pb.Model:
     manifest = bundle.manifest
     model = pb.Model(
@@ -113,7 +125,7 @@ def _describe(bundle: Bundle, precision: str, max_message_bytes: int) -> pb.Mode
             max_target_len=manifest.model.max_target_len,
             max_message_bytes=max_message_bytes,
         ),
-        default_options=default_options(),
+        default_options=_default_options(bundle),
     )
     if manifest.provenance is not None:
         model.provenance.source = manifest.provenance.source

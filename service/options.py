@@ -6,8 +6,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from antiphon.service.combinations import Controls, check_combination
+from antiphon.model.bundle import GenerationDefaults
+from antiphon.service.combinations import Controls
 from antiphon.service.errors import InvalidArgument
+from antiphon.service.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
 from antiphon.service.ranges import check_token_ids
 from antiphon.service.request import EarlyStopping, SamplingParams
 from antiphon.service.stop_strings import check_stop_strings
@@ -20,11 +22,15 @@ _EARLY_STOPPING = {
     pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
+_EARLY_STOPPING_OF = {value: known for known, value in _EARLY_STOPPING.items()}
 
-def read_options(options: pb.GenerateOptions, vocab_size: int) -> Controls:
-    """Options as given, absent ones at their defaults. Raises InvalidArgument naming the contract's field."""
+
+def read_options(
+    options: pb.GenerateOptions, vocab_size: int, generation: GenerationDefaults = NO_DEFAULTS
+) -> Controls:
+    """Options as given, absent ones at the model's defaults. Raises InvalidArgument naming the contract's field."""
     try:
-        return _read(options, vocab_size)
+        return _read(options, vocab_size, generation)
     except InvalidArgument as error:
         raise as_option(error) from None
 
@@ -35,18 +41,19 @@ def as_option(error: InvalidArgument) -> InvalidArgument:
     return InvalidArgument(f"options.{field}", error.value, error.allowed)
 
 
-def default_options() -> pb.GenerateOptions:
+def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.GenerateOptions:
     """Values that absent options take; without those whose absence means something of its own."""
-    params = SamplingParams()
-    defaults = pb.GenerateOptions(early_stopping=pb.EARLY_STOPPING_HEURISTIC)
+    params = SamplingParams(**own_defaults(generation))
+    defaults = pb.GenerateOptions(early_stopping=_EARLY_STOPPING_OF[params.early_stopping])
     for field in pb.GenerateOptions.DESCRIPTOR.fields:
         value = getattr(params, field.name, None)
         if field.name != "seed" and isinstance(value, bool | int | float):
             setattr(defaults, field.name, value)
+    defaults.suppressed_ids.extend(params.suppressed_ids)
     return defaults
 
 
-def _read(options: pb.GenerateOptions, vocab_size: int) -> Controls:
+def _read(options: pb.GenerateOptions, vocab_size: int, generation: GenerationDefaults) -> Controls:
     given = {field.name: value for field, value in options.ListFields()}
     stop_strings = tuple(given.pop("stop_strings", ()))
     check_stop_strings(stop_strings)
@@ -54,16 +61,14 @@ def _read(options: pb.GenerateOptions, vocab_size: int) -> Controls:
     if (millis := given.pop("time_limit_millis", None)) is not None:
         given["time_limit_s"] = _seconds(millis)
     given.setdefault("seed", secrets.randbits(64))
-    params = SamplingParams(**{name: _READERS.get(name, _as_is)(value) for name, value in given.items()})
-    check_token_ids(params, vocab_size)
-    controls = Controls(
-        params=params,
+    beside: dict[str, Any] = dict(
         stop_strings=stop_strings,
         prefix_text=prefix_text,
         prefix_ids=None if prefix_ids is None else tuple(prefix_ids.ids),
     )
-    if stop_strings or prefix_ids is not None:  # the parameters have been checked among themselves already
-        check_combination(controls)
+    asked = {name: _READERS.get(name, _as_is)(value) for name, value in given.items()}
+    controls = with_defaults(asked, beside, generation)
+    check_token_ids(controls.params, vocab_size)
     return controls
 
 

@@ -15,12 +15,14 @@ from typing import Any, Protocol, cast
 
 import grpc.aio
 
+from antiphon.model.bundle import GenerationDefaults
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.attention_maps import Explains, explain_response
 from antiphon.service.engine import Engine
 from antiphon.service.errors import InvalidArgument, ModelNotFound, Unsupported
 from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs
+from antiphon.service.model_defaults import NO_DEFAULTS
 from antiphon.service.options import as_option, read_options
 from antiphon.service.ranges import check_vocabulary
 from antiphon.service.request import Pooling, Request, SamplingParams, Task, TokenEvent
@@ -49,12 +51,13 @@ class _NamesModel(Protocol):
 class ServedModel:
     """What the servicer tells of the model, the tokenizer it reads and writes with, and what explains its attention.
 
-    explainer: None where the bundle has no graph for it.
+    explainer: None where the bundle has no graph for it. generation: what options take that a request leaves out.
     """
 
     description: pb.Model
     tokenizer: Tokenizer
     explainer: Explains | None = None
+    generation: GenerationDefaults = NO_DEFAULTS
 
 
 class InferenceServicer:
@@ -170,7 +173,7 @@ class InferenceServicer:
     async def _generation(self, message: _GenerateRequest, context: _Context) -> tuple[Request, Wording]:
         arrival = self._arrival(context)
         self._check_model(message)
-        controls = read_options(message.options, self._tokenizer.vocab_size)
+        controls = read_options(message.options, self._tokenizer.vocab_size, self._model.generation)
         prefix_ids = await self._inputs.prefix_ids(controls)
         wording = Wording(self._tokenizer, prefix_ids=prefix_ids, stop_strings=controls.stop_strings)
         request = Request(
