@@ -158,6 +158,13 @@ class ModelConfig(BaseModel):
         return tuple(part for part, layers in halves if layers)
 
     @property
+    def longest_cached(self) -> tuple[int, int]:
+        """Most source and target tokens of a sequence whose keys and values are kept; 0 where a half is missing."""
+        if not self.decoder_layers:
+            return 0, 0
+        return self.max_source_len if self.encoder_layers else 0, self.max_target_len
+
+    @property
     def attention_width(self) -> int:
         """num_heads x head_dim; differs from d_model in some T5 checkpoints."""
         return self.num_heads * self.resolved_head_dim

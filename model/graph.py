@@ -60,7 +60,7 @@ class Graph:
                     f"{', '.join(sorted(difference))}"
                 )
 
-    def run(self, inputs: Mapping[str, NDArray[np.int64]], outputs: Sequence[str]) -> list[NDArray[np.float32]]:
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[np.float32]]:
         """Run once and return the named outputs, in ONNX Runtime's own memory. Raises GraphError."""
         binding = self._session.io_binding()
         for name, array in inputs.items():

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
+from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.kv_cache import blocks_for
-from antiphon.service.request import Request, Task
+from antiphon.service.request import Pooling, Request, Task, head_of
 from antiphon.service.runner import Runner
 from antiphon.service.sequence import SequenceGroup
 from antiphon.service.stream import OutputStream
@@ -21,7 +22,7 @@ class AdmissionLimits:
     """What the model and the pool can hold: token ids below the sizes of the vocabularies, lengths in tokens, rows and
     blocks in all.
 
-    can_share_blocks, can_embed: what the runner says of itself.
+    has_encoder, has_decoder, can_share_blocks, can_embed, heads: what the runner says of itself.
     """
 
     vocab_size: int
@@ -31,8 +32,11 @@ class AdmissionLimits:
     num_rows: int
     num_blocks: int
     block_size: int
+    has_encoder: bool
+    has_decoder: bool
     can_share_blocks: bool
     can_embed: bool
+    heads: frozenset[HeadTask]
 
 
 def limits_of(runner: Runner, num_rows: int) -> AdmissionLimits:
@@ -45,8 +49,11 @@ def limits_of(runner: Runner, num_rows: int) -> AdmissionLimits:
         num_rows=num_rows,
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
+        has_encoder=runner.has_encoder,
+        has_decoder=runner.has_decoder,
         can_share_blocks=runner.can_share_blocks,
         can_embed=runner.can_embed,
+        heads=frozenset(runner.heads),
     )
 
 
@@ -56,8 +63,9 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
     Raises InvalidArgument for a request that could not run even if nothing else did, Unsupported for one that the
     graphs cannot run.
     """
-    _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
-    _check_abilities(request, limits)
+    check_ability(request.task, request.pooling, limits)
+    _check_source(request, limits)
+    _check_rows(request, limits)
     num_rows, num_slots, max_new_tokens = _needs(request, limits)
     group = SequenceGroup(
         request=request,
@@ -65,32 +73,64 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
         max_new_tokens=max_new_tokens,
         num_rows=num_rows,
         num_self_blocks=blocks_for(num_slots, limits.block_size),
-        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size),
+        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size) if limits.has_decoder else 0,
     )
     if group.num_blocks > limits.num_blocks:
         raise _too_large(group, limits)
     return group
 
 
+def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
+    """Raise Unsupported, which names what the model has, where it could never do this task."""
+    if task in (Task.GENERATE, Task.SCORE):
+        if not limits.has_decoder:
+            raise Unsupported(
+                f"this model is an encoder alone and writes nothing; it gives embeddings{_listed(limits)}"
+            )
+        return
+    if not limits.has_encoder:
+        raise Unsupported("this model is a decoder alone and encodes nothing; it generates and scores")
+    if not limits.can_embed:
+        raise Unsupported("the graphs served here do not give the encoder's states; native ones do")
+    head = head_of(task, pooling)
+    if head is not None and head not in limits.heads:
+        raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")
+
+
+def _listed(limits: AdmissionLimits) -> str:
+    return f" and has the heads {', '.join(sorted(limits.heads))}" if limits.heads else " and has no heads"
+
+
+def _check_source(request: Request, limits: AdmissionLimits) -> None:
+    if limits.has_encoder:
+        _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
+        return
+    given_ids = request.given_ids(0)
+    _check_tokens("source", given_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
+
+
 def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
     """Rows, target positions of each, and most new tokens of each."""
-    if request.task is Task.EMBED:
+    if not request.has_target:
         return 0, 0, 0
+    # A prompt counts as part of the target; the begin token of a decoder with a source does not.
+    num_given = len(request.prefix_ids) if limits.has_encoder else 1 + len(request.prefix_ids)
     if request.task is Task.SCORE:
         # The last token is judged and never fed, so a full-length target has room for the begin token.
-        _check_tokens("target", request.target_ids, 1, limits.max_target_len, limits)
-        return 1, len(request.target_ids), 1
-    # The begin token takes a position too, and one token at least is to be generated.
-    prefix_len = len(request.prefix_ids)
-    _check_tokens("prefix", request.prefix_ids, 0, limits.max_target_len - 1, limits)
-    room = limits.max_target_len - prefix_len
+        room = limits.max_target_len - num_given
+        _check_tokens("target", request.target_ids, 1, room, limits)
+        return 1, len(request.prefix_ids) + len(request.target_ids), 1
+    # One token at least is to be generated.
+    prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
+    longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
+    _check_tokens("prefix", prefix_ids, 0, longest, limits)
+    room = limits.max_target_len - num_given
     max_new_tokens = min(request.params.max_new_tokens or room, room)
-    return request.params.num_rows, min(1 + prefix_len + max_new_tokens, limits.max_target_len), max_new_tokens
+    num_slots = min(1 + len(request.prefix_ids) + max_new_tokens, limits.max_target_len)
+    return request.params.num_rows, num_slots, max_new_tokens
 
 
-def _check_abilities(request: Request, limits: AdmissionLimits) -> None:
-    if request.task is Task.EMBED and not limits.can_embed:
-        raise Unsupported("the graphs served here do not give the encoder's states; native ones do")
+def _check_rows(request: Request, limits: AdmissionLimits) -> None:
     params = request.params
     if request.task is not Task.GENERATE or params.num_rows == 1:
         return
@@ -112,16 +152,20 @@ def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, 
 
 
 def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:
-    prefix_len, rows = len(group.request.prefix_ids), max(1, group.num_rows)
+    request, rows = group.request, max(1, group.num_rows)
+    prefix_len = len(request.prefix_ids) - max(0, request.num_prompt_ids - 1)
     room_blocks = (limits.num_blocks - group.num_cross_blocks) // rows
+    room = room_blocks * limits.block_size - 1 - len(request.prefix_ids)
+    asked_len = f"{request.num_source_tokens} tokens long"
     if room_blocks < 1:
         longest = (limits.num_blocks - rows) * limits.block_size
-        return InvalidArgument("source", f"{group.source_len} tokens long", f"at most {longest} tokens long")
-    room = room_blocks * limits.block_size - 1 - prefix_len
-    if group.request.task is Task.SCORE:
-        held = len(group.request.target_ids)
+        return InvalidArgument("source", asked_len, f"at most {longest} tokens long")
+    if request.num_prompt_ids and room + prefix_len < 1:
+        return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.block_size - 1} tokens long")
+    if request.task is Task.SCORE:
+        held = len(request.target_ids)
         return InvalidArgument("target", f"{held} tokens long", f"at most {room + 1} tokens long")
     if room < 1:
         return InvalidArgument("prefix", f"{prefix_len} tokens long", f"at most {prefix_len + room - 1} tokens long")
-    asked = group.request.params.max_new_tokens
+    asked = request.params.max_new_tokens
     return InvalidArgument("max_new_tokens", asked, f"at most {room} for a source of this length and {rows} rows")

@@ -132,7 +132,7 @@ def logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
 
 def usage(request: Request, event: TokenEvent) -> pb.Usage:
     """Tokens counted for a request, by its last event."""
-    return pb.Usage(source_tokens=len(request.source_ids), generated_tokens=event.num_generated)
+    return pb.Usage(source_tokens=request.num_source_tokens, generated_tokens=event.num_generated)
 
 
 def timing(measured: Timing | None) -> pb.Timing:

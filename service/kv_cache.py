@@ -28,8 +28,8 @@ class BlockPool:
     """Blocks 0 .. num_blocks-1 of `block_size` tokens; free + used is always the total. For one thread."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 0")
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         self.num_blocks = num_blocks

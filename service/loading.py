@@ -89,11 +89,11 @@ def _runner(bundle: Bundle, config: ServerConfig) -> AnyRunner:
 def _check_blocks(bundle: Bundle, config: ServerConfig) -> None:
     """A pool below one longest sequence would start, and then refuse every request that sets no limit."""
     model = bundle.manifest.model
-    needed = blocks_of_longest(model.max_source_len, model.max_target_len, CACHE_BLOCK_SIZE)
+    needed = blocks_of_longest(*model.longest_cached, CACHE_BLOCK_SIZE)
     if config.kv_cache_blocks is not None and config.kv_cache_blocks < needed:
         raise StartupError(
             f"kv_cache_blocks is {config.kv_cache_blocks}; it must be at least {needed}, "
-            f"what one sequence of {model.max_source_len} source and {model.max_target_len} target tokens needs"
+            f"what one sequence of {model.longest_cached[0]} source and {model.longest_cached[1]} target tokens needs"
         )
 
 

@@ -75,7 +75,7 @@ class MetricFamilies:
         )
 
     def _steps(self) -> None:
-        self.prompt_tokens = self._counter("prompt_tokens", "Source tokens encoded.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Source tokens encoded, or prompt tokens read.")
         self.generation_tokens = self._counter(
             "generation_tokens", "Target tokens decoded, end tokens included, those of every beam."
         )

@@ -71,6 +71,10 @@ class Metrics:
         self._padding_tokens.inc(report.num_tokens - num_source_tokens)
         self._note_workspace(report)
 
+    def prompted(self, num_tokens: int) -> None:
+        """Note the tokens of prompts that a decoder alone is about to read."""
+        self._prompt_tokens.inc(num_tokens)
+
     def first_token(self, since_arrival_s: float) -> None:
         """Note a request's first token."""
         self._time_to_first_token.observe(since_arrival_s)
@@ -103,7 +107,7 @@ class Metrics:
         """Note how many sequences run and what the cache holds."""
         self._running.set(num_running)
         total = cache.num_self + cache.num_cross + cache.num_free
-        self._cache_usage.set((cache.num_self + cache.num_cross) / total)
+        self._cache_usage.set((cache.num_self + cache.num_cross) / max(1, total))
         for use, num_blocks in (("self", cache.num_self), ("cross", cache.num_cross), ("free", cache.num_free)):
             blocks, num_bytes = self._cache_parts[use]
             blocks.set(num_blocks)

@@ -9,8 +9,9 @@ capacity, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from antiphon.model.bundle import Bundle, Lowering, Precision
 from antiphon.model.config import ModelConfig
 from antiphon.model.graph import Graph
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.choices import choose
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
@@ -35,8 +38,11 @@ class ModelRunner:
     Raises GraphError, BundleError (no such precision) or WorkspaceError.
     """
 
+    has_encoder = True
+    has_decoder = True
     can_share_blocks = False
     can_embed = False
+    heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class ModelRunner:
         self.eos_id = model.eos_id
         self.precision = graphs.precision
         self.block_size = CACHE_BLOCK_SIZE
-        longest = blocks_of_longest(model.max_source_len, model.max_target_len, CACHE_BLOCK_SIZE)
+        longest = blocks_of_longest(*model.longest_cached, CACHE_BLOCK_SIZE)
         self.num_blocks = num_blocks or max_rows * longest
         self.cache_bytes_per_token = 2 * model.decoder_layers * model.attention_width * 4
         self._num_heads = model.num_heads
@@ -82,12 +88,13 @@ class ModelRunner:
         first_row: int,
         block_tables: Sequence[Sequence[int]] = (),
         *,
+        type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
         """Encode sources, those of one length in one run; their keys and values land in rows first_row and following.
 
-        block_tables mean nothing here. Raises ValueError when a source or the rows do not fit, or the encoder's states
-        are wanted, which these graphs do not give; GraphError when a graph fails.
+        block_tables and type_ids mean nothing here. Raises ValueError when a source or the rows do not fit, or the
+        encoder's states are wanted, which these graphs do not give; GraphError when a graph fails.
         """
         if keep_memory:
             raise ValueError("the encoder's states are wanted; this lowering's graphs do not give them")
@@ -132,6 +139,10 @@ class ModelRunner:
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Never asked: rows share no blocks."""
         raise NotImplementedError("blocks are numbers only to this runner: its rows share none")
+
+    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Never asked: only encoders alone have heads."""
+        raise NotImplementedError(f"this model has no {task} head")
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Copy the live part of a row's caches over another row: self_len and source_len tokens."""

@@ -53,7 +53,7 @@ class NativeDecoder:
         self._positions = np.zeros(max_rows, np.int32)
         self._one_each = np.arange(max_rows + 1, dtype=np.int32)
         self._self_tables = _tables(max_rows, model.max_target_len)
-        self._cross_tables = _tables(max_rows, model.max_source_len)
+        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # never without width
         self._source_lens = np.zeros(max_rows, np.int32)
         self._settings = {name: np.zeros(max_rows, kind) for name, kind in _SETTINGS.items()}
         self._edit_offsets = np.zeros(max_rows + 1, np.int32)

@@ -1,4 +1,4 @@
-"""Encoder states of one source to one vector."""
+"""How the encoder's states become one vector, or stay as they are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from antiphon.service.request import Pooling
 
 
 def pool(states: NDArray[np.float32], pooling: Pooling, *, normalize: bool) -> NDArray[np.float32]:
-    """states [S, M] -> [M] float32, scaled to length 1 where `normalize`; a vector of zeros stays one."""
-    vector: NDArray[np.float64]
+    """states [S, M] -> [M] float32, with NONE [S, M]; vectors scaled to length 1 where `normalize`, but for zeros."""
+    vectors: NDArray[np.float64]
     if pooling is Pooling.MEAN:
-        vector = states.mean(axis=0, dtype=np.float64)
+        vectors = states.mean(axis=0, dtype=np.float64)
     elif pooling is Pooling.MAX:
-        vector = states.max(axis=0).astype(np.float64)
+        vectors = states.max(axis=0).astype(np.float64)
+    elif pooling is Pooling.NONE:
+        vectors = states.astype(np.float64)
     else:
-        vector = states[0].astype(np.float64)
-    length = float(np.linalg.norm(vector)) if normalize else 1.0
-    return np.asarray(vector / (length or 1.0), np.float32)
+        vectors = states[0].astype(np.float64)
+    if normalize:
+        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        vectors = vectors / np.where(lengths == 0.0, 1.0, lengths)
+    return np.asarray(vectors, np.float32)

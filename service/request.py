@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.combinations import Controls, check_combination
 from antiphon.service.ranges import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
 from antiphon.service.ranges import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
@@ -47,6 +48,10 @@ class Task(enum.Enum):
     GENERATE = "generate"
     SCORE = "score"  # judge target_ids
     EMBED = "embed"  # pool the encoder's states
+    CLASSIFY = "classify"  # by heads of an encoder alone, named as there, from here on
+    TAG = "tag"
+    FILL_MASK = "fill_mask"
+    NEXT_SENTENCE = "next_sentence"
 
 
 class Pooling(enum.Enum):
@@ -55,6 +60,8 @@ class Pooling(enum.Enum):
     MEAN = "mean"
     MAX = "max"
     FIRST = "first"
+    MODEL = "model"  # the model's own pooling head
+    NONE = "none"  # all states, as they are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,12 +142,16 @@ class StopMatcher(Protocol):
 class Request:
     """One immutable ask, already validated and tokenised.
 
-    source_ids: source tokens, end token included.
+    source_ids: source tokens, end token included; empty for a decoder alone.
+    begin_id: first decoder input; None is the model's begin token.
     prefix_ids: first target tokens, given and not generated; without the begin token.
+    num_prompt_ids: of a decoder alone, how many of the begin token and prefix_ids are the prompt; otherwise 0.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
     stop_matcher: makes what reads one output for stop strings; None where there are none.
     is_streamed: somebody reads tokens as they come; a beam search otherwise tells its outputs at the end only.
     target_ids: of a SCORE, the tokens to judge, end token included. pooling, normalize: of an EMBED.
+    type_ids: token types of the source; empty where all are 0.
+    picks: source positions whose states a head reads. num_fillings: of a FILL_MASK, tokens to propose for each.
     """
 
     request_id: str
@@ -148,19 +159,70 @@ class Request:
     params: SamplingParams
     arrival_s: float
     deadline_s: float | None = None
+    begin_id: int | None = None
     prefix_ids: tuple[int, ...] = ()
+    num_prompt_ids: int = 0
     stop_matcher: Callable[[], StopMatcher] | None = None
     is_streamed: bool = True
     task: Task = Task.GENERATE
     target_ids: tuple[int, ...] = ()
     pooling: Pooling = Pooling.MEAN
     normalize: bool = False
+    type_ids: tuple[int, ...] = ()
+    picks: tuple[int, ...] = ()
+    num_fillings: int = 0
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a target is generated or judged; otherwise the source's states are read, and that is all."""
+        return self.task in (Task.GENERATE, Task.SCORE)
+
+    @property
+    def head(self) -> HeadTask | None:
+        """The head that reads its source's states; None where none does."""
+        return head_of(self.task, self.pooling)
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Tokens of the source, or of the prompt that takes its place."""
+        return len(self.source_ids) or self.num_prompt_ids
+
+    def given_ids(self, bos_id: int) -> tuple[int, ...]:
+        """What precedes the first produced token: the begin token, bos_id where none is named, and the prefix."""
+        return (bos_id if self.begin_id is None else self.begin_id, *self.prefix_ids)
 
     @property
     def num_logprobs(self) -> int | None:
         """As params say; what a SCORE asks for without a number is its target's alone."""
         asked = self.params.num_logprobs
         return 0 if asked is None and self.task is Task.SCORE else asked
+
+
+def head_of(task: Task, pooling: Pooling) -> HeadTask | None:
+    """The head that a task needs; None where it needs none."""
+    if task is Task.EMBED:
+        return "pool" if pooling is Pooling.MODEL else None
+    return _HEADS.get(task)
+
+
+_HEADS: dict[Task, HeadTask] = {
+    Task.CLASSIFY: "classify",
+    Task.TAG: "tag",
+    Task.FILL_MASK: "fill_mask",
+    Task.NEXT_SENTENCE: "next_sentence",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What an encoder's states came to.
+
+    values: of an EMBED [M], with Pooling.NONE [S, M]; of a head, scores [K, O] of its outputs for each pick; of a
+    FILL_MASK [K, k], those of token_ids [K, k], the likeliest tokens.
+    """
+
+    values: NDArray[np.float32]
+    token_ids: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +256,7 @@ class TokenEvent:
     score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked.
     num_generated: of the last event: target tokens produced for all outputs, end tokens included.
     timing: of the last event.
-    embedding: of an EMBED [M] float32.
+    readout: of a task that wants no target.
     """
 
     request_id: str
@@ -206,5 +268,5 @@ class TokenEvent:
     is_last: bool = False
     num_generated: int = 0
     timing: Timing | None = None
-    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
+    readout: Readout | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)

@@ -58,9 +58,9 @@ class RequestQueue:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the server is shutting down and takes no new requests")
-            self._check_room(group.source_len, now_s)
+            self._check_room(group.request.num_source_tokens, now_s)
             self._waiting[group.request_id] = group
-            self._num_source_tokens += group.source_len
+            self._num_source_tokens += group.request.num_source_tokens
             self._next_expiry_s = min(self._next_expiry_s, group.expires_s)
 
     def peek(self, max_groups: int) -> list[SequenceGroup]:
@@ -92,15 +92,15 @@ class RequestQueue:
     def _remove(self, request_id: str) -> SequenceGroup | None:
         group = self._waiting.pop(request_id, None)
         if group is not None:
-            self._num_source_tokens -= group.source_len
+            self._num_source_tokens -= group.request.num_source_tokens
         return group
 
-    def _check_room(self, source_len: int, now_s: float) -> None:
+    def _check_room(self, num_source_tokens: int, now_s: float) -> None:
         if not self._waiting:
             return
         if len(self._waiting) >= self._limits.max_requests:
             message = f"{len(self._waiting)} requests wait already"
-        elif self._num_source_tokens + source_len > self._limits.max_source_tokens:
+        elif self._num_source_tokens + num_source_tokens > self._limits.max_source_tokens:
             message = f"{self._num_source_tokens} source tokens wait already"
         else:
             return

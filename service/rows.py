@@ -297,12 +297,13 @@ def _row(sequence: Sequence) -> int:
 
 def _start(sequence: Sequence, bos_id: int) -> _Start:
     request = sequence.group.request
+    given_ids = request.given_ids(bos_id)
     if request.task is Task.SCORE:
         target_ids = request.target_ids
-        return _Start((bos_id, *target_ids[:-1]), tuple(enumerate(target_ids[:-1])))
+        return _Start((*given_ids, *target_ids[:-1]), tuple(enumerate(target_ids[:-1], len(given_ids) - 1)))
     if sequence.group.is_beam_search and sequence.index > 0:
-        return _Start((bos_id,))  # all beams go on from the first one: what these compute is never looked at
-    return _Start((bos_id, *request.prefix_ids))
+        return _Start(given_ids[:1])  # all beams go on from the first one: what these compute is never looked at
+    return _Start(given_ids)
 
 
 def _given(sequence: Sequence) -> int:

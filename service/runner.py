@@ -4,18 +4,21 @@ The protocol is the whole boundary: on this side rows, token ids, lengths and th
 arrays, graphs and devices. `native_runner.py` and `model_runner.py` implement it with ONNX Runtime, `tests/fakes.py`
 with arithmetic.
 
-Axes: N new tokens of a step, R rows, K choices, X and Y widths of the block tables, M width of the encoder's states.
+Axes: N new tokens of a step, R rows, K choices or states read, X and Y widths of the block tables,
+M width of the encoder's states, O outputs of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw
 
 __all__ = ["NONE_ALLOWED", "NOT_FINITE", "Choices", "DecodeBatch", "Draw", "EncodeReport", "Runner"]
@@ -91,11 +94,19 @@ class Runner(Protocol):
 
     @property
     def max_source_len(self) -> int:
-        """Longest source in tokens, end token included."""
+        """Longest source in tokens, end token included; of a decoder alone, longest prompt."""
 
     @property
     def max_target_len(self) -> int:
-        """Most target positions a row can cache, the begin token's included."""
+        """Most target positions a row can cache, the begin token's included, or the whole prompt's."""
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether there are sources to encode; without it `encode` is never called, and cross tables mean nothing."""
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether there are targets to decode; without it there are no blocks, and `decode` is never called."""
 
     @property
     def bos_id(self) -> int:
@@ -125,15 +136,26 @@ class Runner(Protocol):
     def can_embed(self) -> bool:
         """Whether encode can keep the encoder's states."""
 
+    @property
+    def heads(self) -> Mapping[HeadTask, HeadConfig]:
+        """What the encoder's states can be read out for."""
+
     def encode(
         self,
         sources: Sequence[Sequence[int]],
         first_row: int,
         block_tables: Sequence[Sequence[int]],
         *,
+        type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        """Encode sources of any lengths; source i fills the cross blocks block_tables[i], for row first_row + i."""
+        """Encode sources of any lengths; source i fills the cross blocks block_tables[i], for row first_row + i.
+
+        type_ids: token types of each source; empty where all are 0. An encoder alone has no use for rows and blocks.
+        """
+
+    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Outputs [K, O] of a head for some of the encoder's states [K, M]; a row's do not depend on the others."""
 
     def decode(self, batch: DecodeBatch) -> Draw:
         """Feed every row its new tokens and make the choices. Positions fed before may be fed again."""

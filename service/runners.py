@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from antiphon.model.bundle import Bundle, Lowering, Precision
+from antiphon.service.encoder_runner import EncoderRunner
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.native_runner import NativeRunner
 
-AnyRunner = ModelRunner | NativeRunner
+AnyRunner = ModelRunner | NativeRunner | EncoderRunner
 
 
 def open_runner(
@@ -22,10 +23,19 @@ def open_runner(
     """Load the graphs that precision and lowering name; None takes what `Bundle.graph_set` prefers.
 
     max_rows: sequences that run together. threads: cores one run may use. num_blocks: cache blocks; None is enough
-    for max_rows of the longest sequences. workspace_limit_bytes: what ONNX Runtime may hold beside weights.
+    for max_rows of the longest sequences; an encoder alone has none. workspace_limit_bytes: what ONNX Runtime may hold
+    beside weights.
     Raises GraphError, BundleError (no such graphs) or WorkspaceError.
     """
     graphs = bundle.graph_set(precision, lowering)
+    if bundle.manifest.model.architecture == "encoder":
+        return EncoderRunner(
+            bundle,
+            max_rows=max_rows,
+            threads=threads,
+            precision=graphs.precision,
+            workspace_limit_bytes=workspace_limit_bytes,
+        )
     if graphs.lowering == "native":
         return NativeRunner(
             bundle,

@@ -67,7 +67,7 @@ class SequenceGroup:
     num_self_blocks, num_cross_blocks: to be reserved for each row's prefix and longest target, and for the source.
     sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
     blocks: every block it still holds.
-    source_len: source tokens, end token included.
+    source_len: tokens to encode, end token included; 0 for a decoder alone.
     num_generated: target tokens produced for its finished outputs.
     """
 
@@ -107,7 +107,7 @@ class SequenceGroup:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Source, prefix and given target tokens to compute at its first step: a prefix for each sample."""
+        """Source, prefix and given target tokens to compute at its first step: a prefix, or prompt, for each sample."""
         num_prefixes = 1 if self.is_beam_search else self.num_rows
         return self.source_len + num_prefixes * len(self.request.prefix_ids) + len(self.request.target_ids)
 

@@ -127,9 +127,9 @@ class InferenceServicer:
             is_streamed=False,
         )
         event = last_of(await self._collect(message, request))
-        assert event.embedding is not None
+        assert event.readout is not None
         return pb.EmbedResponse(
-            embedding=event.embedding.tolist(), usage=usage(request, event), timing=timing(event.timing)
+            embedding=event.readout.values.ravel().tolist(), usage=usage(request, event), timing=timing(event.timing)
         )
 
     async def explain(self, message: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:

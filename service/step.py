@@ -19,11 +19,11 @@ from antiphon.service.kv_cache import BlockPool, blocks_for
 from antiphon.service.logit_edits import LogitEdits
 from antiphon.service.metrics import CacheUse, Metrics
 from antiphon.service.outputs import beam_events, last_of, output_event, time_limit_events
-from antiphon.service.pooling import pool
-from antiphon.service.request import FinishReason, Task, TokenEvent
+from antiphon.service.readout import read_out
+from antiphon.service.request import FinishReason, Readout, Task, TokenEvent
 from antiphon.service.request_queue import RequestQueue
 from antiphon.service.rows import RunningRows
-from antiphon.service.runner import NOT_FINITE, Draw, EncodeReport, Runner
+from antiphon.service.runner import NOT_FINITE, Draw, Runner
 from antiphon.service.scheduler import SchedulerLimits, schedule
 from antiphon.service.sequence import Sequence, SequenceGroup, SequenceState
 from antiphon.service.stream import Item, OutputStream, Publisher, TokenSink
@@ -132,14 +132,25 @@ class Stepper:
             now_s = self._clock()
             for group in batch.joining:
                 self._reserve(group, now_s)
-            self._encode(batch.joining)
+            self._start(batch.joining)
+
+    def _start(self, groups: tuple[SequenceGroup, ...]) -> None:
+        """Encode what is to be encoded, and give rows to what is to be decoded."""
+        if self._runner.has_encoder:
+            self._encode(groups)
+            return
+        self._metrics.prompted(sum(group.request.num_source_tokens for group in groups))
+        self._append(groups)
 
     def _encode(self, groups: tuple[SequenceGroup, ...]) -> None:
-        sources = [group.request.source_ids for group in groups]
+        requests = [group.request for group in groups]
+        sources = [request.source_ids for request in requests]
         tables = [group.cross_block_table for group in groups]
-        is_embedding = any(group.request.task is Task.EMBED for group in groups)
+        types = [request.type_ids for request in requests]
+        is_read = any(not request.has_target for request in requests)
         try:
-            report = self._runner.encode(sources, len(self._rows), tables, keep_memory=is_embedding)
+            report = self._runner.encode(sources, len(self._rows), tables, type_ids=types, keep_memory=is_read)
+            found = read_out(requests, report.memory, self._runner) if report.memory is not None else {}
         except Exception as fault:
             if len(groups) == 1:
                 self._fail(groups, "encode", fault)
@@ -149,26 +160,22 @@ class Stepper:
                 self._encode((group,))
             return
         self._metrics.encoded(report, sum(map(len, sources)))
+        self._append(groups)
+        for group in groups:
+            if group.request_id in found:
+                self._end_read(group, found[group.request_id])
+
+    def _append(self, groups: Iterable[SequenceGroup]) -> None:
         self._rows.append((one for group in groups for one in group.sequences), self._runner.bos_id)
         for group in groups:
             if group.is_beam_search:
                 self._beams.add(group)
-        if is_embedding:
-            self._embed(groups, report)
 
-    def _embed(self, groups: Iterable[SequenceGroup], report: EncodeReport) -> None:
-        """End the groups that only wanted their source encoded."""
-        assert report.memory is not None
-        first = 0
-        for group in groups:
-            states = report.memory[first : first + group.source_len]
-            first += group.source_len
-            if group.request.task is Task.EMBED:
-                vector = pool(states, group.request.pooling, normalize=group.request.normalize)
-                event = TokenEvent(
-                    request_id=group.request_id, finish_reason=FinishReason.STOP, is_last=True, embedding=vector
-                )
-                self._close(group, FinishReason.STOP, [event])
+    def _end_read(self, group: SequenceGroup, readout: Readout) -> None:
+        """End a group that only wanted its source encoded and read."""
+        reason = FinishReason.STOP
+        event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, readout=readout)
+        self._close(group, reason, [event])
 
     def _reserve(self, group: SequenceGroup, now_s: float) -> None:
         """Take a group out of the queue, and its blocks out of the pool."""
@@ -187,7 +194,7 @@ class Stepper:
         blocks = self._pool.allocate(group.num_self_blocks)
         sequence = Sequence(group=group, index=index, sink=group.stream.output(index), self_block_table=blocks)
         if request.task is Task.GENERATE:
-            given_ids = (self._runner.bos_id, *request.prefix_ids)
+            given_ids = request.given_ids(self._runner.bos_id)
             sequence.edits = LogitEdits.of(request.params, given_ids, self._runner.eos_id)
             sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
         return sequence
@@ -284,13 +291,16 @@ class Stepper:
         """Give up a group's place, rows and blocks, and queue its last events; later calls do nothing."""
         if group.state is SequenceState.FINISHED:
             return
-        stage = group.state.value
+        stage = group.state
         group.state = SequenceState.FINISHED
         self._release(group)
+        if stage is SequenceState.RUNNING:
+            self._num_running -= 1
+            self._num_cross_blocks -= group.num_cross_blocks
         del self._live[group.request_id]
         timing = group.timing(self._clock())
         self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
-        self._metrics.finished(reason, stage, timing)
+        self._metrics.finished(reason, stage.value, timing)
 
     def _release(self, group: SequenceGroup) -> None:
         self._queue.remove(group.request_id)
@@ -300,11 +310,8 @@ class Stepper:
             if sequence.row is not None:
                 self._vacate(sequence)
                 group.num_generated += 0 if group.is_beam_search else sequence.num_generated
-        if group.blocks:
-            self._pool.free(group.blocks)
-            group.blocks = set()
-            self._num_running -= 1
-            self._num_cross_blocks -= group.num_cross_blocks
+        self._pool.free(group.blocks)
+        group.blocks = set()
 
     def _vacate(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -345,6 +352,6 @@ def _empty_rows(parts: StepParts) -> RunningRows:
     runner, block_size = parts.runner, parts.pool.block_size
     return RunningRows(
         parts.limits.max_num_seqs,
-        self_width=blocks_for(runner.max_target_len, block_size),
-        cross_width=blocks_for(runner.max_source_len, block_size),
+        self_width=blocks_for(runner.max_target_len, block_size) if runner.has_decoder else 1,
+        cross_width=blocks_for(runner.max_source_len, block_size) if runner.has_encoder else 1,
     )

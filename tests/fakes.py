@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.choices import Choices, choose
 from antiphon.service.kv_cache import blocks_for, blocks_of_longest
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -44,6 +46,8 @@ class FakeClock:
 class FakeRunner:
     """A model whose first source token says how many tokens precede the end token; the rest look random.
 
+    A decoder alone is to read its history, and ends by chance.
+
     before_encode, before_decode, before_move: called first, to hold a step or to raise a fault.
     reads_history: the logits depend on the whole target so far, and the end token may come earlier: for beams.
     overrides: rows of logits, by source, that take the place of the computed ones at every position.
@@ -66,13 +70,20 @@ class FakeRunner:
         can_share_blocks: bool = True,
         can_embed: bool = True,
         reads_history: bool = False,
+        has_encoder: bool = True,
+        has_decoder: bool = True,
+        heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
         self.max_rows = max_rows
         self.vocab_size = self.source_vocab_size = vocab_size
         self.max_source_len = max_source_len
         self.max_target_len = max_target_len
         self.block_size = block_size
-        self.num_blocks = num_blocks or max_rows * blocks_of_longest(max_source_len, max_target_len, block_size)
+        longest = blocks_of_longest(max_source_len if has_encoder else 0, max_target_len, block_size)
+        self.num_blocks = (num_blocks or max_rows * longest) if has_decoder else 0
+        self.has_encoder = has_encoder
+        self.has_decoder = has_decoder
+        self.heads: Mapping[HeadTask, HeadConfig] = heads or {}
         self.can_share_blocks = can_share_blocks
         self.can_embed = can_embed
         self.reads_history = reads_history
@@ -92,12 +103,19 @@ class FakeRunner:
         first_row: int,
         block_tables: Sequence[Sequence[int]],
         *,
+        type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
+        _require(self.has_encoder, "it encodes nothing")
         self.before_encode(sources)
         _require(0 <= first_row <= self.max_rows - len(sources), f"rows from {first_row} do not exist")
         _require(self.can_embed or not keep_memory, "it cannot keep the encoder's states")
+        for source, types in zip(sources, type_ids, strict=False):
+            _require(len(types) in (0, len(source)), f"{len(types)} token types for {len(source)} tokens")
         for row, (source, table) in enumerate(zip(sources, block_tables, strict=True), first_row):
+            if not self.has_decoder:
+                _require(not table, f"row {row} has blocks for nothing")
+                continue
             _require(len(table) == blocks_for(len(source), self.block_size), f"row {row} has {len(table)} blocks")
             mark = _mark(0, len(source))
             for position, token_id in enumerate(source):
@@ -106,7 +124,20 @@ class FakeRunner:
         self.encoded.append([tuple(source) for source in sources])
         return self._report(sources, keep_memory=keep_memory)
 
+    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        _require(task in self.heads, f"there is no {task} head")
+        _require(states.ndim == 2 and len(states) > 0, f"states of shape {states.shape}")
+        return self.head_outputs(task, states)
+
+    def head_outputs(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Outputs [K, O] of a head for states [K, MEMORY_WIDTH], O as the head's labels, or the task, say."""
+        widths = {"fill_mask": self.vocab_size, "pool": MEMORY_WIDTH}
+        width = widths.get(task) or len(self.heads[task].labels)
+        weights = np.sin(np.arange(MEMORY_WIDTH * width, dtype=np.float32)).reshape(MEMORY_WIDTH, width)
+        return np.stack([row @ weights for row in states])
+
     def decode(self, batch: DecodeBatch) -> Draw:
+        _require(self.has_decoder, "it decodes nothing")
         num_rows = batch.num_rows
         self.before_decode(num_rows)
         _require(num_rows == len(batch.offsets) - 1 <= self.max_rows, "arrays of unequal length")
@@ -136,7 +167,7 @@ class FakeRunner:
         self.before_move()
         _require(0 <= target < source < self.max_rows, f"row {source} cannot move to row {target}")
         _require(0 <= self_len <= self.max_target_len, f"{self_len} target tokens")
-        _require(1 <= source_len <= self.max_source_len, f"{source_len} source tokens")
+        _require(self.has_encoder <= source_len <= self.max_source_len, f"{source_len} source tokens")
         self._marks[target] = self._marks[source]
 
     def _past(self, batch: DecodeBatch, row: int) -> tuple[tuple[int, ...], list[int], int]:
@@ -152,7 +183,8 @@ class FakeRunner:
     def _feed(self, batch: DecodeBatch, row: int, index: int, history: list[int], mark: int) -> int:
         token_id, position = int(batch.token_ids[index]), int(batch.positions[index])
         _require(position == len(history) < self.max_target_len, f"row {row} caches {len(history)} tokens")
-        _require((token_id == BOS_ID) == (position == 0), f"row {row} is fed {token_id} after {position} tokens")
+        is_begun = (token_id == BOS_ID) == (position == 0) or not self.has_encoder
+        _require(is_begun, f"row {row} is fed {token_id} after {position} tokens")
         history.append(token_id)
         return self._cells.write(batch.self_tables[row], position, token_id, mark)
 
@@ -176,7 +208,7 @@ class FakeRunner:
             return self.logits(source, position)
         row = self._random_logits((tuple(source), tuple(history)))
         row[:EOS_ID] = row[EOS_ID + 1 : FIRST_WORD_ID] = -np.inf
-        if position >= source[0]:
+        if source and position >= source[0]:
             row[EOS_ID] = 100.0
         return row
 
@@ -186,7 +218,7 @@ class FakeRunner:
             return override
         row = self._random_logits((tuple(source), position))
         row[:FIRST_WORD_ID] = -np.inf
-        if position >= source[0]:
+        if source and position >= source[0]:
             row[EOS_ID] = 100.0
         return row
 

@@ -176,7 +176,7 @@ def run_mix(runner: NativeRunner, dice: random.Random, loop: asyncio.AbstractEve
 
 def bits(event: TokenEvent) -> tuple[object, ...]:
     """What a client sees of an output."""
-    embedding = None if event.embedding is None else event.embedding.tobytes()
+    embedding = None if event.readout is None else event.readout.values.tobytes()
     return event.output_index, event.token_ids, event.logprobs, event.score, event.finish_reason, embedding
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metric_families import MetricFamilies
@@ -32,7 +35,10 @@ class Bench:
         num_blocks: int = 64,
         can_share_blocks: bool = True,
         reads_history: bool = False,
+        has_encoder: bool = True,
+        heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
+        """heads: of an encoder alone."""
         self.loop = loop
         self.runner = FakeRunner(
             max_rows=max_rows,
@@ -40,9 +46,12 @@ class Bench:
             num_blocks=num_blocks,
             can_share_blocks=can_share_blocks,
             reads_history=reads_history,
+            has_encoder=has_encoder,
+            has_decoder=heads is None,
+            heads=heads,
         )
         self.clock = FakeClock()
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(self.runner.num_blocks, BLOCK_SIZE)
         self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
         self.live: dict[str, SequenceGroup] = {}
         self.all: list[SequenceGroup] = []

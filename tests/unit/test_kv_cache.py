@@ -46,7 +46,7 @@ def test_block_pool_refuses_a_block_freed_twice_or_foreign_and_changes_nothing()
     assert pool.num_free == 8
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(0, 16, "num_blocks"), (4, 0, "block_size")])
+@pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(-1, 16, "num_blocks"), (4, 0, "block_size")])
 def test_block_pool_names_the_size_that_is_wrong(num_blocks: int, block_size: int, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         BlockPool(num_blocks, block_size)
