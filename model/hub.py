@@ -12,7 +12,11 @@ from antiphon.model.source_weights import SourceError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXT_FILES = ("*.json", "*.txt", "*.spm", "*.model", "*.bpe", "README.md")
-_WEIGHTS = {"safetensors": ("model.safetensors", "model-*.safetensors"), "bin": ("pytorch_model*.bin",)}
+_WEIGHTS = {
+    "safetensors": ("model.safetensors", "model-*.safetensors"),
+    "bin": ("pytorch_model*.bin",),
+    "ctranslate2": ("model.bin",),
+}
 
 
 def find_checkpoint(source: str, revision: str | None) -> Path:
@@ -53,7 +57,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _kind_of_weights(name: str, revision: str | None) -> str:
-    """Safetensors where the hub, or offline the cache, has them."""
+    """Safetensors where the hub, or offline the cache, has them; else CTranslate2's file, or PyTorch's."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -64,4 +68,6 @@ def _kind_of_weights(name: str, revision: str | None) -> str:
     except (errors.OfflineModeIsEnabled, OSError):
         cached = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
         files = [path.name for path in Path(cached).iterdir()]
-    return "safetensors" if any(file.startswith("model") and file.endswith(".safetensors") for file in files) else "bin"
+    if any(file.startswith("model") and file.endswith(".safetensors") for file in files):
+        return "safetensors"
+    return "ctranslate2" if "model.bin" in files else "bin"

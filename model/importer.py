@@ -98,10 +98,10 @@ def import_checkpoint(options: ImportOptions) -> Bundle:
 def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> Checkpoint:
     """The whole as a checkpoint of ours; its text files, linked or written, lie in text_folder."""
     text = source.family.text(source.folder, source.settings, source.config)
-    for file in text.files:
-        if (source.folder / file).is_file():
-            (text_folder / file).symlink_to((source.folder / file).resolve())
     source.family.write_text(source.folder, source.settings, text_folder)
+    for file in text.files:
+        if (source.folder / file).is_file() and not (text_folder / file).exists():
+            (text_folder / file).symlink_to((source.folder / file).resolve())
     tokenizer = open_tokenizer(text_folder, text)
     generation = generation_defaults(source.folder, source.settings, source.config, text)
     compares = options.verify and source.family.reference

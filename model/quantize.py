@@ -26,6 +26,8 @@ from antiphon.model.ops.graph_edit import Editor, constant_array, shape_of, stat
 
 CONTRIB = "com.microsoft"
 _LEVELS = 127
+_ROWS = 4096
+_SAME = 1e-4  # of a step: float32 rounds 127 of them to 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,29 @@ def quantize(model: ir.Model) -> None:
 
 
 def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """weight [N, K] -> integers [N, K] in -127..127 and scales [N], weight ~ integers * scales[:, None]."""
+    """weight [N, K] -> integers [N, K] in -127..127 and scales [N], weight ~ integers * scales[:, None].
+
+    Rows that are integers of 126 levels already keep them: old CTranslate2 converters cut off where they now round.
+    """
+    integers, scales = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
+    for begin in range(0, len(weight), _ROWS):  # some at a time: embeddings are large
+        rows = slice(begin, begin + _ROWS)
+        integers[rows], scales[rows], errors = _rounded(weight[rows], _LEVELS)
+        kept, kept_scales, kept_errors = _rounded(weight[rows], _LEVELS - 1)
+        fits = (kept_errors < _SAME) & (errors >= _SAME)
+        integers[rows][fits], scales[rows][fits] = kept[fits], kept_scales[fits]
+    return integers, scales
+
+
+def _rounded(
+    weight: NDArray[np.float32], levels: int
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+    """Integers [N, K], scales [N], and the largest error of each row [N] in steps."""
     largest = np.abs(weight).max(axis=1)
-    scale = np.where(largest > 0, largest / _LEVELS, 1.0).astype(np.float32)
-    return np.rint(weight / scale[:, None]).astype(np.int8), scale
+    scale = np.where(largest > 0, largest / levels, 1.0).astype(np.float32)
+    steps = weight / scale[:, None]
+    integers = np.rint(steps)
+    return integers.astype(np.int8), scale, np.abs(steps - integers).max(axis=1)
 
 
 class _Quantizer:

@@ -96,6 +96,7 @@ killed, the same command resumes from the last checkpoint; the averaged checkpoi
   antiphon import ./opus-mt-en-de BUNDLE    a directory of the Hugging Face libraries: config.json, weights, tokenizer
   antiphon import Helsinki-NLP/opus-mt-en-de BUNDLE --precision int8       by name, through the hub's cache
   antiphon import google/flan-t5-small BUNDLE --max-source-len 2048
+  antiphon import ./ct2-en-de BUNDLE        a CTranslate2 directory: model.bin and its vocabularies
   antiphon serve BUNDLE
 
 what it writes was compared with the original in transformers, in float32, before it was exported""",
