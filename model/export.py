@@ -35,13 +35,15 @@ from antiphon.model.checkpoint import Checkpoint, CheckpointError, load_checkpoi
 from antiphon.model.config import ModelConfig, Part
 from antiphon.model.explain_graph import trace_explain, verify_explain
 from antiphon.model.explain_weights import Layout, store_as
+from antiphon.model.head_config import Task
 from antiphon.model.ops.contrib_lowering import LoweringError
 from antiphon.model.ops.packing import pack_weights
 from antiphon.model.quantize import quantize
 from antiphon.model.tokenizer import TokenizerError
-from antiphon.model.trace import trace_decoder, trace_encoder
+from antiphon.model.trace import trace_decoder, trace_encoder, trace_head
 from antiphon.model.transformer import Transformer
 from antiphon.model.verify import VerificationError, verify
+from antiphon.model.verify_encoder import verify_encoder
 from antiphon.model.weights_file import WeightsFile
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")
@@ -92,16 +94,15 @@ def export_bundle(
 
 def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
     """Compare every graph with the model, one that sets share once. Raises VerificationError."""
+    check = verify_encoder if model.config.architecture == "encoder" else verify
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
-        verify(directory, graph_set, model)
+        check(directory, graph_set, model)
     for name, precision in {graph_set.explain: graph_set.precision for graph_set in graphs}.items():
         if name is not None:
             verify_explain(directory / name, model, precision)
 
 
 def _check(checkpoint: Checkpoint, target: Path, name: str, lowerings: Sequence[Lowering], *, overwrite: bool) -> None:
-    if checkpoint.config.architecture == "encoder":
-        raise ExportError(f"architecture={checkpoint.config.architecture!r} cannot be exported yet")
     _check_lowerings(checkpoint.config, lowerings)
     check_target(target, name, overwrite=overwrite)
 
@@ -141,7 +142,7 @@ def write_graphs(
     traced = {
         (lowering, part): _trace(model, part, lowering)
         for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
-        for part in model.config.parts
+        for part in _graphs_of(model.config)
     }
     # Attention maps are those of a source and its target.
     explaining = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
@@ -152,7 +153,7 @@ def write_graphs(
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
                 written = [_graph_set(model.config, lowering, precision, cache) for lowering in sharing]
                 for graphs in written:
-                    for part in model.config.parts:
+                    for part in _graphs_of(model.config):
                         finished = _finished(traced[graphs.lowering, part], graphs)
                         weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
                 if explaining is not None and explained is None:
@@ -170,16 +171,23 @@ def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
     return layouts
 
 
-def _trace(model: Transformer, part: Part, lowering: Lowering) -> ir.Model:
-    return trace_encoder(model, lowering) if part == "encoder" else trace_decoder(model, lowering)
+def _graphs_of(config: ModelConfig) -> tuple[Part | Task, ...]:
+    """What has a graph of its own."""
+    return (*config.parts, *(head.task for head in config.heads))
 
 
-def _graph_name(part: Part, *, lowering: Lowering, at: Precision) -> str:
+def _trace(model: Transformer, part: Part | Task, lowering: Lowering) -> ir.Model:
+    if part == "encoder":
+        return trace_encoder(model, lowering)
+    return trace_decoder(model, lowering) if part == "decoder" else trace_head(model, part)
+
+
+def _graph_name(part: Part | Task, *, lowering: Lowering, at: Precision) -> str:
     return f"{part}.{lowering}.{at}.onnx"
 
 
 def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
-    names = {part: _graph_name(part, lowering=lowering, at=precision) for part in config.parts}
+    names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
     held: CacheType | None = None
     if lowering == "native" and "decoder" in names:
         held = cache or ("float16" if precision == "int8" else "float32")
@@ -188,6 +196,7 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
         lowering=lowering,
         encoder=names.get("encoder"),
         decoder=names.get("decoder"),
+        heads={head.task: names[head.task] for head in config.heads},
         cache=held,
     )
 
@@ -197,7 +206,8 @@ def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
     copy = model.clone()
     if graphs.lowering == "native":
         pack_weights(copy, graphs.precision)
-        _hold_cache(copy, graphs.cache)
+        if graphs.cache is not None:
+            _hold_cache(copy, graphs.cache)
     elif graphs.precision == "int8":
         quantize(copy)
     return copy
@@ -210,7 +220,7 @@ def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Mo
     return copy
 
 
-def _hold_cache(model: ir.Model, cache: CacheType | None) -> None:
+def _hold_cache(model: ir.Model, cache: CacheType) -> None:
     """Give the pool its element type; operators take it as it comes."""
     pool = next(value for value in model.graph.inputs if value.name == "cache")
     pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from antiphon.model.bundle import Lowering
 from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import HeadConfig
 from antiphon.model.ops.cache_pool import pool_axes
 
 
@@ -32,20 +33,29 @@ def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
     """What the encoder graph takes."""
     if lowering != "native":
         return [_ids("input_ids", "batch", "source")]
-    return [
-        _ids("input_ids", "tokens"),
-        _ints("positions", "tokens"),
-        _ints("offsets", "offsets"),
-        _ints("block_tables", "rows", "table"),
-        pool_port(config),
-    ]
+    packed = [_ids("input_ids", "tokens"), _ints("positions", "tokens"), _ints("offsets", "offsets")]
+    if config.architecture == "encoder":
+        return [*packed, _ids("type_ids", "tokens")] if config.token_types else packed
+    return [*packed, _ints("block_tables", "rows", "table"), pool_port(config)]
 
 
 def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
     """What the encoder graph gives: the source's keys and values for each decoder layer, or its states alone."""
     if lowering != "native":
         return cache_ports(config, "encoder", "source", "present")
-    return [_ints("written", 1), _floats("memory", "tokens", config.d_model)]
+    memory = _floats("memory", "tokens", config.d_model)
+    return [memory] if config.architecture == "encoder" else [_ints("written", 1), memory]
+
+
+def head_inputs(config: ModelConfig) -> list[Port]:
+    """What the graph of any head takes: states of the tokens that its task reads."""
+    return [_floats("hidden", "states", config.d_model)]
+
+
+def head_outputs(config: ModelConfig, head: HeadConfig) -> list[Port]:
+    """What the graph of a head gives."""
+    widths = {"fill_mask": config.vocab_size, "pool": head.transform_width or config.d_model}
+    return [_floats("outputs", "states", widths.get(head.task, len(head.labels)))]
 
 
 def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:

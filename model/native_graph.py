@@ -1,10 +1,11 @@
-"""The Transformer's encoder and decoder as the native lowering runs them: packed tokens, caches in a block pool.
+"""The Transformer's encoder, decoder and heads as the native lowering runs them: packed tokens, caches in a block pool.
 
 Each module takes the submodules of a Transformer, sharing their weights, and says its forward pass again by the
 operators of ops/native_*.py: no padding, no layouts but the operators' own, a residual sum and the norm behind it in
 one. Equal to the Transformer's own forward for every ModelConfig; tests hold them together.
 
-Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, M model width, H heads, D head width.
+Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states
+that a head reads, O its outputs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.heads import Head
 from antiphon.model.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.positions import rotary_table
@@ -43,13 +45,18 @@ class _PackedStack(nn.Module):
         self.register_buffer("slopes", slopes, persistent=False)
         self.register_buffer("rotary_table", rotary, persistent=False)
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """input_ids [N] int64, positions [N] int32 -> [N, M]."""
+    def embed(self, input_ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
+        """input_ids [N] int64, positions [N] int32, type_ids [N] int64 where tokens have types -> [N, M]."""
         stack = self.stack
         embedded: Tensor = native_linear.embed(
             input_ids, positions, stack.embedding.weight, stack.positions.vectors, scale=stack.embedding_scale
         )
-        return self.add_norm(embedded, None, stack.embedding_norm)[0] if self.config.embedding_norm else embedded
+        types = stack.token_types(type_ids) if stack.token_types is not None else None
+        if self.config.embedding_norm:
+            embedded, _ = self.add_norm(embedded, types, stack.embedding_norm)
+        elif types is not None:
+            embedded = embedded + types
+        return linear(embedded, stack.widen) if isinstance(stack.widen, nn.Linear) else embedded
 
     def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
         """Every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""
@@ -65,12 +72,7 @@ class _PackedStack(nn.Module):
 
     def add_norm(self, update: Tensor, stream: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """norm(stream + update), and the sum itself; both [N, M]."""
-        kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
-        bias = getattr(norm, "bias", None)
-        normed, total = native_linear.add_norm(
-            update, stream, norm.weight, bias, epsilon=self.config.norm_eps, kind=kind
-        )
-        return normed, total
+        return add_norm(update, stream, norm, self.config.norm_eps)
 
     def feed_forward(self, part: FeedForward) -> Sublayer:
         """The feed-forward sublayer."""
@@ -98,42 +100,33 @@ def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
     )
 
 
-class PackedEncoder(_PackedStack):
-    """Sources into states, and into cross caches: the keys and values of every decoder layer, written to the pool."""
+def add_norm(update: Tensor, stream: Tensor | None, norm: nn.Module, epsilon: float) -> tuple[Tensor, Tensor]:
+    """norm(stream + update), and the sum itself, as one operator; both [N, M]."""
+    kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
+    bias = getattr(norm, "bias", None)
+    normed, total = native_linear.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
+    return normed, total
+
+
+class PackedStates(_PackedStack):
+    """Sources into states: all there is of an encoder alone."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.encoder is not None
         super().__init__(model.config, model.encoder, model.config.max_source_len)
         self.blocks = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
-        decoder = model.decoder.blocks if model.decoder is not None else ()
-        self.cross = nn.ModuleList(block.cross_attention.kv for block in decoder if block.cross_attention is not None)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, offsets: Tensor, block_tables: Tensor, cache: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Encode B packed sources and write them from position 0 of their blocks.
+    def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
+        """The memory [N, M] of B packed sources.
 
-        input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; block_tables [B, X] int32; cache as in
-        ops/cache_pool.py. Returns (written [1] int32: N, memory [N, M], the cache).
+        input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; type_ids [N] int64, None where tokens have no
+        types.
         """
-        memory = self.encode(input_ids, positions, offsets)
-        written: Tensor | None = None
-        for layer, kv_projection in enumerate(self.cross):
-            assert isinstance(kv_projection, nn.Linear)
-            kv = linear(memory, kv_projection)
-            written, cache = native_attention.paged_write(
-                kv, cache, block_tables, offsets, written, num_heads=self.config.num_heads, layer=layer
-            )
-        assert written is not None
-        return written, memory, cache
-
-    def encode(self, input_ids: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-        """The memory of packed sources, [N, M]."""
         sublayers: list[tuple[Sublayer, Residual]] = []
         for layer in self.blocks:
             sublayers.append((self._attend(layer.self_attention, positions, offsets), layer.self_residual))
             sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
-        return self.run(self.embed(input_ids, positions), sublayers)
+        return self.run(self.embed(input_ids, positions, type_ids), sublayers)
 
     def _attend(self, attention: SelfAttention, positions: Tensor, offsets: Tensor) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
@@ -149,6 +142,55 @@ class PackedEncoder(_PackedStack):
             return linear(mixed, attention.out)
 
         return forward
+
+
+class PackedHead(nn.Module):
+    """States of the tokens that a task reads into its outputs."""
+
+    def __init__(self, head: Head, epsilon: float) -> None:
+        super().__init__()
+        self.head = head
+        self.epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [K, M] -> [K, O]."""
+        head = self.head
+        if head.transform is not None:
+            hidden = linear(hidden, head.transform, head.config.activation)
+        if head.norm is not None:
+            hidden, _ = add_norm(hidden, None, head.norm, self.epsilon)
+        return hidden if head.output is None else linear(hidden, head.output)
+
+
+class PackedEncoder(nn.Module):
+    """Sources into states, and into cross caches: the keys and values of every decoder layer, written to the pool."""
+
+    def __init__(self, model: Transformer) -> None:
+        assert model.decoder is not None
+        super().__init__()
+        self.num_heads = model.config.num_heads
+        self.states = PackedStates(model)
+        blocks = model.decoder.blocks
+        self.cross = nn.ModuleList(block.cross_attention.kv for block in blocks if block.cross_attention is not None)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, offsets: Tensor, block_tables: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode B packed sources and write them from position 0 of their blocks.
+
+        input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; block_tables [B, X] int32; cache as in
+        ops/cache_pool.py. Returns (written [1] int32: N, memory [N, M], the cache).
+        """
+        memory = self.states(input_ids, positions, offsets)
+        written: Tensor | None = None
+        for layer, kv_projection in enumerate(self.cross):
+            assert isinstance(kv_projection, nn.Linear)
+            kv = linear(memory, kv_projection)
+            written, cache = native_attention.paged_write(
+                kv, cache, block_tables, offsets, written, num_heads=self.num_heads, layer=layer
+            )
+        assert written is not None
+        return written, memory, cache
 
 
 @dataclass(kw_only=True, slots=True)

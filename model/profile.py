@@ -184,14 +184,16 @@ def _inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> di
     ids = np.full((rows, length), config.eos_id, np.int64)
     if graphs.lowering != "native":
         return {"input_ids": ids}
-    blocks = blocks_for(length)
-    return {
+    packed: dict[str, NDArray[Any]] = {
         "input_ids": ids.ravel(),
         "positions": np.tile(np.arange(length, dtype=np.int32), rows),
         "offsets": np.arange(rows + 1, dtype=np.int32) * length,
-        "block_tables": np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
-        "cache": np.zeros((rows * blocks, *pool_axes(config)), graphs.cache),
     }
+    if config.architecture == "encoder":
+        return packed | ({"type_ids": np.zeros(rows * length, np.int64)} if config.token_types else {})
+    blocks = blocks_for(length)
+    tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    return packed | {"block_tables": tables, "cache": np.zeros((rows * blocks, *pool_axes(config)), graphs.cache)}
 
 
 def _plot_path(args: argparse.Namespace, bundle: Bundle) -> Path:

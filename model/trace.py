@@ -1,4 +1,4 @@
-"""From the PyTorch model to its encoder and decoder graphs: which module is traced for each lowering, and how.
+"""From the PyTorch model to the graphs of its parts: which module is traced for each lowering, and how.
 
 Inputs and outputs are graph_ports.py's. Writes no file and compares nothing.
 """
@@ -16,9 +16,19 @@ from torch import Tensor, nn
 
 from antiphon.model.attention import Backend
 from antiphon.model.bundle import Lowering
-from antiphon.model.graph_ports import Port, decoder_inputs, decoder_outputs, encoder_inputs, encoder_outputs
+from antiphon.model.graph_ports import (
+    Port,
+    decoder_inputs,
+    decoder_outputs,
+    encoder_inputs,
+    encoder_outputs,
+    head_inputs,
+    head_outputs,
+)
+from antiphon.model.head_config import Task
+from antiphon.model.heads import Head
 from antiphon.model.layers import KV
-from antiphon.model.native_graph import PackedEncoder, PagedDecoder
+from antiphon.model.native_graph import PackedEncoder, PackedHead, PackedStates, PagedDecoder
 from antiphon.model.ops.contrib_lowering import LOWERINGS
 from antiphon.model.ops.onnx_translation import TRANSLATIONS
 from antiphon.model.ops.simplify import simplify, simplify_native
@@ -30,7 +40,7 @@ OPSET = 23
 _EXAMPLE_SIZES = {
     "batch": 3, "source": 7, "target_capacity": 11, "source_capacity": 13,
     "tokens": 17, "rows": 5, "offsets": 6, "table": 8, "self_table": 9, "cross_table": 10, "num_blocks": 19,
-    "choices": 4, "edit_offsets": 12, "edits": 14,
+    "choices": 4, "edit_offsets": 12, "edits": 14, "states": 15,
 }  # fmt: skip
 
 
@@ -70,10 +80,21 @@ class _InPlace(nn.Module):
         return tuple(outputs)
 
 
+class _Packed(nn.Module):
+    """A module of the native lowering that has no cache: its inputs are the graph's, its output the only one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.module(*tensors)  # type: ignore[no-any-return]
+
+
 def trace_encoder(model: Transformer, lowering: Lowering) -> ir.Model:
-    """The encoder graph: source ids to the cross-attention keys and values of every decoder layer."""
+    """The encoder graph: source ids to keys and values of every decoder layer, of an encoder alone to its states."""
     if lowering == "native":
-        module: nn.Module = _InPlace(PackedEncoder(model))
+        module: nn.Module = _Packed(PackedStates(model)) if model.decoder is None else _InPlace(PackedEncoder(model))
     else:
         module = _EncoderGraph(traceable(model, lowering))
     return _trace(module, encoder_inputs(model.config, lowering), encoder_outputs(model.config, lowering), lowering)
@@ -86,6 +107,14 @@ def trace_decoder(model: Transformer, lowering: Lowering) -> ir.Model:
     else:
         module = _DecoderGraph(traceable(model, lowering))
     return _trace(module, decoder_inputs(model.config, lowering), decoder_outputs(model.config, lowering), lowering)
+
+
+def trace_head(model: Transformer, task: Task) -> ir.Model:
+    """The graph of an encoder's head, native: states of the tokens that its task reads to its outputs."""
+    head = model.heads[task]
+    assert isinstance(head, Head)
+    inputs, outputs = head_inputs(model.config), head_outputs(model.config, head.config)
+    return _trace(_Packed(PackedHead(head, model.config.norm_eps)), inputs, outputs, "native")
 
 
 def traceable(model: Transformer, lowering: Lowering) -> Transformer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +146,6 @@ def test_export_overwrites_a_bundle_and_leaves_nothing_of_it(checkpoint: Checkpo
 def test_export_refuses_a_name_clients_could_not_ask_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="name='my model' must match"):
         export_bundle(checkpoint, tmp_path / "my model")
-
-
-def test_export_refuses_half_a_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    config = small_config(architecture="encoder", decoder_layers=0)
-    half = dataclasses.replace(checkpoint, config=config, model=Transformer(config))
-    with pytest.raises(ExportError, match="architecture='encoder' cannot be exported yet"):
-        export_bundle(half, tmp_path / "bundle")
 
 
 def test_export_command_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

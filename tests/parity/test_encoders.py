@@ -1,0 +1,158 @@
+"""Encoders alone: exported graphs against PyTorch, of states and of every head, at any lengths and in any company."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from antiphon.model import export, graph_ports, profile, trace
+from antiphon.model.bundle import Bundle, Precision, load_bundle
+from antiphon.model.export import ExportError, export_bundle
+from antiphon.model.graph_ports import Port
+from antiphon.model.head_config import Task
+from antiphon.model.native_encoder import NativeEncoder
+from antiphon.model.random_model import random_transformer
+from antiphon.model.transformer import Transformer
+from antiphon.model.verify import VerificationError
+from antiphon.model.verify_encoder import verify_encoder
+from tests.parity.exports import export_random, small_config, write_checkpoint
+
+ALONE: dict[str, object] = dict(architecture="encoder", decoder_layers=0)
+LABELS = ("one", "two", "three")
+ENCODERS: dict[str, dict[str, object]] = {
+    "bert": dict(
+        positions="learned", activation="gelu", scale_embeddings=False, embedding_norm=True, token_types=3,
+        norm_eps=1e-12, heads=[
+            dict(task="fill_mask", transform_width=64, activation="gelu", norm=True, tied=True),
+            dict(task="next_sentence", labels=("is_next", "not_next"), transform_width=64, activation="tanh"),
+            dict(task="pool", transform_width=64, activation="tanh"),
+            dict(task="classify", labels=("score",), scores="none", transform_width=40, activation="tanh", bias=False),
+            dict(task="tag", labels=LABELS),
+        ],
+    ),
+    "albert": dict(
+        positions="learned", activation="gelu_tanh", scale_embeddings=False, embedding_norm=True, token_types=2,
+        embedding_width=24, share_layers=True, encoder_layers=3, head_dim=20,
+        heads=[
+            dict(task="fill_mask", transform_width=24, activation="gelu_tanh", norm=True, tied=True),
+            dict(task="classify", labels=LABELS, transform_width=64, activation="silu"),
+        ],
+    ),
+    "types_without_norm": dict(
+        positions="t5_relative", token_types=1, norm_placement="pre", norm="rmsnorm", heads=[dict(task="fill_mask")]
+    ),
+}  # fmt: skip
+SOURCE_LENS = (17, 1, 33, 5, 16)
+
+
+@pytest.fixture(scope="module", params=list(ENCODERS))
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_random(tmp_path_factory.mktemp(request.param), ("native",), ALONE | ENCODERS[request.param])
+
+
+def encoder_of(bundle: Bundle, precision: Precision) -> NativeEncoder:
+    return NativeEncoder(bundle.path, bundle.graph_set(precision), bundle.manifest.model, threads=2)
+
+
+def test_encoder_alone_agrees_with_pytorch(bundle: Bundle) -> None:
+    config = bundle.manifest.model
+    for graphs in bundle.manifest.graphs:
+        assert (graphs.decoder, graphs.explain, graphs.cache) == (None, None, None)
+        assert list(graphs.heads) == [head.task for head in config.heads]
+        verify_encoder(bundle.path, graphs, random_transformer(config), seed=7)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_states_and_outputs_of_a_source_do_not_depend_on_its_neighbours(bundle: Bundle, precision: Precision) -> None:
+    """Bit for bit, whatever stands before and behind it in the run."""
+    config, encoder = bundle.manifest.model, encoder_of(bundle, precision)
+    random = np.random.default_rng(3)
+    sources = [random.integers(0, config.vocab_size, length) for length in SOURCE_LENS]
+    types = [random.integers(0, max(config.token_types, 1), length) for length in SOURCE_LENS]
+    together = encoder.encode(sources, types)
+    for source, kinds, states in zip(sources, types, together, strict=True):
+        (alone,) = encoder.encode([source], [kinds])
+        np.testing.assert_array_equal(alone, states)
+    for head in config.heads:
+        outputs = np.split(encoder.read_out(head.task, np.concatenate(together)), np.cumsum(SOURCE_LENS)[:-1])
+        for states, expected in zip(together, outputs, strict=True):
+            np.testing.assert_array_equal(encoder.read_out(head.task, states), expected)
+            np.testing.assert_array_equal(encoder.read_out(head.task, states[-1:]), expected[-1:])
+
+
+def test_graphs_of_an_encoder_name_their_tensors_as_the_contract_says(bundle: Bundle) -> None:
+    config = bundle.manifest.model
+    wanted: dict[Task | Literal["encoder"], tuple[list[Port], list[Port]]] = {}
+    wanted["encoder"] = (graph_ports.encoder_inputs(config, "native"), graph_ports.encoder_outputs(config, "native"))
+    for head in config.heads:
+        wanted[head.task] = (graph_ports.head_inputs(config), graph_ports.head_outputs(config, head))
+    for graphs in bundle.manifest.graphs:
+        for part, ports in wanted.items():
+            name = graphs.encoder_file if part == "encoder" else graphs.heads[part]
+            graph = ir.load(bundle.file(name)).graph
+            for values, expected in zip((graph.inputs, graph.outputs), ports, strict=True):
+                assert [value.name for value in values] == [port.name for port in expected]
+            (shape,) = (value.shape for value in graph.outputs)
+            assert shape is not None
+            assert shape[-1] == ports[1][0].axes[-1]
+
+
+def test_weights_that_are_shared_are_stored_once(bundle: Bundle) -> None:
+    """Tied embeddings and shared layers: the file holds what the model has parameters for, and padding."""
+    config = bundle.manifest.model
+    held = bundle.file("weights.native.float32.bin").stat().st_size
+    parameters = 4 * random_transformer(config).num_parameters
+    assert held < 1.2 * parameters
+
+
+@pytest.mark.parametrize("lowering", ["contrib", "eager"])
+def test_encoder_alone_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**ALONE))
+    with pytest.raises(ExportError, match=f"lowering='{lowering}' does not fit architecture='encoder'"):
+        export_bundle(checkpoint, tmp_path / "bundle", lowerings=("native", lowering))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", ["encoder", "tag"])
+def test_export_refuses_graphs_that_disagree_with_the_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A fault of the exporter, played by tracing another model than the checkpoint's."""
+    config = small_config(**ALONE | dict(encoder_layers=1), heads=[dict(task="tag", labels=LABELS)])
+    checkpoint, other = write_checkpoint(tmp_path / "checkpoint", config), random_transformer(config, seed=1)
+
+    def trace_other(_: Transformer, about: Task) -> ir.Model:
+        return trace.trace_encoder(other, "native") if part == "encoder" else trace.trace_head(other, about)
+
+    monkeypatch.setattr(export, "trace_encoder" if part == "encoder" else "trace_head", trace_other)
+    with pytest.raises(VerificationError, match=f"native float32 {part} graph disagrees with the model: off by"):
+        export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_profile_of_an_encoder_measures_its_graph(bundle: Bundle) -> None:
+    parser = argparse.ArgumentParser()
+    profile.add_arguments(parser)
+    plot = bundle.path.parent / "plot.png"
+    args = parser.parse_args([str(bundle.path), "--lengths", "4,8,16,32", "--rows", "1,3", "--plot", str(plot)])
+    assert profile.run(args) == 0
+    memory = load_bundle(bundle.path).manifest.memory
+    assert memory is not None
+    assert set(memory.fits) == {"native-float32", "native-int8"}
+    assert all(fit.c == 0 and fit.b > 0 for fit in memory.fits.values())
+
+
+def test_heads_and_token_types_reach_the_gradient() -> None:
+    """Training reads the same module: every parameter of an encoder takes part in its heads' outputs."""
+    config = small_config(**ALONE, **ENCODERS["bert"])
+    model = Transformer(config)
+    ids = torch.randint(4, config.vocab_size, (2, 9))
+    states = model.encode(ids, torch.tensor([9, 4], dtype=torch.int32), torch.arange(9).remainder(3).expand(2, 9))
+    read = torch.stack([model.read_out(head.task, states[:, 0]).square().mean() for head in config.heads])
+    gradients = torch.autograd.grad(read.sum(), list(model.parameters()), allow_unused=True)
+    assert all(gradient is not None for gradient in gradients)
