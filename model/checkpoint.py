@@ -1,7 +1,7 @@
 """Checkpoints on disk: safetensors and JSON, never pickle.
 
-A directory of config.json, model.safetensors, tokenizer.json and, where known, provenance.json; written whole or not
-at all. A training run adds state.json and optimizer.safetensors to resume from.
+A directory of config.json, model.safetensors, tokenizer.json, of an encoder text.json (TextFormat) and, where known,
+provenance.json; written whole or not at all. A training run adds state.json and optimizer.safetensors to resume from.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,6 +26,10 @@ from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer import Transformer
 
 CHECKPOINT_VERSION = 1
+TEXT_NAME = "text.json"
+
+
+Described = TypeVar("Described", bound=BaseModel)
 
 
 class CheckpointError(Exception):
@@ -64,12 +69,14 @@ def save_checkpoint(
     config: ModelConfig,
     weights: dict[str, Tensor],
     tokenizer: Tokenizer,
+    text: TextFormat | None = None,
     provenance: Provenance | None = None,
     extra: dict[str, dict[str, Tensor]] | None = None,
     state: dict[str, object] | None = None,
 ) -> None:
     """Write a checkpoint directory; a reader sees the old one, the new one, or none.
 
+    text: how texts become tokens, where not as in our translation models (byte_bpe_format).
     extra: further safetensors files by stem (optimiser state); state: progress of a run, as JSON.
     """
     temporary = path.with_name(f".{path.name}.tmp")
@@ -79,6 +86,8 @@ def save_checkpoint(
     (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     save_file(weights, temporary / "model.safetensors")
     tokenizer.save(temporary / "tokenizer.json")
+    if text is not None:
+        (temporary / TEXT_NAME).write_text(text.model_dump_json(indent=2) + "\n", encoding="utf-8")
     if provenance is not None:
         (temporary / "provenance.json").write_text(provenance.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for stem, tensors in (extra or {}).items():
@@ -104,17 +113,17 @@ def load_checkpoint(path: Path) -> Checkpoint:
         config=config,
         model=model.eval(),
         tokenizer=tokenizer,
-        text=byte_bpe_format(tokenizer),
+        text=_read_if_there(path / TEXT_NAME, TextFormat) or byte_bpe_format(tokenizer),
         text_folder=path,
-        provenance=_read_provenance(path / "provenance.json"),
+        provenance=_read_if_there(path / "provenance.json", Provenance),
     )
 
 
-def _read_provenance(path: Path) -> Provenance | None:
+def _read_if_there(path: Path, kind: type[Described]) -> Described | None:
     if not path.is_file():
         return None
     try:
-        return Provenance.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

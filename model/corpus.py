@@ -46,14 +46,19 @@ def load_corpus(config: DataConfig, folder: Path) -> Corpus:
     return corpus
 
 
-def _read_lines(folder: Path, file: DataFile) -> list[str]:
+def read_verified(folder: Path, file: DataFile) -> bytes:
+    """A data file's contents, unzipped where its name ends in .gz. Raises RecipeError naming the file."""
     path = folder / file.path
     if not path.is_file():
         raise RecipeError(f"{path} is missing; give the folder that holds it with --data")
     found = file_entry(path).sha256
     if found != file.sha256:
         raise RecipeError(f"{path} has sha256 {found[:12]}..., the recipe names {file.sha256[:12]}...")
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def _read_lines(folder: Path, file: DataFile) -> list[str]:
+    raw = read_verified(folder, file)
     return raw.decode("utf-8").split("\n")[: -1 if raw.endswith(b"\n") else None]
 
 

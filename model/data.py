@@ -51,6 +51,11 @@ class Batch:
         source, source_lens, inputs, labels = moved
         return Batch(source=source, source_lens=source_lens, inputs=inputs, labels=labels)
 
+    @property
+    def counts(self) -> Tensor:
+        """Labels, [1] float64."""
+        return (self.labels != IGNORED_LABEL).sum()[None].double()
+
     def within(self, max_source: int, max_target: int) -> Batch:
         """The same batch without columns beyond these lengths, which are padding where the examples keep to them."""
         return Batch(
@@ -68,7 +73,8 @@ IGNORED_LABEL = -100
 LENGTH_STEP = 4
 
 
-def _rounded(length: int) -> int:
+def rounded(length: int) -> int:
+    """A length as batches have it."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
@@ -80,8 +86,8 @@ def collate(examples: Sequence[Example], tokenizer: Tokenizer, rows: int | None 
     rows = rows or len(examples)
     source_lens = torch.ones(rows, dtype=torch.int32)
     source_lens[: len(examples)] = torch.tensor([len(e.source) for e in examples], dtype=torch.int32)
-    source = torch.full((rows, _rounded(int(source_lens.max()))), tokenizer.pad_id)
-    target_len = _rounded(max(len(e.target) for e in examples) + 1)
+    source = torch.full((rows, rounded(int(source_lens.max()))), tokenizer.pad_id)
+    target_len = rounded(max(len(e.target) for e in examples) + 1)
     inputs = torch.full((rows, target_len), tokenizer.pad_id)
     labels = torch.full((rows, target_len), IGNORED_LABEL)
     for row, example in enumerate(examples):
@@ -96,22 +102,27 @@ def collate(examples: Sequence[Example], tokenizer: Tokenizer, rows: int | None 
 
 def rows_of(target_len: int, batch_tokens: int) -> int:
     """Rows of every batch whose targets, end token included, have this length: at least one."""
-    return max(1, batch_tokens // _rounded(target_len))
+    return max(1, batch_tokens // rounded(target_len))
 
 
 def plan_batches(examples: Sequence[Example], batch_tokens: int, seed: int) -> list[list[int]]:
-    """Indices of each batch of one epoch: neighbours in length, at most batch_tokens padded target tokens.
+    """Indices of each batch of one epoch: neighbours in length, at most batch_tokens padded target tokens."""
+    return plan_lengths([(len(e.target) + 1, len(e.source)) for e in examples], batch_tokens, seed)
+
+
+def plan_lengths(lengths: Sequence[tuple[int, int]], batch_tokens: int, seed: int) -> list[list[int]]:
+    """Indices of each batch of one epoch of examples with these lengths, the second of which only orders neighbours.
 
     The order is a function of the seed alone, so that a resumed run sees the batches it would have seen.
     """
     chance = random.Random(seed)
-    order = list(range(len(examples)))
+    order = list(range(len(lengths)))
     chance.shuffle(order)
-    order.sort(key=lambda i: (_rounded(len(examples[i].target) + 1), len(examples[i].source)))
+    order.sort(key=lambda i: (rounded(lengths[i][0]), lengths[i][1]))
     batches: list[list[int]] = []
-    for _, group in groupby(order, key=lambda i: _rounded(len(examples[i].target) + 1)):
+    for length, group in groupby(order, key=lambda i: rounded(lengths[i][0])):
         members = list(group)
-        rows = rows_of(len(examples[members[0]].target) + 1, batch_tokens)
+        rows = rows_of(length, batch_tokens)
         batches += [members[start : start + rows] for start in range(0, len(members), rows)]
     chance.shuffle(batches)
     return batches

@@ -32,10 +32,15 @@ class Head(nn.Module):
             if head.tied:
                 self.output.weight = embedding.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [K, M]; returns [K, O], of pool its transform [K, M]."""
+    def transformed(self, hidden: Tensor) -> Tensor:
+        """hidden [K, M]; returns what the output product reads, [K, M] or as wide as the transform."""
         if self.transform is not None:
             hidden = self.activation(self.transform(hidden))
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return hidden if self.output is None else self.output(self.dropout(hidden))
+        return self.dropout(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [K, M]; returns [K, O], of pool its transform [K, M]."""
+        hidden = self.transformed(hidden)
+        return hidden if self.output is None else self.output(hidden)

@@ -14,8 +14,10 @@ import torch
 from antiphon.cli import main
 from antiphon.model.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.model.greedy import greedy
+from antiphon.model.group import Group
 from antiphon.model.recipe import Recipe, RecipeError, TrainConfig
-from antiphon.model.train import Group, Trainer, learning_rate
+from antiphon.model.train import Trainer, learning_rate
+from antiphon.model.translation_task import TranslationTask
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
 
@@ -28,7 +30,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from antiphon.model.checkpoint import weights_of
 from antiphon.model.recipe import Recipe
-from antiphon.model.train import Group, Trainer
+from antiphon.model.group import Group
+from antiphon.model.train import Trainer
 
 folder = Path(sys.argv[1])
 recipe = Recipe.model_validate_json((folder / "recipe.json").read_text())
@@ -157,10 +160,10 @@ def test_training_that_ends_with_its_epochs_keeps_their_last_step(tmp_path: Path
 
 
 def test_training_without_a_full_batch_says_so(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, "run")
-    trainer.train_examples = []
-    with pytest.raises(RecipeError, match="0 training pairs"):
-        trainer.run()
+    recipe = make_recipe(tmp_path)
+    recipe = recipe.model_copy(update=dict(model={**recipe.model, "max_source_len": 1}))
+    with pytest.raises(RecipeError, match="fills no batch"):
+        Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
 
 
 def test_training_keeps_to_lengths_that_are_no_multiple_of_the_padding(tmp_path: Path) -> None:
@@ -168,7 +171,8 @@ def test_training_keeps_to_lengths_that_are_no_multiple_of_the_padding(tmp_path:
     limits = dict(max_source_len=5, max_target_len=5)
     recipe = recipe.model_copy(update=dict(model={**recipe.model, **limits}))
     trainer = Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
-    assert max(len(example.source) for example in trainer.train_examples) == 5
+    assert isinstance(trainer.task, TranslationTask)
+    assert max(len(example.source) for example in trainer.task.examples["train"]) == 5
     assert trainer.run() is not None
 
 
