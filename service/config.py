@@ -14,16 +14,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from antiphon.service.model_settings import (
+    BatchedTokens,
+    CacheBlocks,
+    LoweringChoice,
+    ModelName,
+    ModelPlan,
+    ModelSettings,
+    NumSeqs,
+    PrecisionChoice,
+    QueuedRequests,
+    QueuedTokens,
+    Threads,
+    WorkspaceBytes,
+    read_model_flags,
+)
 
 ENV_PREFIX = "ANTIPHON_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 SHIPPED_BUNDLE = Path(__file__).parent.parent / "model" / "bundles" / "en-de"
 
-PrecisionChoice = Literal["float32", "int8"]
-LoweringChoice = Literal["native", "contrib"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -48,6 +62,10 @@ class ServerConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
     bundle: Path = Field(default=SHIPPED_BUNDLE, description="Directory of the exported model to serve.")
+    models: dict[ModelName, ModelSettings] = Field(
+        default_factory=dict,
+        description="A model to serve, NAME=PATH of its bundle; again for each. The first is the default of requests.",
+    )
     precision: PrecisionChoice | None = Field(
         default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
     )
@@ -58,27 +76,29 @@ class ServerConfig(BaseSettings):
     port: Port = Field(default=50051, description="Port that gRPC listens on; 0 takes any free one.")
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Address that /metrics listens on.")
     metrics_port: Port = Field(default=9090, description="Port that /metrics listens on; 0 takes any free one.")
-    threads: int = Field(
-        default_factory=usable_cores, ge=1, le=1024, description="Threads that compute one step; unset is every core."
+    admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the admin service listens on.")
+    admin_port: Port | None = Field(
+        default=None, description="Port of the admin service, which loads and unloads models; 0 takes any free one."
     )
-    max_num_seqs: int = Field(
-        default=64, ge=1, le=4096, description="Most rows that decode together: outputs and beams."
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
+        default=None, description="Most bytes that all models may count for: weights, caches, workspaces."
     )
-    max_num_batched_tokens: int = Field(
-        default=1024, ge=1, le=1_048_576, description="Most source, prefix and judged tokens taken up in one step."
+    threads: Threads = Field(
+        default_factory=usable_cores, description="Threads that compute one step; unset is every core."
     )
-    max_queued_requests: int = Field(default=1024, ge=1, le=1_000_000, description="Most requests that wait.")
-    max_queued_tokens: int = Field(
-        default=131_072, ge=1, le=100_000_000, description="Most source tokens of waiting requests together."
+    max_num_seqs: NumSeqs = Field(default=64, description="Most rows that decode together: outputs and beams.")
+    max_num_batched_tokens: BatchedTokens = Field(
+        default=1024, description="Most source, prefix and judged tokens taken up in one step."
     )
-    kv_cache_blocks: int | None = Field(
-        default=None,
-        ge=1,
-        le=100_000_000,
-        description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones.",
+    max_queued_requests: QueuedRequests = Field(default=1024, description="Most requests that wait.")
+    max_queued_tokens: QueuedTokens = Field(
+        default=131_072, description="Most source tokens of waiting requests together."
     )
-    workspace_limit_bytes: int | None = Field(
-        default=None, ge=1, le=2**50, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
+    kv_cache_blocks: CacheBlocks | None = Field(
+        default=None, description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."
+    )
+    workspace_limit_bytes: WorkspaceBytes | None = Field(
+        default=None, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
     )
     max_stream_messages_per_s: int = Field(
         default=500,
@@ -101,6 +121,22 @@ class ServerConfig(BaseSettings):
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
 
+    @property
+    def plans(self) -> tuple[ModelPlan, ...]:
+        """The models to load, the default first: `models`, or `bundle` under its own name."""
+        if not self.models:
+            return (self.plan(None, ModelSettings(path=self.bundle)),)
+        return tuple(self.plan(name, settings) for name, settings in self.models.items())
+
+    def plan(self, name: str | None, settings: ModelSettings) -> ModelPlan:
+        """How to load a model: by its settings, by the server's where it has none. name None takes the bundle's."""
+        chosen = {
+            field: own if (own := getattr(settings, field)) is not None else getattr(self, field)
+            for field in ModelSettings.model_fields
+            if field != "path"
+        }
+        return ModelPlan(name=name, path=settings.path, max_message_bytes=self.max_message_bytes, **chosen)
+
 
 def fields() -> Mapping[str, FieldInfo]:
     """Every field of ServerConfig, in order of declaration."""
@@ -118,7 +154,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     schemas = _schemas()
     for name, field in fields().items():
         schema = schemas[name]
-        group.add_argument(f"--{_kebab(name)}", dest=name, metavar=_metavar(schema), help=_help(field, schema))
+        action = "append" if name == "models" else "store"
+        group.add_argument(flag_of(name), dest=name, action=action, metavar=_metavar(schema), help=_help(field, schema))
 
 
 def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> ServerConfig:
@@ -147,23 +184,42 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
         config = Layered(**flags)
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
-    if config.port == config.metrics_port != 0 and config.host == config.metrics_host:
-        raise ConfigError(f"metrics_port is {config.metrics_port}; it must differ from port, on the same address")
-    return config
+    _check_ports(config)
+    if config.models and "bundle" in config.model_fields_set:
+        raise ConfigError(f"bundle is {config.bundle} and there are models; give one or the other")
+    # Sources are merged from the weakest to the strongest; the default model is the first of the strongest.
+    first = [name for name in flags.get("models", ()) if name in config.models]
+    return config.model_copy(update={"models": {name: config.models[name] for name in (*first, *config.models)}})
+
+
+def _check_ports(config: ServerConfig) -> None:
+    """Raise ConfigError where two listeners share a port and an address."""
+    taken = {(config.host, config.port): "port"}
+    for field in ("metrics", "admin"):
+        host, port = getattr(config, f"{field}_host"), getattr(config, f"{field}_port")
+        if port and (other := taken.setdefault((host, port), f"{field}_port")) != f"{field}_port":
+            raise ConfigError(f"{field}_port is {port}; it must differ from {other}, on the same address")
 
 
 def to_toml(config: ServerConfig) -> str:
     """The configuration as TOML that --config reads back; unset fields become comments."""
-    lines = []
-    for name in fields():
-        value = getattr(config, name)
-        if value is None:
-            lines.append(f"# {name} is unset")
-        elif isinstance(value, int | float):
-            lines.append(f"{name} = {value}")
-        else:
-            lines.append(f"{name} = {json.dumps(str(value), ensure_ascii=False)}")
+    values = {name: getattr(config, name) for name in fields() if name != "models"}
+    if config.models:
+        values["bundle"] = None
+    lines = [_toml_line(name, value) for name, value in values.items()]
+    if not config.models:
+        lines.append(_toml_line("models", None))
+    for name, settings in config.models.items():
+        lines += ["", f"[models.{json.dumps(name)}]"]
+        lines += [_toml_line(field, getattr(settings, field)) for field in ModelSettings.model_fields]
     return "\n".join(lines) + "\n"
+
+
+def _toml_line(name: str, value: object) -> str:
+    if value is None:
+        return f"# {name} is unset"
+    shown = value if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
+    return f"{name} = {shown}"
 
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -172,6 +228,11 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
         if "bundle" in given:
             raise ConfigError(f"bundle is given twice: {arguments.bundle_path} and --bundle {given['bundle']}")
         given["bundle"] = arguments.bundle_path
+    if "models" in given:
+        try:
+            given["models"] = read_model_flags(given["models"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return given
 
 
@@ -187,22 +248,54 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _explain(error: ValidationError, flags: Mapping[str, Any], config_file: str | None) -> str:
     first = error.errors()[0]
-    name = str(first["loc"][0])
-    variable = f"{ENV_PREFIX}{name.upper()}"
-    if name in flags:
-        origin = f"--{_kebab(name)}"
-    elif os.environ.get(variable):
-        origin = variable
-    else:
-        origin = str(config_file)
+    name, *inner = map(str, first["loc"])
+    origin = _origin(name, inner, flags, config_file)
     if name not in fields():
         return f"{name} (from {origin}) is not a setting; the settings are {', '.join(fields())}"
+    if name == "models" and inner:
+        return _explain_model(inner, origin, first["type"], first["input"])
     return f"{name} (from {origin}) is {first['input']!r}; it must be {_allowed(_schemas()[name])}"
+
+
+def _explain_model(inner: list[str], origin: str, kind: str, value: object) -> str:
+    """What is wrong with a model's name, or with a setting of it; inner: where in `models`."""
+    name, *rest = inner
+    field, known = rest[0] if rest else "", ModelSettings.model_fields
+    if field == "[key]":
+        return (
+            f"models (from {origin}) names {name!r}; a name is 1 to 64 letters, digits, dots, underscores and hyphens"
+        )
+    where = ".".join(["models", name, *rest])
+    if kind == "missing":
+        return f"{where} (from {origin}) is missing; it must be the directory of a bundle"
+    if field not in known:
+        expected = "a table with a path" if not field else f"one of {', '.join(known)}"
+        return f"{where} (from {origin}) is not a setting of a model; it must be {expected}"
+    return f"{where} (from {origin}) is {value!r}; it must be {_allowed(_model_schemas()[field])}"
+
+
+def _origin(name: str, inner: list[str], flags: Mapping[str, Any], config_file: str | None) -> str:
+    """Where a value was given: a flag, a variable or the file. inner: where in `models`, for that setting."""
+    variable = f"{ENV_PREFIX}{name.upper()}"
+    if name in flags and (
+        name != "models" or (inner and inner[0] in flags[name] and inner[1:] in (["path"], ["[key]"]))
+    ):
+        return flag_of(name)
+    return variable if os.environ.get(variable) else str(config_file)
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
     """JSON schema of each field; of an optional field, the schema of its value."""
-    properties: dict[str, dict[str, Any]] = ServerConfig.model_json_schema()["properties"]
+    return _value_schemas(ServerConfig)
+
+
+def _model_schemas() -> dict[str, dict[str, Any]]:
+    """The same for the fields of ModelSettings."""
+    return _value_schemas(ModelSettings)
+
+
+def _value_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    properties: dict[str, dict[str, Any]] = kind.model_json_schema()["properties"]
     return {name: schema.get("anyOf", [schema])[0] for name, schema in properties.items()}
 
 
@@ -210,6 +303,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     """What a field takes, in words."""
     if choices := schema.get("enum"):
         return f"one of {', '.join(choices)}"
+    if schema["type"] == "object":
+        return "a table of models by name, each with a path"
     if schema["type"] == "string":
         return "a text that is not empty"
     kind = "a whole number" if schema["type"] == "integer" else "a number"
@@ -229,8 +324,11 @@ def _help(field: FieldInfo, schema: Mapping[str, Any]) -> str:
 def _metavar(schema: Mapping[str, Any]) -> str:
     if schema.get("format") == "path":
         return "DIR"
+    if schema["type"] == "object":
+        return "NAME=PATH"
     return "TEXT" if schema["type"] == "string" else "N"
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
+def flag_of(name: str) -> str:
+    """The flag of a field: --model, which names one, for models."""
+    return "--model" if name == "models" else f"--{name.replace('_', '-')}"

@@ -72,7 +72,7 @@ class Engine:
             live=self._live,
             clock=clock,
         )
-        self._stepper = Stepper(parts)
+        self._stepper: Stepper | None = Stepper(parts)
         self._wake = threading.Condition()
         self._is_accepting = self._is_draining = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
@@ -96,7 +96,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests being generated."""
-        return self._stepper.num_running
+        return 0 if self._stepper is None else self._stepper.num_running
 
     @property
     def num_blocks(self) -> int:
@@ -159,6 +159,11 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def release(self) -> None:
+        """Stop, and let go of the runner, though the engine itself is still referred to. Blocks as stop does."""
+        self.stop()
+        self._stepper = None
+
     def _submit(self, request: Request, stream: OutputStream) -> None:
         group = admit(request, stream, self._admission)
         now_s = self._clock()
@@ -180,21 +185,23 @@ class Engine:
 
     def _run(self) -> None:
         end: Callable[[], AntiphonError] = _shutting_down
+        stepper = self._stepper
+        assert stepper is not None
         try:
-            while self._await_work():
-                self._stepper.step(self._take_cancelled())
+            while self._await_work(stepper):
+                stepper.step(self._take_cancelled())
         except Exception:
             log.exception("the engine stopped on a fault of its own")
             end = _failed
         with self._wake:
             self._is_accepting = False
         self._queue.close()
-        self._stepper.end_all(end)
+        stepper.end_all(end)
 
-    def _await_work(self) -> bool:
+    def _await_work(self, stepper: Stepper) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
         with self._wake:
-            while not (self._is_stopping or self._cancelled or self._stepper.has_work):
+            while not (self._is_stopping or self._cancelled or stepper.has_work):
                 if self._is_draining:
                     return False
                 self._wake.wait()

@@ -10,6 +10,8 @@ class Status(enum.Enum):
 
     INVALID_ARGUMENT = enum.auto()
     NOT_FOUND = enum.auto()
+    ALREADY_EXISTS = enum.auto()
+    FAILED_PRECONDITION = enum.auto()
     RESOURCE_EXHAUSTED = enum.auto()
     DEADLINE_EXCEEDED = enum.auto()
     UNAVAILABLE = enum.auto()
@@ -44,6 +46,34 @@ class ModelNotFound(AntiphonError):
 
     status = Status.NOT_FOUND
     reason = "MODEL_NOT_FOUND"
+
+
+class ModelExists(AntiphonError):
+    """A model is to be loaded under a name that is taken."""
+
+    status = Status.ALREADY_EXISTS
+    reason = "MODEL_EXISTS"
+
+
+class BadBundle(AntiphonError):
+    """A bundle that is to be loaded cannot be served; names the file or field."""
+
+    status = Status.INVALID_ARGUMENT
+    reason = "INVALID_BUNDLE"
+
+
+class OverBudget(AntiphonError):
+    """A model does not fit the memory budget; names its parts, and what to lower."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    reason = "OVER_MEMORY_BUDGET"
+
+
+class LastModel(AntiphonError):
+    """The only model of a server is to be unloaded."""
+
+    status = Status.FAILED_PRECONDITION
+    reason = "LAST_MODEL"
 
 
 class Unsupported(AntiphonError):

@@ -1,153 +1,55 @@
-"""Binds the servicer's methods to RPC names, and turns whatever they raise into a status.
-
-grpc's own parser answers a malformed message with INTERNAL; here it becomes a bad request that names the field.
-"""
+"""Binds the servicers' methods to RPC names: each request goes to the model that it names."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-import grpc.aio
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.empty_pb2 import Empty
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
-from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
-from antiphon.service.refusal import status_of
+from antiphon.service.models import Models
+from antiphon.service.rpc import Context, InFlight, Method, handlers_of
 from antiphon.service.servicer import InferenceServicer
-from antiphon.v1 import inference_pb2
+from antiphon.v1 import inference_pb2 as pb
 
-log = logging.getLogger(__name__)
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+SERVICE_NAME = SERVICE.full_name
 
-SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-_M = TypeVar("_M", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """A request message that could not be parsed, and why."""
-
-    error: InvalidArgument
+# Every RPC whose request names a model.
+_METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]] = {
+    "Generate": InferenceServicer.generate,
+    "GenerateUnary": InferenceServicer.generate_unary,
+    "Score": InferenceServicer.score,
+    "Embed": InferenceServicer.embed,
+    "Explain": InferenceServicer.explain,
+    "Tokenize": InferenceServicer.tokenize,
+    "Detokenize": InferenceServicer.detokenize,
+    "GetModel": InferenceServicer.get_model,
+}
 
 
 class Calls:
-    """The RPCs of one servicer, and how many of them are in flight."""
+    """The RPCs of the models served, and how many of them are in flight."""
 
-    def __init__(self, servicer: InferenceServicer) -> None:
-        self._servicer = servicer
-        self._num_active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._in_flight = InFlight()
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
-        await self._idle.wait()
+        await self._in_flight.wait_until_idle()
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """Handlers of every method of the service, for `add_generic_rpc_handlers`."""
-        servicer = self._servicer
-        unary: dict[str, Callable[[Any, _Context], Awaitable[Message]]] = {
-            "GenerateUnary": servicer.generate_unary,
-            "Score": servicer.score,
-            "Embed": servicer.embed,
-            "Explain": servicer.explain,
-            "Tokenize": servicer.tokenize,
-            "Detokenize": servicer.detokenize,
-            "GetModel": servicer.get_model,
-            "ListModels": servicer.list_models,
-        }
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._guard(method), _parser(name), response_serializer=_serialize
-            )
-            for name, method in unary.items()
-        }
-        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-            self._guard(servicer.generate), _parser("Generate"), response_serializer=_serialize
-        )
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+        methods = {name: self._routed(method) for name, method in _METHODS.items()}
+        return handlers_of(SERVICE, {**methods, "ListModels": self._list_models}, self._in_flight)
 
-    def _guard(self, method: Callable[[Any, _Context], Awaitable[Any]]) -> Callable[[Any, _Context], Awaitable[Any]]:
-        async def guarded(request: Message | Malformed, context: _Context) -> Any:
-            self._num_active += 1
-            self._idle.clear()
-            try:
-                if isinstance(request, Malformed):
-                    raise request.error
-                return await method(request, context)
-            except AntiphonError as error:
-                await _abort(context, error)
-            except (grpc.aio.AbortError, grpc.aio.UsageError):
-                raise  # the call has ended already
-            except Exception:
-                log.exception("%s failed", method.__name__)
-                await _abort(context, EngineFault("the server failed; its log says why"))
-            finally:
-                self._num_active -= 1
-                if self._num_active == 0:
-                    self._idle.set()
+    def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
+        async def routed(request: Any, context: Context) -> Any:
+            return await method(self._models.find(request.model).servicer, request, context)
 
-        return guarded
+        return routed
 
-
-async def _abort(context: _Context, error: AntiphonError) -> None:
-    code, message, metadata = status_of(error)
-    await context.abort(code, message, metadata)
-
-
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def _parser(method: str) -> Callable[[bytes], Message | Malformed]:
-    descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[method]
-    kind: type[Message] = getattr(inference_pb2, descriptor.input_type.name)
-
-    def parse(data: bytes) -> Message | Malformed:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return Malformed(_explain(kind, data))
-
-    return parse
-
-
-def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
-    """Name the text field that is not UTF-8, wherever it is nested; failing that, blame the message."""
-    found = _find_bad_text(kind.DESCRIPTOR, data)
-    if found is None:
-        return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
-    return InvalidArgument(found[0], found[1], "valid UTF-8")
-
-
-def _find_bad_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:
-    """Path and value of the first text that is not UTF-8, if there is one; kind: a message's descriptor."""
-    try:
-        fields = UnknownFieldSet(Empty.FromString(data))
-    except DecodeError:
-        return None
-    for unknown in (fields[index] for index in range(len(fields))):
-        field = kind.fields_by_number.get(unknown.field_number)
-        if field is None or not isinstance(unknown.data, bytes):
-            continue
-        if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
-            return field.name, unknown.data
-        if field.message_type is not None and (nested := _find_bad_text(field.message_type, unknown.data)):
-            return f"{field.name}.{nested[0]}", nested[1]
-    return None
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """Describe every model, the default first."""
+        return pb.ListModelsResponse(models=[served.description for served in self._models])

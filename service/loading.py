@@ -1,4 +1,4 @@
-"""From a bundle on disk to an engine that can start: every reason not to is found here, before gRPC's port opens."""
+"""From a bundle on disk to an engine that can start: every reason not to is found here, before anything is served."""
 
 from __future__ import annotations
 
@@ -8,58 +8,79 @@ from antiphon.model.bundle import Bundle, BundleError, load_bundle
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
-from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.explain import Explainer
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
+from antiphon.service.memory import MemoryBudget, ModelMemory, need_of
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
+from antiphon.service.model_settings import ModelPlan
+from antiphon.service.models import Served
 from antiphon.service.options import default_options
+from antiphon.service.pacing import Pacing
 from antiphon.service.runners import AnyRunner, open_runner
-from antiphon.service.servicer import ServedModel
+from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
 _PRECISIONS = {"float32": pb.PRECISION_FLOAT32, "int8": pb.PRECISION_INT8}
 
 
 class StartupError(Exception):
-    """The server cannot start with this bundle and configuration; the message names the file or field."""
+    """A bundle cannot be served with these settings; the message names the file or field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """A model ready to serve: its engine is not started yet."""
+class Shared:
+    """What the models of a server have in common."""
 
-    model: ServedModel
-    engine: Engine
-    name: str
-    precision: str
+    families: MetricFamilies
+    pacing: Pacing
+    budget: MemoryBudget
 
 
-def load(config: ServerConfig, families: MetricFamilies) -> Loaded:
-    """Verify the bundle, load its graphs and tokenizer, and build the engine. Raises StartupError."""
+def load(plan: ModelPlan, shared: Shared) -> Served:
+    """Verify the bundle, load its graphs and tokenizer, and build an engine, which is not started yet.
+
+    Raises StartupError, or OverBudget before any graph is loaded; nothing is left then.
+    """
     try:
-        bundle = load_bundle(config.bundle)
-        tokenizer = _tokenizer(bundle)
-        runner = _runner(bundle, config)
-        runner.warm_up()
-        engine = Engine(runner, _engine_config(config), Metrics(families, bundle.manifest.name))
+        bundle = load_bundle(plan.path)
+        name = plan.name or bundle.manifest.name
+        need = need_of(bundle, bundle.graph_set(plan.precision, plan.lowering), plan)
+        shared.budget.take(name, need)
+        try:
+            return _open(bundle, name, plan, shared, need.memory)
+        except BaseException:
+            shared.budget.give_back(name)
+            raise
     except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
         raise StartupError(str(error)) from error
-    description = _describe(bundle, runner.precision, config.max_message_bytes)
+
+
+def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
+    tokenizer = _tokenizer(bundle)
+    runner = _runner(bundle, plan)
+    runner.warm_up()
+    description = _describe(bundle, runner.precision, plan.max_message_bytes)
+    description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
-    served = ServedModel(
+    model = ServedModel(
         description=description,
         tokenizer=tokenizer,
         explainer=explainer if explainer.is_available else None,
         generation=bundle.manifest.generation,
     )
-    return Loaded(
-        model=served,
-        engine=engine,
-        name=description.name,
+    metrics = Metrics(shared.families, name)
+    metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
+    engine = Engine(runner, _engine_config(plan), metrics)
+    return Served(
+        name=name,
         precision=runner.precision,
+        servicer=InferenceServicer(model, engine, shared.pacing),
+        engine=engine,
+        description=description,
+        metrics=metrics,
     )
 
 
@@ -73,36 +94,36 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
     return tokenizer
 
 
-def _runner(bundle: Bundle, config: ServerConfig) -> AnyRunner:
+def _runner(bundle: Bundle, plan: ModelPlan) -> AnyRunner:
     _check_blocks(bundle, config)
     return open_runner(
         bundle,
-        max_rows=config.max_num_seqs,
-        threads=config.threads,
-        precision=config.precision,
-        lowering=config.lowering,
-        num_blocks=config.kv_cache_blocks,
-        workspace_limit_bytes=config.workspace_limit_bytes,
+        max_rows=plan.max_num_seqs,
+        threads=plan.threads,
+        precision=plan.precision,
+        lowering=plan.lowering,
+        num_blocks=plan.kv_cache_blocks,
+        workspace_limit_bytes=plan.workspace_limit_bytes,
     )
 
 
-def _check_blocks(bundle: Bundle, config: ServerConfig) -> None:
+def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
     """A pool below one longest sequence would start, and then refuse every request that sets no limit."""
     model = bundle.manifest.model
     needed = blocks_of_longest(*model.longest_cached, CACHE_BLOCK_SIZE)
-    if config.kv_cache_blocks is not None and config.kv_cache_blocks < needed:
+    if plan.kv_cache_blocks is not None and plan.kv_cache_blocks < needed:
         raise StartupError(
-            f"kv_cache_blocks is {config.kv_cache_blocks}; it must be at least {needed}, "
+            f"kv_cache_blocks is {plan.kv_cache_blocks}; it must be at least {needed}, "
             f"what one sequence of {model.longest_cached[0]} source and {model.longest_cached[1]} target tokens needs"
         )
 
 
-def _engine_config(config: ServerConfig) -> EngineConfig:
+def _engine_config(plan: ModelPlan) -> EngineConfig:
     return EngineConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_queued_requests=plan.max_queued_requests,
+        max_queued_tokens=plan.max_queued_tokens,
     )
 
 

@@ -1,6 +1,8 @@
-"""The process: loads a bundle, opens the ports, drains on SIGTERM. `antiphon serve`.
+"""The process: loads bundles, opens the ports, drains on SIGTERM. `antiphon serve`.
 
-Owns start-up, readiness and shutdown; what an RPC does is the servicer's, what a request does the engine's.
+Owns start-up, readiness and shutdown; what an RPC does is the servicer's, what a request does the engine's, which
+models there are the control's. Health: "" and the service's name stand for the server, `<service>/<model>` for each
+model: SERVING while it answers, NOT_SERVING from its unloading on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc.aio
 import uvloop
@@ -22,12 +24,15 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
-from antiphon.service.engine import Engine
+from antiphon.service.control import Control
+from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
-from antiphon.service.loading import Loaded, StartupError, load
+from antiphon.service.loading import Shared, StartupError, load
+from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.models import Models, Served
+from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
-from antiphon.service.servicer import InferenceServicer
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +49,7 @@ _SWITCH_INTERVAL_S = 0.001
 # A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
 _MIN_CLIENT_PING_MS = 10_000
 _SERVICES = ("", SERVICE_NAME)
+_SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +70,24 @@ def run(arguments: argparse.Namespace) -> int:
         check_port(config.host, config.port)
         registry = CollectorRegistry()
         with _metrics_port(config, registry) as metrics_port:
-            loaded = load(config, MetricFamilies(registry))
+            shared = _shared(config, registry)
+            served = [load(plan, shared) for plan in config.plans]
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
-            return uvloop.run(_serve(config, loaded, metrics_port))
-    except (ConfigError, StartupError, PortError) as error:
+            return uvloop.run(_serve(config, served, shared, metrics_port))
+    except (ConfigError, StartupError, OverBudget, PortError) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
+    families = MetricFamilies(registry)
+    if config.memory_limit_bytes is not None:
+        families.set_budget(config.memory_limit_bytes)
+    return Shared(
+        families=families,
+        pacing=Pacing(config.max_stream_messages_per_s),
+        budget=MemoryBudget(config.memory_limit_bytes),
+    )
 
 
 @contextlib.contextmanager
@@ -82,20 +100,26 @@ def _metrics_port(config: ServerConfig, registry: CollectorRegistry) -> Iterator
         server.server_close()
 
 
-async def _serve(config: ServerConfig, loaded: Loaded, metrics_port: int) -> int:
+async def _serve(config: ServerConfig, served: Sequence[Served], shared: Shared, metrics_port: int) -> int:
     stop = _stop_on_signals()
-    calls = Calls(InferenceServicer(loaded.model, loaded.engine, max_messages_per_s=config.max_stream_messages_per_s))
     health_servicer = health.aio.HealthServicer()
+
+    async def announce(name: str, status: int) -> None:
+        await health_servicer.set(f"{SERVICE_NAME}/{name}", status)
+
+    control = Control(Models(), shared, announce)
+    calls = Calls(control.models)
     server = build_server(config, calls, health_servicer)
-    port = _bind(server, config)
-    loaded.engine.start()
+    port = _bind(server, config.host, config.port)
+    for one in served:
+        await control.publish(one)
     for name in _SERVICES:
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await health_servicer.set(name, _SERVING)
     await server.start()
-    print(_ready_line(config, loaded, port, metrics_port), flush=True)
-    has_faulted = await _until_stopped(stop, loaded.engine)
+    print(_ready_line(config, served, port, metrics_port), flush=True)
+    has_faulted = await _until_stopped(stop, control)
     await health_servicer.enter_graceful_shutdown()
-    await _drain(config, loaded.engine, calls)
+    await _drain(config, control, calls)
     await server.stop(_CLOSE_GRACE_S)
     return EXIT_ENGINE_FAULT if has_faulted else 0
 
@@ -121,22 +145,22 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, config: ServerConfig) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
-        return server.add_insecure_port(_address(config.host, config.port))
+        return server.add_insecure_port(_address(host, port))
     except RuntimeError:  # taken since check_port looked
-        raise PortError(f"port {config.port} on {config.host} cannot be used") from None
+        raise PortError(f"port {port} on {host} cannot be used") from None
 
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _ready_line(config: ServerConfig, loaded: Loaded, port: int, metrics_port: int) -> str:
+def _ready_line(config: ServerConfig, served: Sequence[Served], port: int, metrics_port: int) -> str:
     address = _address(config.host, port)
     target = "" if address == DEFAULT_TARGET else f"--target {address} "
     return (
-        f"antiphon: ready: {loaded.name} ({loaded.precision}) on {address}, "
+        f"antiphon: ready: {', '.join(f'{one.name} ({one.precision})' for one in served)} on {address}, "
         f"metrics on http://{_address(config.metrics_host, metrics_port)}/metrics; "
         f'next: antiphon generate {target}"How are you?"'
     )
@@ -157,19 +181,19 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _until_stopped(stop: asyncio.Event, engine: Engine) -> bool:
-    """Wait for a signal; True where the engine's thread ended first, after which nothing can be served."""
-    while engine.is_alive:
+async def _until_stopped(stop: asyncio.Event, control: Control) -> bool:
+    """Wait for a signal; True where an engine's thread ended first."""
+    while not control.has_lost_engine:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
             return False
-    log.critical("the engine is gone; leaving, so that whoever watches this process starts another")
+    log.critical("an engine is gone; leaving, so that whoever watches this process starts another")
     return True
 
 
-async def _drain(config: ServerConfig, engine: Engine, calls: Calls) -> None:
+async def _drain(config: ServerConfig, control: Control, calls: Calls) -> None:
     """Finish what runs, refuse what comes; the port stays open so that the refusal can be heard."""
-    has_finished = await asyncio.to_thread(engine.drain, config.drain_grace_s)
+    has_finished = await control.drain(config.drain_grace_s)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(calls.wait_until_idle(), _FLUSH_GRACE_S)
     log.info("drained" if has_finished else "drained; requests still running after %s s were ended")

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import grpc.aio
 
@@ -20,10 +20,11 @@ from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.attention_maps import Explains, explain_response
 from antiphon.service.engine import Engine
-from antiphon.service.errors import InvalidArgument, ModelNotFound, Unsupported
+from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs
 from antiphon.service.model_defaults import NO_DEFAULTS
 from antiphon.service.options import as_option, read_options
+from antiphon.service.pacing import Pacing
 from antiphon.service.ranges import check_vocabulary
 from antiphon.service.request import Pooling, Request, SamplingParams, Task, TokenEvent
 from antiphon.service.stream import OutputStream
@@ -40,13 +41,6 @@ _POOLING = {
 }
 
 
-class _NamesModel(Protocol):
-    """Any request: each names a model."""
-
-    @property
-    def model(self) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     """What the servicer tells of the model, the tokenizer it reads and writes with, and what explains its attention.
@@ -61,15 +55,17 @@ class ServedModel:
 
 
 class InferenceServicer:
-    """The RPC methods of one model and its engine. Methods raise AntiphonError; `handlers.py` tells the client."""
+    """The RPC methods of one model and its engine, for requests that name it.
 
-    def __init__(self, model: ServedModel, engine: Engine, *, max_messages_per_s: float) -> None:
+    Methods raise AntiphonError; `rpc.py` tells the client.
+    """
+
+    def __init__(self, model: ServedModel, engine: Engine, pacing: Pacing) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
         self._inputs = Inputs(model.tokenizer, model.description.limits)
         self._engine = engine
-        self._max_messages_per_s = max_messages_per_s
-        self._num_streams = 0
+        self._pacing = pacing
         self._ids = itertools.count()
 
     async def generate(self, message: pb.GenerateRequest, context: _Context) -> None:
@@ -77,14 +73,13 @@ class InferenceServicer:
         request, wording = await self._generation(message, context)
         answer = Answer(request, wording)
         stream = self._submit(message, request)
-        self._num_streams += 1
         try:
-            async for event in stream:
-                response = answer.delta(event)
-                if response is not None:
-                    await context.write(response)
+            with self._pacing.stream():
+                async for event in stream:
+                    response = answer.delta(event)
+                    if response is not None:
+                        await context.write(response)
         finally:
-            self._num_streams -= 1
             self._engine.cancel(request.request_id)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: _Context) -> pb.GenerateUnaryResponse:
@@ -94,7 +89,6 @@ class InferenceServicer:
 
     async def score(self, message: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
         """Return the log-probability of each token of a given target."""
-        self._check_model(message)
         request = Request(
             **self._arrival(context),
             source_ids=await self._inputs.source_ids(message),
@@ -113,7 +107,6 @@ class InferenceServicer:
 
     async def embed(self, message: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
         """Return a source's pooled encoder states."""
-        self._check_model(message)
         pooling = _POOLING.get(message.pooling)
         if pooling is None:
             raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
@@ -134,7 +127,6 @@ class InferenceServicer:
 
     async def explain(self, message: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         """Return the attention maps of a source and a target, which is the greedy answer where none is given."""
-        self._check_model(message)
         explainer = self._model.explainer
         if explainer is None:
             raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
@@ -147,13 +139,11 @@ class InferenceServicer:
 
     async def tokenize(self, message: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""
-        self._check_model(message)
         token_ids = await self._inputs.encode(message.text)
         return pb.TokenizeResponse(token_ids=token_ids, normalized_text=self._tokenizer.decode(token_ids))
 
     async def detokenize(self, message: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        self._check_model(message)
         highest = self._tokenizer.vocab_size - 1
         if (found := max(message.token_ids, default=0)) > highest:
             raise InvalidArgument("token_ids", found, f"of token ids from 0 to {highest}")
@@ -163,16 +153,10 @@ class InferenceServicer:
 
     async def get_model(self, message: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
         """Describe the model."""
-        self._check_model(message)
         return pb.GetModelResponse(model=self._model.description)
-
-    async def list_models(self, message: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
-        """Describe the only model."""
-        return pb.ListModelsResponse(models=[self._model.description])
 
     async def _generation(self, message: _GenerateRequest, context: _Context) -> tuple[Request, Wording]:
         arrival = self._arrival(context)
-        self._check_model(message)
         controls = read_options(message.options, self._tokenizer.vocab_size, self._model.generation)
         prefix_ids = await self._inputs.prefix_ids(controls)
         wording = Wording(self._tokenizer, prefix_ids=prefix_ids, stop_strings=controls.stop_strings)
@@ -195,9 +179,7 @@ class InferenceServicer:
         return {"request_id": str(next(self._ids)), "arrival_s": arrival_s, "deadline_s": deadline_s}
 
     def _submit(self, message: HasSource, request: Request) -> OutputStream:
-        # A message costs CPU that the model needs: alone, a stream gets every token by itself; in a crowd, several.
-        window_s = (self._num_streams + 1) / self._max_messages_per_s
-        stream = OutputStream(request.request_id, coalesce_s=window_s)
+        stream = OutputStream(request.request_id, coalesce_s=self._pacing.window_s)
         try:
             self._engine.submit(request, stream)
         except InvalidArgument as error:
@@ -239,11 +221,6 @@ class InferenceServicer:
             source_tokens=[piece(token_id) for token_id in source_ids],
             target_tokens=[piece(token_id) for token_id in (self._tokenizer.bos_id, *target_ids)],
         )
-
-    def _check_model(self, message: _NamesModel) -> None:
-        name = self._model.description.name
-        if message.model not in ("", name):
-            raise ModelNotFound(f"model {message.model[:80]!r} is not served here; {name!r} is")
 
 
 def _scoring(num_alternatives: int) -> SamplingParams:

@@ -24,7 +24,9 @@ from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.handlers import Calls
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
+from antiphon.service.models import Models, Served
 from antiphon.service.options import default_options
+from antiphon.service.pacing import Pacing
 from antiphon.service.server import build_server
 from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.v1 import inference_pb2 as pb
@@ -92,7 +94,19 @@ async def serving(
     limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
     model = ServedModel(description=description, tokenizer=tokenizer, explainer=explainer)
-    calls = Calls(InferenceServicer(model, engine, max_messages_per_s=max_messages_per_s))
+    servicer = InferenceServicer(model, engine, Pacing(max_messages_per_s))
+    models = Models()
+    models.add(
+        Served(
+            name=MODEL_NAME,
+            precision="float32",
+            servicer=servicer,
+            engine=engine,
+            description=description,
+            metrics=metrics,
+        )
+    )
+    calls = Calls(models)
     server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.start()

@@ -20,7 +20,8 @@ ANTIPHON = (sys.executable, "-m", "antiphon.cli")
 PATIENCE_S = 120
 
 _READY = re.compile(
-    r"antiphon: ready: (?P<model>\S+) \((?P<precision>\w+)\) on (?P<target>\S+), metrics on (?P<url>\S+);"
+    r"antiphon: ready: (?P<model>\S+) \((?P<precision>\w+)\)(?:, \S+ \(\w+\))* on (?P<target>\S+), "
+    r"metrics on (?P<url>\S+?)(?:, admin on (?P<admin>\S+))?;"
 )
 
 
@@ -56,7 +57,7 @@ class ServerProcess:
         match = _READY.match(self.ready_line)
         if match is None:
             raise AssertionError(f"no ready line but {self.ready_line!r}; {self.process.communicate()[1]}")
-        self.model, self.precision, self.target, self._metrics_url = match.groups()
+        self.model, self.precision, self.target, self._metrics_url, self.admin_target = match.groups()
 
     @property
     def port(self) -> int:

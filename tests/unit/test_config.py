@@ -127,7 +127,7 @@ def test_add_config_arguments_offers_one_described_flag_for_each_field() -> None
     add_config_arguments(parser)
     text = parser.format_help()
     for name, field in config.fields().items():
-        assert f"--{name.replace('_', '-')}" in text
+        assert f"  {config.flag_of(name)} " in text
         assert field.description
 
 
