@@ -95,7 +95,7 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
 
 
 def _runner(bundle: Bundle, plan: ModelPlan) -> AnyRunner:
-    _check_blocks(bundle, config)
+    _check_blocks(bundle, plan)
     return open_runner(
         bundle,
         max_rows=plan.max_num_seqs,
