@@ -51,7 +51,9 @@ def generation_defaults(folder: Path, settings: Settings, config: ModelConfig, t
 
 
 def _lengths(given: Settings, config: ModelConfig) -> dict[str, Any]:
-    """`max_length` and `min_length` count the begin token too, which is given and not new."""
+    """`max_length` and `min_length` count the begin token too, which is given and not new; or a prompt nobody knows."""
+    if config.architecture == "decoder":
+        given = {name: value for name, value in given.items() if name not in ("max_length", "min_length")}
     most = given.get("max_new_tokens") or (given["max_length"] - 1 if "max_length" in given else None)
     least = given.get("min_new_tokens") or (given["min_length"] - 1 if "min_length" in given else None)
     most = min(most, config.max_target_len) if most and most > 0 else None

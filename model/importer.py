@@ -168,13 +168,13 @@ def _verified(source: _Source) -> Transformer:
 
 
 def _reference(source: _Source) -> str:
-    """The class that runs the original: a model alone or with the head that config.json names."""
+    """The class that runs the original: of an encoder the one that config.json names, for its heads."""
     import transformers
 
     named = (source.settings.get("architectures") or [""])[0]
     found = getattr(transformers, str(named), None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return named if is_model and source.config.architecture != "encoder-decoder" else source.family.reference
+    return named if is_model and source.config.architecture == "encoder" else source.family.reference
 
 
 def load_model(source: _Source) -> Transformer:

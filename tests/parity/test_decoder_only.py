@@ -1,15 +1,25 @@
-"""Decoders alone: exported graphs against PyTorch."""
+"""Decoders alone: exported graphs against PyTorch, imported checkpoints against transformers, token for token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from antiphon.model.bundle import Bundle
 from antiphon.model.export import ExportError, export_bundle
+from antiphon.model.importer import ImportOptions, import_checkpoint
 from antiphon.model.random_model import random_transformer
+from antiphon.model.source_weights import SourceError
 from antiphon.model.verify import verify
+from antiphon.service.native_runner import NativeRunner
+from antiphon.service.request import Request, SamplingParams, Task, TokenEvent
+from tests.parity.answers_together import answer, one_torch_thread
+from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 DECODERS: dict[str, dict[str, object]] = {
@@ -38,4 +48,151 @@ def test_decoder_alone_is_refused_by_other_lowerings(tmp_path: Path, lowering: s
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**ALONE, **DECODERS["gpt2"]))
     with pytest.raises(ExportError, match=f"lowering='{lowering}' does not fit architecture='decoder'"):
         export_bundle(checkpoint, tmp_path / "bundle", lowerings=("native", lowering))  # type: ignore[arg-type]
+    assert not (tmp_path / "bundle").exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A checkpoint as transformers runs it, and what serves its bundle."""
+
+    theirs: Any
+    bundle: Bundle
+    runner: NativeRunner
+    prompts: Sequence[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+def imported_from(folder: Path, name: str) -> Imported:
+    theirs = write_decoder(folder / "checkpoint", name)
+    options = ImportOptions(source=str(folder / "checkpoint"), target=folder / "bundle", precisions=("float32",))
+    bundle = import_checkpoint(options)
+    config = bundle.manifest.model
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        tuple(torch.randint(3, config.vocab_size, (length,), generator=generator).tolist())
+        for length in (1, 2, 7, 16, 17, config.max_target_len - 3)
+    ]
+    return Imported(theirs=theirs, bundle=bundle, runner=NativeRunner(bundle, max_rows=40, threads=1), prompts=prompts)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    return imported_from(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, target: tuple[int, ...] = ()) -> Request:
+    """As the servicer asks a decoder alone; a target is judged."""
+    return Request(
+        request_id=name,
+        source_ids=(),
+        begin_id=prompt[0],
+        prefix_ids=prompt[1:],
+        num_prompt_ids=len(prompt),
+        params=params,
+        arrival_s=0.0,
+        task=Task.SCORE if target else Task.GENERATE,
+        target_ids=target,
+    )
+
+
+def theirs_of(imported: Imported, prompt: tuple[int, ...], **options: Any) -> list[int]:
+    """What transformers' `generate` adds to a prompt, up to and without the end token."""
+    config = imported.bundle.manifest.model
+    made = imported.theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=min(12, config.max_target_len - len(prompt)),
+        do_sample=False,
+        pad_token_id=config.pad_id,
+        **options,
+    )
+    added: list[int] = made[0, len(prompt) :].tolist()
+    return added[: added.index(config.eos_id)] if config.eos_id in added else added
+
+
+CONTROLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    (dict(beam_width=4), dict(num_beams=4)),
+    (dict(beam_width=4, length_penalty=0.0), dict(num_beams=4, length_penalty=0.0)),
+    (dict(repetition_penalty=1.8), dict(repetition_penalty=1.8)),
+    (dict(no_repeat_ngram_size=1), dict(no_repeat_ngram_size=1)),
+    (dict(min_new_tokens=3), dict(min_new_tokens=3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ours", "theirs"), CONTROLS, ids=str)
+def test_prompts_together_go_on_as_in_transformers_alone(
+    imported: Imported, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """Penalties read the prompt as well as what was generated."""
+    check_together(imported, SamplingParams(max_new_tokens=12, **ours), **theirs)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_relatives_of_llama_go_on_as_in_transformers(tmp_path: Path, name: str) -> None:
+    """Mistral within its window, the longest prompt to its last position; Qwen2 with biases here and none there."""
+    check_together(imported_from(tmp_path, name), SamplingParams(max_new_tokens=12))
+
+
+def check_together(imported: Imported, params: SamplingParams, **theirs: Any) -> None:
+    answers = answer(
+        imported.runner, [prompted(str(index), prompt, params) for index, prompt in enumerate(imported.prompts)]
+    )
+    for index, prompt in enumerate(imported.prompts):
+        (event,) = answers[str(index)]
+        assert list(event.token_ids) == theirs_of(imported, prompt, **theirs), f"after {len(prompt)} tokens"
+        assert len(prompt) + event.num_generated <= imported.bundle.manifest.model.max_target_len
+
+
+def test_scores_are_the_log_probabilities_of_transformers(imported: Imported) -> None:
+    target = (5, 4, 3)
+    requests = [prompted(str(index), prompt, SamplingParams(), target) for index, prompt in enumerate(imported.prompts)]
+    answers = answer(imported.runner, requests)
+    for index, prompt in enumerate(imported.prompts):
+        (event,) = answers[str(index)]
+        with torch.no_grad():
+            logits = imported.theirs(torch.tensor([[*prompt, *target]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(dim=-1)[range(3), list(target)]
+        found = torch.tensor([one.logprob for one in event.logprobs])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def bits(event: TokenEvent) -> tuple[object, ...]:
+    return event.output_index, event.token_ids, event.logprobs, event.score
+
+
+def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> None:
+    requests = [
+        prompted(
+            str(index),
+            prompt,
+            SamplingParams(temperature=1.3, top_p=0.9, seed=index, num_return_sequences=2, num_logprobs=1),
+        )
+        for index, prompt in enumerate(imported.prompts)
+    ]
+    together = answer(imported.runner, requests)
+    for request in requests:
+        (alone,) = answer(imported.runner, [request]).values()
+        assert sorted(map(bits, alone)) == sorted(map(bits, together[request.request_id]))
+    assert len({event.token_ids for events in together.values() for event in events}) > len(requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)), "type 'linear'"),
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused_by_name(
+    tmp_path: Path, name: str, settings: dict[str, object], message: str
+) -> None:
+    write_decoder(tmp_path / "checkpoint", name, **settings)
+    with pytest.raises(SourceError, match=message):
+        import_checkpoint(ImportOptions(source=str(tmp_path / "checkpoint"), target=tmp_path / "bundle"))
     assert not (tmp_path / "bundle").exists()
