@@ -68,8 +68,8 @@ class Backend(Segmenter):
         self._longest_token = longest_token
 
     def encode(self, text: str) -> Encoding:
-        """Ids and offsets, as the library gives them."""
-        found = self._backend.encode(text, add_special_tokens=False)
+        """Ids and offsets, as the library gives them; other threads run meanwhile."""
+        found = self._backend.encode_batch([text], add_special_tokens=False)[0]
         return Encoding(found.ids, found.offsets)
 
     def ids(self, text: str) -> list[int]:

@@ -30,8 +30,11 @@ class Explanation(Protocol):
 class Explains(Protocol):
     """Computes attention maps, one call at a time; blocks its caller meanwhile."""
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> Explanation:
-        """Maps of a source, end token included, and a target. Raises Unsupported where there is no graph for it."""
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
+        """Maps of a source, end token included, and a target behind begin_id, the model's begin token unless given.
+
+        Raises Unsupported where there is no graph for it.
+        """
 
 
 def explain_response(

@@ -53,8 +53,10 @@ class Explainer:
         per_head = model.encoder_layers * source_len**2 + model.decoder_layers * target_len * (target_len + source_len)
         return model.num_heads * per_head
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> Explanation:
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
         """The weights of a source, end token included, and a target, to which the begin token is prepended.
+
+        begin_id: instead of the model's.
 
         The caller has checked lengths and ids. Raises Unsupported where the bundle has no explain graph or the answer
         would exceed MAX_WEIGHTS, GraphError where the graph fails.
@@ -72,4 +74,5 @@ class Explainer:
         with self._lock:
             if self._session is None:
                 self._session = ExplainSession(self._bundle.file(self._name), threads=self._threads)
-            return self._session.run(source_ids, [self._bundle.manifest.model.bos_id, *target_ids])
+            first_id = self._bundle.manifest.model.bos_id if begin_id is None else begin_id
+            return self._session.run(source_ids, [first_id, *target_ids])

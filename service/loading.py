@@ -68,6 +68,8 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     model = ServedModel(
         description=description,
         tokenizer=tokenizer,
+        text=bundle.manifest.text,
+        config=bundle.manifest.model,
         explainer=explainer if explainer.is_available else None,
         generation=bundle.manifest.generation,
     )
@@ -87,6 +89,8 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
 def _tokenizer(bundle: Bundle) -> Tokenizer:
     model, text = bundle.manifest.model, bundle.manifest.text
     tokenizer = open_tokenizer(bundle.path, text)
+    if text.kind != "byte_bpe":  # imported: its vocabulary may be padded, and the model names the special tokens
+        return tokenizer
     for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "unk_id"):
         found, expected = getattr(tokenizer, name), getattr(model, name)
         if found != expected:
@@ -147,6 +151,7 @@ def _describe(bundle: Bundle, precision: str, max_message_bytes: int) -> pb.Mode
             max_message_bytes=max_message_bytes,
         ),
         default_options=_default_options(bundle),
+        languages=sorted(manifest.text.languages),
     )
     if manifest.provenance is not None:
         model.provenance.source = manifest.provenance.source

@@ -16,12 +16,15 @@ from typing import Any, cast
 import grpc.aio
 
 from antiphon.model.bundle import GenerationDefaults
+from antiphon.model.config import ModelConfig
+from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.attention_maps import Explains, explain_response
 from antiphon.service.engine import Engine
 from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs
+from antiphon.service.languages import RequestLanguages, languages_of, source_languages
 from antiphon.service.model_defaults import NO_DEFAULTS
 from antiphon.service.options import as_option, read_options
 from antiphon.service.pacing import Pacing
@@ -45,11 +48,14 @@ _POOLING = {
 class ServedModel:
     """What the servicer tells of the model, the tokenizer it reads and writes with, and what explains its attention.
 
+    text, config: how texts become the model's ids, and what it is.
     explainer: None where the bundle has no graph for it. generation: what options take that a request leaves out.
     """
 
     description: pb.Model
     tokenizer: Tokenizer
+    text: TextFormat
+    config: ModelConfig
     explainer: Explains | None = None
     generation: GenerationDefaults = NO_DEFAULTS
 
@@ -63,7 +69,7 @@ class InferenceServicer:
     def __init__(self, model: ServedModel, engine: Engine, pacing: Pacing) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
-        self._inputs = Inputs(model.tokenizer, model.description.limits)
+        self._inputs = Inputs(model.tokenizer, model.text, model.config, model.description.limits)
         self._engine = engine
         self._pacing = pacing
         self._ids = itertools.count()
@@ -89,10 +95,12 @@ class InferenceServicer:
 
     async def score(self, message: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
         """Return the log-probability of each token of a given target."""
+        languages = languages_of(self._model.text, message)
         request = Request(
             **self._arrival(context),
-            source_ids=await self._inputs.source_ids(message),
-            target_ids=await self._inputs.ended_target_ids(message),
+            source_ids=(await self._inputs.source(message, languages)).ids,
+            begin_id=languages.begin_id,
+            target_ids=await self._inputs.ended_target_ids(message, languages),
             task=Task.SCORE,
             params=_scoring(message.num_alternatives),
             is_streamed=False,
@@ -110,9 +118,11 @@ class InferenceServicer:
         pooling = _POOLING.get(message.pooling)
         if pooling is None:
             raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
+        source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
         request = Request(
             **self._arrival(context),
-            source_ids=await self._inputs.source_ids(message),
+            source_ids=source.ids,
+            type_ids=source.type_ids,
             params=SamplingParams(),
             task=Task.EMBED,
             pooling=pooling,
@@ -130,21 +140,22 @@ class InferenceServicer:
         explainer = self._model.explainer
         if explainer is None:
             raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
-        source_ids = await self._inputs.source_ids(message)
-        target_ids = await self._inputs.target_ids(message)
+        languages = languages_of(self._model.text, message)
+        source_ids = (await self._inputs.source(message, languages)).ids
+        target_ids = await self._inputs.target_ids(message, languages)
         if target_ids is None:
-            target_ids = await self._greedy_answer(message, context, source_ids)
+            target_ids = await self._greedy_answer(message, context, source_ids, languages)
         self._check_explainable(message, source_ids, target_ids)
-        return await asyncio.to_thread(self._explain, explainer, source_ids, target_ids)
+        return await asyncio.to_thread(self._explain, explainer, source_ids, target_ids, languages.begin_id)
 
     async def tokenize(self, message: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""
         token_ids = await self._inputs.encode(message.text)
-        return pb.TokenizeResponse(token_ids=token_ids, normalized_text=self._tokenizer.decode(token_ids))
+        return pb.TokenizeResponse(token_ids=token_ids, normalized_text=self._tokenizer.decode_source(token_ids))
 
     async def detokenize(self, message: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        highest = self._tokenizer.vocab_size - 1
+        highest = self._model.config.vocab_size - 1
         if (found := max(message.token_ids, default=0)) > highest:
             raise InvalidArgument("token_ids", found, f"of token ids from 0 to {highest}")
         if len(message.token_ids) <= MAX_INLINE_LEN:
@@ -157,13 +168,15 @@ class InferenceServicer:
 
     async def _generation(self, message: _GenerateRequest, context: _Context) -> tuple[Request, Wording]:
         arrival = self._arrival(context)
-        controls = read_options(message.options, self._tokenizer.vocab_size, self._model.generation)
-        prefix_ids = await self._inputs.prefix_ids(controls)
+        languages = languages_of(self._model.text, message)
+        controls = read_options(message.options, self._model.config.vocab_size, self._model.generation)
+        prefix_ids = await self._inputs.prefix_ids(controls, languages)
         wording = Wording(self._tokenizer, prefix_ids=prefix_ids, stop_strings=controls.stop_strings)
         request = Request(
             **arrival,
-            source_ids=await self._inputs.source_ids(message),
-            params=controls.params,
+            source_ids=(await self._inputs.source(message, languages)).ids,
+            begin_id=languages.begin_id,
+            params=languages.params(controls.params, prefix_ids),
             prefix_ids=prefix_ids,
             stop_matcher=wording.matcher if controls.stop_strings else None,
             is_streamed=isinstance(message, pb.GenerateRequest),
@@ -194,11 +207,21 @@ class InferenceServicer:
             self._engine.cancel(request.request_id)
 
     async def _greedy_answer(
-        self, message: pb.ExplainRequest, context: _Context, source_ids: tuple[int, ...]
+        self,
+        message: pb.ExplainRequest,
+        context: _Context,
+        source_ids: tuple[int, ...],
+        languages: RequestLanguages,
     ) -> tuple[int, ...]:
         # One token less than the model could: a map has a row for the begin token too.
         params = SamplingParams(max_new_tokens=max(1, self._model.description.limits.max_target_len - 1))
-        request = Request(**self._arrival(context), source_ids=source_ids, params=params, is_streamed=False)
+        request = Request(
+            **self._arrival(context),
+            source_ids=source_ids,
+            begin_id=languages.begin_id,
+            params=languages.params(params, ()),
+            is_streamed=False,
+        )
         return last_of(await self._collect(message, request)).token_ids
 
     def _check_explainable(
@@ -206,20 +229,22 @@ class InferenceServicer:
     ) -> None:
         limits = self._model.description.limits
         longest = {"source": limits.max_source_len, "target": limits.max_target_len - 1}  # the begin token comes first
+        config = self._model.config
+        vocab_sizes = {"source": config.resolved_source_vocab_size, "target": config.vocab_size}
         for side, ids in (("source", source_ids), ("target", target_ids)):
             field = message.WhichOneof(side) or side  # type: ignore[call-overload]
-            check_vocabulary(field, ids, self._tokenizer.vocab_size)
+            check_vocabulary(field, ids, vocab_sizes[side])
             if len(ids) > longest[side]:
                 raise InvalidArgument(field, f"{len(ids)} tokens long", f"at most {longest[side]} tokens long")
 
     def _explain(
-        self, explainer: Explains, source_ids: tuple[int, ...], target_ids: tuple[int, ...]
+        self, explainer: Explains, source_ids: tuple[int, ...], target_ids: tuple[int, ...], begin_id: int | None
     ) -> pb.ExplainResponse:
-        piece = self._tokenizer.piece
+        first_id = self._model.config.bos_id if begin_id is None else begin_id
         return explain_response(
-            explainer.explain(source_ids, target_ids),
-            source_tokens=[piece(token_id) for token_id in source_ids],
-            target_tokens=[piece(token_id) for token_id in (self._tokenizer.bos_id, *target_ids)],
+            explainer.explain(source_ids, target_ids, begin_id),
+            source_tokens=[self._tokenizer.source_piece(token_id) for token_id in source_ids],
+            target_tokens=[self._tokenizer.piece(token_id) for token_id in (first_id, *target_ids)],
         )
 
 

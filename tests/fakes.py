@@ -51,6 +51,7 @@ class FakeRunner:
     before_encode, before_decode, before_move: called first, to hold a step or to raise a fault.
     reads_history: the logits depend on the whole target so far, and the end token may come earlier: for beams.
     overrides: rows of logits, by source, that take the place of the computed ones at every position.
+    begin_id: what every target begins with.
     encoded, decoded_rows, decoded_tokens: what each call was given, oldest first.
     """
 
@@ -87,6 +88,7 @@ class FakeRunner:
         self.can_share_blocks = can_share_blocks
         self.can_embed = can_embed
         self.reads_history = reads_history
+        self.begin_id = BOS_ID
         self.before_encode: Callable[[Sequence[Sequence[int]]], None] = lambda sources: None
         self.before_decode: Callable[[int], None] = lambda num_rows: None
         self.before_move: Callable[[], None] = lambda: None
@@ -183,7 +185,7 @@ class FakeRunner:
     def _feed(self, batch: DecodeBatch, row: int, index: int, history: list[int], mark: int) -> int:
         token_id, position = int(batch.token_ids[index]), int(batch.positions[index])
         _require(position == len(history) < self.max_target_len, f"row {row} caches {len(history)} tokens")
-        is_begun = (token_id == BOS_ID) == (position == 0) or not self.has_encoder
+        is_begun = (token_id == self.begin_id) == (position == 0) or not self.has_encoder
         _require(is_begun, f"row {row} is fed {token_id} after {position} tokens")
         history.append(token_id)
         return self._cells.write(batch.self_tables[row], position, token_id, mark)

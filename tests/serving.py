@@ -17,7 +17,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.config import preset
+from antiphon.model.text_format import TextFormat
+from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.service.attention_maps import Explains
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
@@ -83,9 +85,13 @@ async def serving(
     max_messages_per_s: float = 1e6,
     clock: Callable[[], float] = time.monotonic,
     explainer: Explains | None = None,
+    text: TextFormat | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Serve a fake model on a free port; on leaving, every block must be free again."""
+    """Serve a fake model on a free port; on leaving, every block must be free again.
+
+    text: instead of the tokenizer's own format.
+    """
     tokenizer = tiny_tokenizer()
     runner = FakeRunner(vocab_size=tokenizer.vocab_size)
     prepare(runner)
@@ -93,7 +99,13 @@ async def serving(
     engine = Engine(runner, engine_config or EngineConfig(), metrics, clock=clock)
     limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
-    model = ServedModel(description=description, tokenizer=tokenizer, explainer=explainer)
+    model = ServedModel(
+        description=description,
+        tokenizer=tokenizer,
+        text=text or byte_bpe_format(tokenizer),
+        config=preset("tiny", vocab_size=tokenizer.vocab_size),
+        explainer=explainer,
+    )
     servicer = InferenceServicer(model, engine, Pacing(max_messages_per_s))
     models = Models()
     models.add(

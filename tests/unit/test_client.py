@@ -216,7 +216,9 @@ class LargeExplainer:
 
     encoder_self = decoder_self = cross = np.full((1, 2, 500, 1000), 1e-3, np.float32)
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> LargeExplainer:
+    def explain(
+        self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None
+    ) -> LargeExplainer:
         return self
 
 

@@ -41,7 +41,7 @@ def rows_of(random: np.random.Generator, layers: int, queries: int, keys: int) -
 class RandomExplainer:
     """The same weights for the same lengths."""
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> Weights:
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Weights:
         random = np.random.default_rng(len(source_ids))
         source, target = len(source_ids), len(target_ids) + 1
         return Weights(

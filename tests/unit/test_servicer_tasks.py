@@ -33,7 +33,9 @@ class FakeExplainer:
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> FakeExplanation:
+    def explain(
+        self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None
+    ) -> FakeExplanation:
         self.asked.append((tuple(source_ids), tuple(target_ids)))
         num_source, num_target = len(source_ids), 1 + len(target_ids)
         return FakeExplanation(
