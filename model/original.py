@@ -28,7 +28,7 @@ _HEAD_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "fill_mask": ("prediction_logits", "logits"),
     "classify": ("logits",),
     "tag": ("logits",),
-    "next_sentence": ("seq_relationship_logits", "logits"),
+    "next_sentence": ("seq_relationship_logits", "sop_logits", "logits"),
     "pool": ("pooler_output",),
 }
 _CASES = (((1,), 3), ((14, 3, 9), 7), ((31, 30, 5, 17), 12))
@@ -36,11 +36,15 @@ _CASES = (((1,), 3), ((14, 3, 9), 7), ((31, 30, 5, 17), 12))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Random tokens: source [B, S] int64 with lens [B] int32 valid, target [B, T] int64; no token is padding."""
+    """Random tokens: source [B, S] int64 with lens [B] int32 valid, target [B, T] int64; no token is padding.
+
+    types [B, S] int64: token types of the source, None where the model has none.
+    """
 
     source: Tensor
     lens: Tensor
     target: Tensor
+    types: Tensor | None
 
     @property
     def mask(self) -> Tensor:
@@ -59,7 +63,9 @@ def _batch(config: ModelConfig, lens: tuple[int, ...], steps: int, random: np.ra
     longest, steps = int(lengths.max()), min(steps, config.max_target_len)
     source = _ids(config.resolved_source_vocab_size, config.pad_id, (len(lens), longest), random)
     source[torch.arange(longest)[None] >= lengths[:, None]] = config.pad_id
-    return Batch(source=source, lens=lengths, target=_ids(config.vocab_size, config.pad_id, (len(lens), steps), random))
+    target = _ids(config.vocab_size, config.pad_id, (len(lens), steps), random)
+    types = torch.from_numpy(random.integers(0, config.token_types, source.shape)) if config.token_types else None
+    return Batch(source=source, lens=lengths, target=target, types=types)
 
 
 def _ids(vocab_size: int, pad_id: int, shape: tuple[int, int], random: np.random.Generator) -> Tensor:
@@ -102,7 +108,8 @@ def _theirs(original: Any, config: ModelConfig, batch: Batch) -> dict[str, Tenso
     if config.architecture == "decoder":
         return {"logits": original(input_ids=batch.target).logits}
     if config.architecture == "encoder":
-        made = original(input_ids=batch.source, attention_mask=mask, output_hidden_states=True)
+        types = {} if batch.types is None else {"token_type_ids": batch.types}
+        made = original(input_ids=batch.source, attention_mask=mask, output_hidden_states=True, **types)
         outputs = {"encoder states": made.hidden_states[-1][batch.mask]}
         for head in config.heads:
             name = next((name for name in _HEAD_OUTPUTS[head.task] if name in made), None)
@@ -124,7 +131,7 @@ def _ours(model: Transformer, batch: Batch) -> dict[str, Tensor]:
     """Encoder states [N, M] of the N valid tokens, logits [B, T, V]; of an encoder alone what each head gives."""
     if model.config.architecture == "decoder":
         return {"logits": model.logits(model.decode(batch.target, None))}
-    memory = model.encode(batch.source, batch.lens)
+    memory = model.encode(batch.source, batch.lens, batch.types)
     outputs = {"encoder states": memory[batch.mask]}
     for head in model.config.heads:
         first = head.task in FIRST_TOKEN_TASKS

@@ -59,6 +59,13 @@ class SourceWeights:
         """Let names that begin with this prefix be known without it; checkpoints have it or not."""
         self._readers = {name.removeprefix(prefix): reader for name, reader in self._readers.items()}
 
+    def rename_ending(self, old: str, new: str) -> None:
+        """Let names that end in `old` end in `new`."""
+        self._readers = {
+            name.removesuffix(old) + new if name.endswith(old) else name: reader
+            for name, reader in self._readers.items()
+        }
+
     def take(self, name: str) -> Tensor:
         """A tensor as float32, its own copy or none of the file's. Raises SourceError where it is missing."""
         if name not in self._readers:
@@ -112,6 +119,19 @@ class SourceWeights:
             return
         with torch.no_grad():
             ours.copy_(source[: len(ours)])
+
+    def add(self, ours: Tensor, name: str) -> None:
+        """Add a tensor of one row to every row of ours. A missing one is noted."""
+        if name not in self._readers:
+            self._missing.append(name)
+            return
+        source = self._readers[name]()
+        self._taken.add(name)
+        if list(source.shape) != [1, *ours.shape[1:]]:
+            self._misshapen.append(f"{name} {list(source.shape)} where {[1, *ours.shape[1:]]} is expected")
+            return
+        with torch.no_grad():
+            ours.add_(source)
 
     def fill_tied(self, ours: Tensor, *names: str) -> None:
         """Copy a tensor that goes by several names; `differ` has told that they are one."""

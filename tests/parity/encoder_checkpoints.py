@@ -1,0 +1,66 @@
+"""Small random checkpoints of public encoder families, as transformers writes them, and the originals to ask."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.families.family import family_in, read_config
+from antiphon.model.families.settings import Settings
+from antiphon.model.transformer import Transformer
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "mat", "##s", "##ed", "big", "small", "red", "blue")
+
+
+def randomise(model: Any) -> Any:
+    """Every vector random too, so that a forgotten bias or norm shows."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.3 if parameter.ndim == 1 else 0.15
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+            if parameter.ndim == 1 and name.endswith(("norm.weight", "Norm.weight")):
+                parameter.add_(1.0)
+    return model.eval()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of a few words, with BERT's templates."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *WORDS))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))  # type: ignore[call-arg]
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]", "unk_token": "[UNK]"}))
+
+
+def write_checkpoint(folder: Path, config: Any, kind: str) -> Any:
+    """A random model of a class of transformers, saved with a tokenizer; returns the model."""
+    original = randomise(getattr(transformers, kind)(config))
+    original.save_pretrained(folder)
+    write_tokenizer(folder)
+    return original
+
+
+def read_checkpoint(folder: Path) -> tuple[Transformer, ModelConfig, Settings]:
+    """Our model of a checkpoint, by its family's functions alone."""
+    family = family_in(folder)
+    with family.open_weights(folder) as weights:
+        settings = family.settle(read_config(folder), weights)
+    config = family.configure(settings)
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # what is not filled shows
+    with family.open_weights(folder) as weights:
+        family.load(model, weights, settings)
+        weights.check(family.name)
+    return model, config, settings
