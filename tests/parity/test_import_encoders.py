@@ -22,7 +22,7 @@ from antiphon.model.source_weights import SourceError
 from tests.parity.encoder_checkpoints import SPECIAL, read_checkpoint, write_checkpoint
 
 LENS = (13, 1, 29, 6)
-CLOSE = dict(atol=2e-5, rtol=1e-4)
+CLOSE: dict[str, Any] = dict(atol=2e-5, rtol=1e-4)
 
 # Odd on purpose: a padded vocabulary, widths that no power of two divides, every activation once.
 BERT = dict(
