@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from antiphon.service.admission import admit, limits_of
+from antiphon.service.admission import admit, check_ability, limits_of
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
-from antiphon.service.request import Request
+from antiphon.service.request import Pooling, Request, Task
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import EncodeReport, Runner
 from antiphon.service.scheduler import SchedulerLimits
@@ -126,6 +126,14 @@ class Engine:
             self._metrics.refused(error.reason)
             if isinstance(error, DeadlineExceeded):
                 self._metrics.deadline_missed("submit")
+            raise
+
+    def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
+        """Raise Unsupported where the model could never do this, before anything is read for it; counted as refused."""
+        try:
+            check_ability(task, pooling, self._admission)
+        except AntiphonError as error:
+            self._metrics.refused(error.reason)
             raise
 
     def cancel(self, request_id: str) -> None:

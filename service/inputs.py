@@ -62,13 +62,16 @@ class Inputs:
         self._limits = limits
 
     async def source(self, message: HasSource, languages: RequestLanguages = _NO_LANGUAGES) -> Source:
-        """The source of any request, a pair where it gives one. Raises InvalidArgument."""
+        """The source of any request, a pair where it gives one; that of a decoder alone is a prompt, and may be empty.
+
+        Raises InvalidArgument.
+        """
         kind = message.WhichOneof("source")
         if kind is None:
             raise InvalidArgument("source", None, "set: text or token_ids")
         given = message.text if kind == "text" else message.token_ids.ids
         ids = await self._ids(kind, given, self._limits.max_source_len, shortest=1)
-        if not ids:
+        if not ids and self._config.architecture != "decoder":
             found = message.text if kind == "text" else []
             raise InvalidArgument(kind, found, "not empty; white space alone counts as empty")
         pair_ids = await self._pair_ids(message, kind)
@@ -159,7 +162,7 @@ class Inputs:
         filled, types = fill(self._text, ids, pair_ids, languages, is_partly_filled=are_ids)
         has_types = self._config.token_types > 0 and any(types)
         return Source(
-            ids=filled,
+            ids=filled or (self._config.bos_id,),  # an empty prompt without a template begins with the begin token
             type_ids=types if has_types else (),
             first=num_before(self._text, languages),
             offsets=offsets,

@@ -8,6 +8,7 @@ from antiphon.model.bundle import Bundle, BundleError, load_bundle
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.service.describe import describe
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.explain import Explainer
@@ -17,13 +18,10 @@ from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.model_settings import ModelPlan
 from antiphon.service.models import Served
-from antiphon.service.options import default_options
 from antiphon.service.pacing import Pacing
 from antiphon.service.runners import AnyRunner, open_runner
 from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.v1 import inference_pb2 as pb
-
-_PRECISIONS = {"float32": pb.PRECISION_FLOAT32, "int8": pb.PRECISION_INT8}
 
 
 class StartupError(Exception):
@@ -62,7 +60,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     tokenizer = _tokenizer(bundle)
     runner = _runner(bundle, plan)
     runner.warm_up()
-    description = _describe(bundle, runner.precision, plan.max_message_bytes)
+    description = _described(bundle, runner, tokenizer, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
     model = ServedModel(
@@ -84,6 +82,13 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
         description=description,
         metrics=metrics,
     )
+
+
+def _described(bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, plan: ModelPlan) -> pb.Model:
+    try:
+        return describe(bundle, runner, tokenizer, plan.max_message_bytes)
+    except InvalidArgument as error:
+        raise StartupError(f"{bundle.path}: generation: {error}") from None
 
 
 def _tokenizer(bundle: Bundle) -> Tokenizer:
@@ -129,32 +134,3 @@ def _engine_config(plan: ModelPlan) -> EngineConfig:
         max_queued_requests=plan.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
     )
-
-
-def _default_options(bundle: Bundle) -> pb.GenerateOptions:
-    """The model's own defaults among the others. Raises StartupError where the bundle's cannot be."""
-    try:
-        return default_options(bundle.manifest.generation)
-    except InvalidArgument as error:
-        raise StartupError(f"{bundle.path}: generation: {error}") from None
-
-
-def _describe(bundle: Bundle, precision: str, max_message_bytes: int) -> pb.Model:
-    manifest = bundle.manifest
-    model = pb.Model(
-        name=manifest.name,
-        precision=_PRECISIONS[precision],
-        vocabulary_size=manifest.model.vocab_size,
-        limits=pb.Limits(
-            max_source_len=manifest.model.max_source_len,
-            max_target_len=manifest.model.max_target_len,
-            max_message_bytes=max_message_bytes,
-        ),
-        default_options=_default_options(bundle),
-        languages=sorted(manifest.text.languages),
-    )
-    if manifest.provenance is not None:
-        model.provenance.source = manifest.provenance.source
-        model.provenance.licence = manifest.provenance.licence
-        model.provenance.attribution = manifest.provenance.attribution
-    return model

@@ -198,7 +198,7 @@ class Request:
         return 0 if asked is None and self.task is Task.SCORE else asked
 
 
-def head_of(task: Task, pooling: Pooling) -> HeadTask | None:
+def head_of(task: Task, pooling: Pooling = Pooling.MEAN) -> HeadTask | None:
     """The head that a task needs; None where it needs none."""
     if task is Task.EMBED:
         return "pool" if pooling is Pooling.MODEL else None

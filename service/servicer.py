@@ -21,27 +21,39 @@ from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.attention_maps import Explains, explain_response
+from antiphon.service.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.engine import Engine
 from antiphon.service.errors import InvalidArgument, Unsupported
-from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs
+from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs, Source
 from antiphon.service.languages import RequestLanguages, languages_of, source_languages
 from antiphon.service.model_defaults import NO_DEFAULTS
 from antiphon.service.options import as_option, read_options
 from antiphon.service.pacing import Pacing
 from antiphon.service.ranges import check_vocabulary
-from antiphon.service.request import Pooling, Request, SamplingParams, Task, TokenEvent
+from antiphon.service.request import Pooling, Readout, Request, SamplingParams, Task, TokenEvent, head_of
 from antiphon.service.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _GenerateRequest = pb.GenerateRequest | pb.GenerateUnaryRequest
+Asked = HasSource | pb.TagRequest
 
 _POOLING = {
     pb.POOLING_UNSPECIFIED: Pooling.MEAN,
     pb.POOLING_MEAN: Pooling.MEAN,
     pb.POOLING_MAX: Pooling.MAX,
     pb.POOLING_FIRST: Pooling.FIRST,
+    pb.POOLING_MODEL: Pooling.MODEL,
+    pb.POOLING_NONE: Pooling.NONE,
 }
+_CLASSIFYING = {
+    pb.TASK_UNSPECIFIED: Task.CLASSIFY,
+    pb.TASK_CLASSIFY: Task.CLASSIFY,
+    pb.TASK_NEXT_SENTENCE: Task.NEXT_SENTENCE,
+}
+_ALONE = {"encoder": "an encoder alone", "decoder": "a decoder alone"}
+DEFAULT_FILLINGS = 5
+MAX_FILLINGS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +84,7 @@ class InferenceServicer:
         self._inputs = Inputs(model.tokenizer, model.text, model.config, model.description.limits)
         self._engine = engine
         self._pacing = pacing
+        self._is_decoder = model.config.architecture == "decoder"
         self._ids = itertools.count()
 
     async def generate(self, message: pb.GenerateRequest, context: _Context) -> None:
@@ -95,11 +108,12 @@ class InferenceServicer:
 
     async def score(self, message: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
         """Return the log-probability of each token of a given target."""
+        self._engine.check_ability(Task.SCORE)
+        arrival = self._arrival(context)
         languages = languages_of(self._model.text, message)
         request = Request(
-            **self._arrival(context),
-            source_ids=(await self._inputs.source(message, languages)).ids,
-            begin_id=languages.begin_id,
+            **arrival,
+            **self._given((await self._inputs.source(message, languages)).ids, (), languages),
             target_ids=await self._inputs.ended_target_ids(message, languages),
             task=Task.SCORE,
             params=_scoring(message.num_alternatives),
@@ -109,34 +123,67 @@ class InferenceServicer:
         return pb.ScoreResponse(
             logprobs=logprobs(event.logprobs),
             score=event.score or 0.0,
-            usage=pb.Usage(source_tokens=len(request.source_ids)),
+            usage=pb.Usage(source_tokens=request.num_source_tokens),
             timing=timing(event.timing),
         )
 
     async def embed(self, message: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
-        """Return a source's pooled encoder states."""
+        """Return a source's encoder states, pooled or as they are."""
         pooling = _POOLING.get(message.pooling)
         if pooling is None:
             raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
+        self._engine.check_ability(Task.EMBED, pooling)
+        arrival = self._arrival(context)
         source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
-        request = Request(
-            **self._arrival(context),
-            source_ids=source.ids,
-            type_ids=source.type_ids,
-            params=SamplingParams(),
-            task=Task.EMBED,
-            pooling=pooling,
-            normalize=message.normalize,
-            is_streamed=False,
-        )
-        event = last_of(await self._collect(message, request))
-        assert event.readout is not None
-        return pb.EmbedResponse(
-            embedding=event.readout.values.ravel().tolist(), usage=usage(request, event), timing=timing(event.timing)
-        )
+        picks = (0,) if pooling is Pooling.MODEL else ()
+        asked = dict(task=Task.EMBED, picks=picks, pooling=pooling, normalize=message.normalize)
+        readout, about = await self._read(message, source, arrival | asked)
+        return pb.EmbedResponse(embedding=readout.values.ravel().tolist(), **about)
+
+    async def classify(self, message: pb.ClassifyRequest, context: _Context) -> pb.ClassifyResponse:
+        """Return the labels of a text or a pair."""
+        task = _CLASSIFYING.get(message.task)
+        if task is None:
+            raise InvalidArgument("task", message.task, "TASK_CLASSIFY or TASK_NEXT_SENTENCE")
+        self._engine.check_ability(task)
+        if task is Task.NEXT_SENTENCE and not message.HasField("text_pair"):
+            raise InvalidArgument("text_pair", None, "set where task is TASK_NEXT_SENTENCE")
+        arrival = self._arrival(context)
+        source = await self._inputs.source(message)
+        readout, about = await self._read(message, source, arrival | dict(task=task, picks=(0,)))
+        return pb.ClassifyResponse(labels=label_scores(readout, self._labels(task), message.top_k), **about)
+
+    async def tag(self, message: pb.TagRequest, context: _Context) -> pb.TagResponse:
+        """Return the label of every token of a text, and the spans they form."""
+        self._engine.check_ability(Task.TAG)
+        arrival = self._arrival(context)
+        source = await self._inputs.text_source(message.text)
+        picks = tuple(range(source.first, source.first + len(source.offsets)))
+        readout, about = await self._read(message, source, arrival | dict(task=Task.TAG, picks=picks))
+        ids = source.ids[picks[0] : picks[-1] + 1]
+        tokens = tagged_tokens(readout, self._labels(Task.TAG), ids, source.offsets)
+        return pb.TagResponse(tokens=tokens, spans=tagged_spans(message.text, tokens), **about)
+
+    async def fill_mask(self, message: pb.FillMaskRequest, context: _Context) -> pb.FillMaskResponse:
+        """Return the likeliest tokens of every masked place."""
+        self._engine.check_ability(Task.FILL_MASK)
+        if message.top_k > MAX_FILLINGS:
+            raise InvalidArgument("top_k", message.top_k, f"0 to {MAX_FILLINGS}")
+        arrival = self._arrival(context)
+        source = await self._inputs.source(message)
+        mask_id = self._model.text.mask_id
+        picks = tuple(position for position, token_id in enumerate(source.ids) if token_id == mask_id)
+        if not picks:
+            given, token = message.WhichOneof("source") or "source", self._model.description.mask_token
+            raise InvalidArgument(given, "without a mask token", f"with {token}, token id {mask_id}, once at least")
+        asked = dict(task=Task.FILL_MASK, picks=picks, num_fillings=message.top_k or DEFAULT_FILLINGS)
+        readout, about = await self._read(message, source, arrival | asked)
+        return pb.FillMaskResponse(places=masked_places(readout, picks, self._tokenizer), **about)
 
     async def explain(self, message: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         """Return the attention maps of a source and a target, which is the greedy answer where none is given."""
+        if (architecture := self._model.config.architecture) != "encoder-decoder":
+            raise Unsupported(f"this model is {_ALONE[architecture]}; attention maps are of a source and its target")
         explainer = self._model.explainer
         if explainer is None:
             raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
@@ -167,21 +214,45 @@ class InferenceServicer:
         return pb.GetModelResponse(model=self._model.description)
 
     async def _generation(self, message: _GenerateRequest, context: _Context) -> tuple[Request, Wording]:
+        self._engine.check_ability(Task.GENERATE)
         arrival = self._arrival(context)
         languages = languages_of(self._model.text, message)
         controls = read_options(message.options, self._model.config.vocab_size, self._model.generation)
         prefix_ids = await self._inputs.prefix_ids(controls, languages)
-        wording = Wording(self._tokenizer, prefix_ids=prefix_ids, stop_strings=controls.stop_strings)
+        source_ids = (await self._inputs.source(message, languages)).ids
+        # The text of a decoder alone continues its prompt as well.
+        read_ids = (*source_ids, *prefix_ids) if self._is_decoder else prefix_ids
+        wording = Wording(self._tokenizer, prefix_ids=read_ids, stop_strings=controls.stop_strings)
         request = Request(
             **arrival,
-            source_ids=(await self._inputs.source(message, languages)).ids,
-            begin_id=languages.begin_id,
+            **self._given(source_ids, prefix_ids, languages),
             params=languages.params(controls.params, prefix_ids),
-            prefix_ids=prefix_ids,
             stop_matcher=wording.matcher if controls.stop_strings else None,
             is_streamed=isinstance(message, pb.GenerateRequest),
         )
         return request, wording
+
+    def _given(
+        self, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...], languages: RequestLanguages
+    ) -> dict[str, Any]:
+        """A Request's source and what begins its target: of a decoder alone the source itself, as its prompt."""
+        if not self._is_decoder:
+            return {"source_ids": source_ids, "begin_id": languages.begin_id, "prefix_ids": prefix_ids}
+        begin_id, *rest = source_ids
+        given_ids = (*rest, *prefix_ids)
+        return {"source_ids": (), "begin_id": begin_id, "prefix_ids": given_ids, "num_prompt_ids": len(source_ids)}
+
+    async def _read(self, message: Asked, source: Source, asked: dict[str, Any]) -> tuple[Readout, dict[str, Any]]:
+        """What a source's states came to, and the answer's usage and timing. asked: the other fields of the Request."""
+        request = Request(
+            **asked, source_ids=source.ids, type_ids=source.type_ids, params=SamplingParams(), is_streamed=False
+        )
+        event = last_of(await self._collect(message, request))
+        assert event.readout is not None
+        return event.readout, {"usage": usage(request, event), "timing": timing(event.timing)}
+
+    def _labels(self, task: Task) -> tuple[str, ...]:
+        return next(head.labels for head in self._model.config.heads if head.task == head_of(task))
 
     def _arrival(self, context: _Context) -> dict[str, Any]:
         """A Request's id, arrival and deadline; to be taken before anything is tokenised."""
@@ -191,7 +262,7 @@ class InferenceServicer:
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
         return {"request_id": str(next(self._ids)), "arrival_s": arrival_s, "deadline_s": deadline_s}
 
-    def _submit(self, message: HasSource, request: Request) -> OutputStream:
+    def _submit(self, message: Asked, request: Request) -> OutputStream:
         stream = OutputStream(request.request_id, coalesce_s=self._pacing.window_s)
         try:
             self._engine.submit(request, stream)
@@ -199,7 +270,7 @@ class InferenceServicer:
             raise _in_terms_of(message, error) from None
         return stream
 
-    async def _collect(self, message: HasSource, request: Request) -> Sequence[TokenEvent]:
+    async def _collect(self, message: Asked, request: Request) -> Sequence[TokenEvent]:
         stream = self._submit(message, request)
         try:
             return await stream.collect()
@@ -255,10 +326,11 @@ def _scoring(num_alternatives: int) -> SamplingParams:
         raise InvalidArgument("num_alternatives", error.value, error.allowed) from None
 
 
-def _in_terms_of(message: HasSource, error: InvalidArgument) -> InvalidArgument:
+def _in_terms_of(message: Asked, error: InvalidArgument) -> InvalidArgument:
     """The engine's complaint with the field named as the client knows it."""
     if error.field == "source":
-        return InvalidArgument(message.WhichOneof("source") or error.field, error.value, error.allowed)
+        given = "text" if isinstance(message, pb.TagRequest) else message.WhichOneof("source")
+        return InvalidArgument(given or error.field, error.value, error.allowed)
     if error.field == "target" and isinstance(message, pb.ScoreRequest):
         return InvalidArgument(message.WhichOneof("target") or error.field, error.value, error.allowed)
     if error.field == "prefix" and isinstance(message, _GenerateRequest):
