@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from antiphon.model.bundle import GenerationDefaults
 from antiphon.model.config import ModelConfig
-from antiphon.model.families.text_files import read_json
+from antiphon.model.families.settings import read_json
 from antiphon.model.source_weights import SourceError
 from antiphon.model.text_format import TextFormat
 
@@ -30,6 +30,13 @@ _OFF: dict[str, tuple[object, ...]] = {
     "top_p": (1.0,),
     "top_k": (0,),
 }
+
+
+def with_start_tokens(folder: Path, settings: Settings) -> Settings:
+    """Settings with the tokens that targets begin with as generation_config.json says them, where it does."""
+    stated = read_json(folder / "generation_config.json")
+    names = ("decoder_start_token_id", "forced_bos_token_id")
+    return {**settings, **{name: stated[name] for name in names if stated.get(name) is not None}}
 
 
 def generation_defaults(folder: Path, settings: Settings, config: ModelConfig, text: TextFormat) -> GenerationDefaults:

@@ -25,7 +25,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.export import CACHE_TYPES, PRECISIONS, ExportError, check_target, export_bundle
 from antiphon.model.families.family import Family, Settings, family_in
 from antiphon.model.families.settings import describe
-from antiphon.model.generation_settings import generation_defaults
+from antiphon.model.generation_settings import generation_defaults, with_start_tokens
 from antiphon.model.hub import find_checkpoint
 from antiphon.model.ops.contrib_lowering import LoweringError
 from antiphon.model.original import compare_with_original, random_batches, run_original
@@ -103,6 +103,11 @@ def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> C
         if (source.folder / file).is_file() and not (text_folder / file).exists():
             (text_folder / file).symlink_to((source.folder / file).resolve())
     tokenizer = open_tokenizer(text_folder, text)
+    if tokenizer.vocab_size > source.config.vocab_size:
+        raise SourceError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, and the model only {source.config.vocab_size}; "
+            "are its files those of another checkpoint?"
+        )
     generation = generation_defaults(source.folder, source.settings, source.config, text)
     compares = options.verify and source.family.reference
     return Checkpoint(
@@ -120,7 +125,7 @@ def _understand(options: ImportOptions) -> _Source:
     """Read all but the tensors' numbers, and compare their names and shapes with our model of them."""
     folder = find_checkpoint(options.source, options.revision)
     family = family_in(folder)
-    settings = family.read_settings(folder)
+    settings = with_start_tokens(folder, family.read_settings(folder))
     _refuse_remote_code(settings)
     with family.open_weights(folder) as weights:
         settings = family.settle(settings, weights)

@@ -8,10 +8,10 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.families import encoder_decoder
 from antiphon.model.families.family import Family
 from antiphon.model.families.settings import Settings
-from antiphon.model.families.text_files import special_ids_of, tokenizers_file
+from antiphon.model.families.text_formats import tokenizers_format
 from antiphon.model.text_format import TextFormat
 
-_BEGIN_ID, _UNKNOWN_ID = 0, 3
+_UNKNOWN_ID = 3
 
 
 def configure(settings: Settings) -> ModelConfig:
@@ -22,16 +22,9 @@ def configure(settings: Settings) -> ModelConfig:
     )
 
 
-def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """The begin token before a text, the end token behind it."""
-    file = tokenizers_file(folder, "BART")
-    begin = settings.get("bos_token_id", _BEGIN_ID)
-    return TextFormat(
-        kind="tokenizers",
-        source=file.name,
-        special_ids=special_ids_of(file, config),
-        template=(begin, "$text", config.eos_id),
-    )
+def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
+    """The begin token before a text and the end token behind it, as tokenizer.json says."""
+    return tokenizers_format(folder)
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.families import encoder_decoder
 from antiphon.model.families.family import Family
 from antiphon.model.families.settings import Settings, setting
-from antiphon.model.source_weights import SourceError
+from antiphon.model.families.text_formats import Languages, sentencepiece_format
 from antiphon.model.text_format import TextFormat
 
 _UNKNOWN_ID = 1
@@ -27,22 +27,25 @@ def configure(settings: Settings) -> ModelConfig:
     return encoder_decoder.configure(settings, **fields, **ids, sinusoids="halves", output_bias=True)
 
 
-def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """A SentencePiece model a side; vocab.json gives the ids of both, or target_vocab.json the target's."""
-    own = "target_vocab.json" if (folder / "target_vocab.json").is_file() else None
-    for name in ("source.spm", "target.spm", "vocab.json"):
-        if not (folder / name).is_file():
-            raise SourceError(f"{folder} has no {name}, which Marian's tokenizer needs")
-    special = {config.pad_id, config.eos_id, config.bos_id, config.unk_id}
-    return TextFormat(
-        kind="sentencepiece",
-        source="source.spm",
-        target="target.spm",
-        source_vocabulary="vocab.json",
-        target_vocabulary=own or "vocab.json",
-        special_ids=tuple(sorted(special)),
-        template=("$text", config.eos_id),
+def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
+    """A SentencePiece model a side; vocab.json gives the ids of both, or target_vocab.json the target's.
+
+    Models of several target languages have >>xxx<< before the text.
+    """
+    own = "target_vocab.json" if (folder / "target_vocab.json").is_file() else "vocab.json"
+    found = sentencepiece_format(
+        folder,
+        "source.spm",
+        target_model="target.spm",
+        vocabulary="vocab.json",
+        target_vocabulary=own,
+        template=("$text", "</s>"),
+        special_tokens=("</s>", "<unk>", "<pad>"),
+        languages=Languages(),
     )
+    if not found.languages:
+        return found
+    return found.model_copy(update=dict(template=("$target_language", *found.template)))
 
 
 FAMILY = Family(

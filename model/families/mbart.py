@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.families import encoder_decoder
 from antiphon.model.families.family import Family
-from antiphon.model.families.settings import Settings
-from antiphon.model.families.text_files import languages_of, read_json, special_ids_of, tokenizers_file
+from antiphon.model.families.settings import Settings, read_json, with_default_languages
+from antiphon.model.families.text_formats import Languages, tokenizers_format
 from antiphon.model.text_format import TextFormat
 
 _UNKNOWN_ID = 3
-_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z]{2}")
 
 
 def configure(settings: Settings) -> ModelConfig:
@@ -32,25 +30,14 @@ def configure(settings: Settings) -> ModelConfig:
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
     """Where the languages stand: behind text and end, and as the begin token, in mBART; before both in mBART-50."""
-    file = tokenizers_file(folder, "mBART")
     described = read_json(folder / "tokenizer_config.json")
-    languages = languages_of(file, _LANGUAGE)
     is_50 = "50" in str(described.get("tokenizer_class", settings.get("tokenizer_class", "")))
-    forced = settings.get("forced_bos_token_id")
-    codes = {index: code for code, index in languages.items()}
-    return TextFormat(
-        kind="tokenizers",
-        source=file.name,
-        special_ids=special_ids_of(file, config, *languages.values()),
-        template=("$source_language", "$text", config.eos_id)
-        if is_50
-        else ("$text", config.eos_id, "$source_language"),
-        languages=languages,
-        default_source_language=described.get("src_lang") or "en_XX",
-        default_target_language=described.get("tgt_lang")
-        or codes.get(forced if is_50 and forced is not None else config.bos_id),
-        target_language_place="first" if is_50 else "begin",
+    found = tokenizers_format(
+        folder,
+        languages=Languages(place="first" if is_50 else "begin"),
+        template=("$source_language", "$text", "</s>") if is_50 else ("$text", "</s>", "$source_language"),
     )
+    return with_default_languages(found, "en_XX", settings.get("forced_bos_token_id") if is_50 else config.bos_id)
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.families import encoder_decoder
 from antiphon.model.families.family import Family
 from antiphon.model.families.settings import Settings
-from antiphon.model.families.text_files import sentencepiece_or_tokenizers, special_ids_of
+from antiphon.model.families.text_formats import sentencepiece_format, tokenizers_format
 from antiphon.model.text_format import TextFormat
 
 # Before the pieces of its SentencePiece model come padding, end, two masks and 99 tokens without use.
@@ -24,16 +24,14 @@ def configure(settings: Settings) -> ModelConfig:
     return encoder_decoder.configure(settings, **ids, sinusoids="halves", norm_placement="pre", output_bias=True)
 
 
-def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
     """The end token behind a text."""
-    kind, file = sentencepiece_or_tokenizers(folder, "spiece.model", "PEGASUS")
-    return TextFormat(
-        kind=kind,
-        source=file.name,
-        id_offset=_OFFSET if kind == "sentencepiece" else 0,
-        special_ids=special_ids_of(file, config),
-        template=("$text", config.eos_id),
-    )
+    template = ("$text", "</s>")
+    if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
+        return tokenizers_format(folder, template=template)
+    names = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, _OFFSET - 2)))
+    added = {name: index for index, name in enumerate(names)}
+    return sentencepiece_format(folder, "spiece.model", template=template, id_offset=_OFFSET, added_tokens=added)
 
 
 FAMILY = Family(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from antiphon.model.config import Activation, ModelConfig
 from antiphon.model.source_weights import SourceError
+from antiphon.model.text_format import TextFormat
 
 Settings = Mapping[str, Any]
 _T = TypeVar("_T", int, float, bool, str)
@@ -24,6 +27,19 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
 }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. Raises SourceError naming it."""
+    try:
+        held = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+    if not isinstance(held, dict):
+        raise SourceError(f"{path} is not a JSON object")
+    return held
 
 
 def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = None) -> _T:
@@ -76,3 +92,16 @@ def describe(**fields: Any) -> ModelConfig:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "model"
         raise SourceError(f"config.json does not describe a model: {where}: {first['msg']}") from None
+
+
+def with_default_languages(text: TextFormat, source: str, forced_id: object) -> TextFormat:
+    """Languages of requests that name none: what the files say, else `source` and the language of a forced token."""
+    codes = {index: code for code, index in text.languages.items()}
+    target = codes.get(forced_id) if isinstance(forced_id, int) else None
+    known = source if source in text.languages else None
+    return text.model_copy(
+        update=dict(
+            default_source_language=text.default_source_language or known,
+            default_target_language=text.default_target_language or target,
+        )
+    )

@@ -10,11 +10,12 @@ from torch import nn
 from antiphon.model.config import ModelConfig
 from antiphon.model.families.encoder_decoder import OUTPUT, SHARED, special_ids
 from antiphon.model.families.family import Family
-from antiphon.model.families.settings import Settings, describe, known_activation, setting
-from antiphon.model.families.text_files import read_json, sentencepiece_or_tokenizers, special_ids_of
+from antiphon.model.families.settings import Settings, describe, known_activation, read_json, setting
+from antiphon.model.families.text_formats import bytes_format, sentencepiece_format, tokenizers_format
 from antiphon.model.layers import DecoderLayer, EncoderLayer
+from antiphon.model.open_text import read_pieces
 from antiphon.model.source_weights import SourceError, SourceWeights
-from antiphon.model.text_format import Template, TextFormat
+from antiphon.model.text_format import TextFormat
 from antiphon.model.transformer import Stack, Transformer
 
 _UNKNOWN_ID = 2
@@ -120,15 +121,23 @@ def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name
     weights.fill_module(layer.feed_forward_residual.norm, f"{name}.{last}.layer_norm")
 
 
-def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+def text(folder: Path, settings: Settings, _: ModelConfig) -> TextFormat:
     """The end token behind a text. ByT5's tokens are bytes, behind padding, end and unknown."""
-    template: Template = ("$text", config.eos_id)
     described = read_json(folder / "tokenizer_config.json")
     if "ByT5" in str(described.get("tokenizer_class", settings.get("tokenizer_class", ""))):
-        special = range(259, config.vocab_size)  # sentinels, and what pads the vocabulary
-        return TextFormat(kind="bytes", source=None, id_offset=3, special_ids=(0, 1, 2, *special), template=template)
-    kind, file = sentencepiece_or_tokenizers(folder, "spiece.model", "T5")
-    return TextFormat(kind=kind, source=file.name, special_ids=special_ids_of(file, config), template=template)
+        return bytes_format(folder)
+    template = ("$text", "</s>")
+    if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
+        return tokenizers_format(folder, template=template)
+    last = read_pieces(folder / "spiece.model").get_piece_size() + described.get("extra_ids", 100) - 1
+    sentinels = {f"<extra_id_{index}>": last - index for index in range(described.get("extra_ids", 100))}
+    return sentencepiece_format(
+        folder,
+        "spiece.model",
+        template=template,
+        added_tokens=sentinels,
+        special_tokens=("<pad>", "</s>", "<unk>"),
+    )
 
 
 FAMILY = Family(
