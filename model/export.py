@@ -83,13 +83,14 @@ def export_bundle(
         graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
         _verify(checkpoint.model, work, graphs)
         _describe(checkpoint, work, graphs, name)
+        manifest = load_bundle(work).manifest
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return load_bundle(target)
+    return Bundle(path=target, manifest=manifest)
 
 
 def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:

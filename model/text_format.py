@@ -5,7 +5,7 @@ Torch-free and library-free: tokenizer.py reads the files. Ids of the prefix, su
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -59,6 +59,12 @@ class TextFormat(BaseModel):
     default_target_language: str | None = None
     target_language_place: Literal["first", "begin"] | None = None
     mask_id: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_file(cls, given: Any) -> Any:
+        """Bytes have no file, which a manifest says by leaving it out."""
+        return {"source": None, **given} if isinstance(given, dict) and given.get("kind") == "bytes" else given
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
