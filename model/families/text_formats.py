@@ -72,7 +72,10 @@ def tokenizers_format(
     path = folder / "tokenizer.json"
     described = _read(path)
     if not described:
-        raise TokenizerError(f"{path} is missing or empty")
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json, which its tokenizer needs; "
+            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers writes it"
+        )
     settings = _settings(folder)
     held = _vocabulary(described)
     added = {token: index for token, index in settings.added.items() if token not in held}
@@ -119,14 +122,16 @@ def sentencepiece_format(
     Raises TokenizerError naming the file.
     """
     settings = _settings(folder)
-    pieces = _read(folder / vocabulary) if vocabulary else _own_pieces(folder / model, id_offset)
+    pieces, control = _own_pieces(folder / model, id_offset)
+    if vocabulary is not None:
+        pieces = _read(folder / vocabulary)
     added = {**(added_tokens or {})}
     for token, index in settings.added.items():
         if token not in pieces:
             added.setdefault(token, index)
     _number_the_rest((*settings.listed, *special_tokens), pieces, added)
     ids = {**pieces, **added}
-    special = {*settings.special, *special_tokens, *(added_tokens or {})}
+    special = {*settings.special, *special_tokens, *(added_tokens or {}), *control}
     path = folder / model
     return _format(
         path,
@@ -223,9 +228,12 @@ def _vocabulary(described: Mapping[str, Any]) -> dict[str, int]:
     return vocabulary | {token["content"]: token["id"] for token in described.get("added_tokens", ())}
 
 
-def _own_pieces(path: Path, id_offset: int) -> dict[str, int]:
+def _own_pieces(path: Path, id_offset: int) -> tuple[dict[str, int], set[str]]:
+    """Pieces of a SentencePiece model with their shifted ids, and those among them that stand for no text."""
     processor = read_pieces(path)
-    return {processor.id_to_piece(index): index + id_offset for index in range(processor.get_piece_size())}
+    names = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+    hidden = {name for index, name in enumerate(names) if processor.is_control(index) or processor.is_unknown(index)}
+    return {name: index + id_offset for index, name in enumerate(names)}, hidden
 
 
 def _number_the_rest(listed: Sequence[str], pieces: Mapping[str, int], added: dict[str, int]) -> None:
