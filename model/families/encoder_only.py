@@ -14,8 +14,15 @@ from typing import Any
 from torch import nn
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.families.settings import Settings, activation, describe, refuse_unless, setting
-from antiphon.model.families.text_files import read_json, tokenizers_file
+from antiphon.model.families.settings import (
+    Settings,
+    activation,
+    describe,
+    read_json,
+    refuse_unless,
+    setting,
+    tokenizers_file,
+)
 from antiphon.model.families.text_formats import tokenizers_format
 from antiphon.model.head_config import HeadActivation, Scores, Task
 from antiphon.model.heads import Head
