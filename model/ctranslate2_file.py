@@ -129,10 +129,10 @@ class ModelFile:
 
     def _read(self) -> None:
         self.version = self._number("<I")
-        if not 1 <= self.version <= NEWEST_VERSION:
+        if not _NAMED_SPECIFICATION <= self.version <= NEWEST_VERSION:
             raise SourceError(
                 f"{self.path}: no CTranslate2 model, or a newer one: its version is {self.version}, "
-                f"known are 1 to {NEWEST_VERSION}"
+                f"known are {_NAMED_SPECIFICATION} to {NEWEST_VERSION}"
             )
         named = self.version >= _NAMED_SPECIFICATION
         self.specification = self._string() if named else ""
@@ -189,4 +189,4 @@ def is_model_file(path: Path) -> bool:
         return False
     name = head[6 : 6 + length]
     known = _NAMED_SPECIFICATION <= version <= 255 and 1 < length <= _LONGEST_SPECIFICATION
-    return known and name[-1:] == b"\0" and name[:-1].isalnum()
+    return known and name[-1:] == b"\0" and name.rstrip(b"\0").isalnum()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ctranslate2
+import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 from torch import Tensor, nn
 
@@ -27,13 +28,20 @@ _ACTIVATIONS = {
 def save_twin(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
     """Write a CTranslate2 model directory; quantization None keeps float32, "int8" is CTranslate2's own.
 
-    Takes encoder-decoders with absolute positions, LayerNorm, biases, an ungated feed-forward and the default attention
-    scale; raises CheckpointError naming the field for others.
+    Takes encoder-decoders with absolute positions or T5's; raises CheckpointError naming the field for others.
     """
+    spec = twin_specification(checkpoint)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec.save(str(folder))
+
+
+def twin_specification(checkpoint: Checkpoint) -> transformer_spec.TransformerSpec:
+    """The twin before it is validated, quantised and written. Raises CheckpointError as `save_twin`."""
     config = checkpoint.config
     taken: dict[str, tuple[object, ...]] = {
-        "architecture": ("encoder-decoder",), "positions": ("sinusoidal", "learned"), "norm": ("layernorm",),
-        "gated": (False,), "bias": (True,), "attention_scale": (None,),
+        "architecture": ("encoder-decoder",), "positions": ("sinusoidal", "learned", "t5_relative"),
     }  # fmt: skip
     for field, values in taken.items():
         if getattr(config, field) not in values:
@@ -45,19 +53,18 @@ def save_twin(checkpoint: Checkpoint, folder: Path, *, quantization: str | None 
         pre_norm=config.norm_placement == "pre",
         activation=_ACTIVATIONS[config.activation],
         layernorm_embedding=config.embedding_norm,
+        relative_attention_bias=config.positions == "t5_relative",
+        ffn_glu=config.gated,
+        rms_norm=config.norm == "rmsnorm",
     )
     _fill(spec, checkpoint)
-    tokens = [str(index) for index in range(config.vocab_size)]
-    spec.register_source_vocabulary(tokens)
-    spec.register_target_vocabulary(tokens)
+    spec.register_source_vocabulary([str(index) for index in range(config.resolved_source_vocab_size)])
+    spec.register_target_vocabulary([str(index) for index in range(config.vocab_size)])
     spec.config.bos_token = spec.config.decoder_start_token = str(config.bos_id)
     spec.config.eos_token = str(config.eos_id)
     spec.config.unk_token = str(config.unk_id)
     spec.config.layer_norm_epsilon = config.norm_eps
-    spec.validate()
-    spec.optimize(quantization=quantization)
-    folder.mkdir(parents=True, exist_ok=True)
-    spec.save(str(folder))
+    return spec
 
 
 def translate(
@@ -77,9 +84,8 @@ def _fill(spec: Any, checkpoint: Checkpoint) -> None:
         embeddings = side.embeddings[0] if isinstance(side.embeddings, list) else side.embeddings
         embeddings.weight = _array(stack.embedding.weight)
         side.scale_embeddings = config.scale_embeddings
-        vectors = stack.positions.vectors
-        assert vectors is not None
-        side.position_encodings.encodings = _array(vectors)
+        if (vectors := stack.positions.vectors) is not None:
+            side.position_encodings.encodings = _array(vectors)
         if config.embedding_norm:
             _fill_norm(side.layernorm_embedding, stack.embedding_norm)
         if config.norm_placement == "pre":
@@ -87,6 +93,10 @@ def _fill(spec: Any, checkpoint: Checkpoint) -> None:
         for layer_spec, layer in zip(side.layer, stack.layers, strict=True):
             assert isinstance(layer, EncoderLayer | DecoderLayer)
             _fill_layer(layer_spec, layer)
+            if config.positions == "t5_relative":
+                layer_spec.self_attention.relative_attention_bias = _array(stack.relative_bias.weight)
+                reach = np.dtype("int32").type(config.relative_max_distance)
+                layer_spec.self_attention.relative_attention_max_distance = reach
     _fill_linear(spec.decoder.projection, model.output)
 
 
@@ -101,17 +111,24 @@ def _fill_layer(spec: Any, layer: EncoderLayer | DecoderLayer) -> None:
 
 
 def _fill_self_attention(spec: Any, attention: SelfAttention) -> None:
+    spec.queries_scale = np.float32(attention.scale)
     _fill_linear(spec.linear[0], attention.qkv)
     _fill_linear(spec.linear[1], attention.out)
 
 
 def _fill_cross_attention(spec: Any, attention: CrossAttention) -> None:
+    spec.queries_scale = np.float32(attention.scale)
     for part, module in zip(spec.linear, (attention.query, attention.kv, attention.out), strict=True):
         _fill_linear(part, module)
 
 
 def _fill_feed_forward(spec: Any, feed_forward: FeedForward) -> None:
-    _fill_linear(spec.linear_0, feed_forward.inner)
+    if feed_forward.gated:
+        spec.linear_0.weight, spec.linear_0_noact.weight = map(_array, feed_forward.inner.weight.chunk(2))
+        if feed_forward.inner.bias is not None:
+            spec.linear_0.bias, spec.linear_0_noact.bias = map(_array, feed_forward.inner.bias.chunk(2))
+    else:
+        _fill_linear(spec.linear_0, feed_forward.inner)
     _fill_linear(spec.linear_1, feed_forward.outer)
 
 
@@ -122,9 +139,11 @@ def _fill_linear(spec: Any, linear: nn.Linear) -> None:
 
 
 def _fill_norm(spec: Any, norm: nn.Module) -> None:
-    assert isinstance(norm, nn.LayerNorm)
-    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    spec.gamma = _array(norm.weight)
+    if isinstance(norm, nn.LayerNorm):
+        spec.beta = _array(norm.bias)
 
 
 def _array(tensor: Tensor) -> Any:
-    return tensor.detach().float().contiguous().numpy()
+    return tensor.detach().float().numpy().copy()  # quantising scales it in place

@@ -69,7 +69,7 @@ def read_settings(folder: Path) -> Settings:
     file = _open(folder)
     scalars: dict[str, set[float]] = {}
     for name in file:
-        if not file.shape(name) and not name.endswith("_scale"):
+        if not file.shape(name) and not name.endswith("weight_scale"):
             scalars.setdefault(name.rsplit("/", 1)[-1], set()).add(_scalar(file, name))
     names = {_renamed(name): name for name in _tensors(file)}
     described = _tokens(file, _config_file(folder, file))
@@ -255,7 +255,7 @@ def _tokens(file: ModelFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(file: ModelFile) -> list[str]:
-    return [name for name in file if file.shape(name) and not name.endswith("_scale") and name not in _STRINGS]
+    return [name for name in file if file.shape(name) and not name.endswith("weight_scale") and name not in _STRINGS]
 
 
 def _is_source_tied(folder: Path, file: ModelFile) -> bool:

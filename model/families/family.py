@@ -105,5 +105,6 @@ def family_of(settings: Settings) -> Family:
     for family in all_families():
         if model_type in family.model_types:
             return family
-    known = ", ".join(f"{family.name} ({', '.join(family.model_types)})" for family in all_families())
+    named = [family for family in all_families() if family.model_types]
+    known = ", ".join(f"{family.name} ({', '.join(family.model_types)})" for family in named)
     raise SourceError(f"config.json: model_type is {model_type!r}, which is none of the known families: {known}")

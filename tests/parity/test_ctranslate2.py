@@ -62,6 +62,14 @@ def check_greedy(tmp_path: Path, config: ModelConfig, seed: int = 3) -> None:
     assert len({tuple(row) for row in theirs}) > 1, "the outputs must differ, or the comparison is empty"
 
 
+def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
+    t5 = dict(
+        norm="rmsnorm", norm_placement="pre", activation="gelu_tanh", gated=True, positions="t5_relative", bias=False,
+        tie_output=False, scale_embeddings=False, attention_scale=1.0, head_dim=24, norm_eps=1e-6,
+    )  # fmt: skip
+    check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
+
+
 def test_twin_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, positions="rope"), seed=1)
     with pytest.raises(CheckpointError, match="positions='rope'"):
