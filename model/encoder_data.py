@@ -10,7 +10,6 @@ from torch import Tensor
 
 from antiphon.model.data import IGNORED_LABEL, rounded, rows_of
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
-from antiphon.model.text_format import Template, TextFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +19,8 @@ class EncoderExample:
     A task that is not in `labels` learns nothing from the text.
     """
 
-    ids: list[int]
-    type_ids: list[int]
+    ids: Sequence[int]
+    type_ids: Sequence[int]
     labels: Mapping[Task, int | list[int]]
 
 
@@ -51,21 +50,6 @@ class EncoderBatch:
     def counts(self) -> Tensor:
         """Labels of each task, [K] float64."""
         return torch.stack([(labels != IGNORED_LABEL).sum() for labels in self.labels.values()]).double()
-
-
-def fill(text: TextFormat, ids: Sequence[int], pair_ids: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
-    """A text, or a pair of texts, as the model reads it: ids and token types."""
-    template: Template | None = text.template if pair_ids is None else text.pair_template
-    if template is None:
-        raise ValueError("the model reads no pairs of texts: its text format has no pair_template")
-    parts = {"$text": ids, "$pair": pair_ids or ()}
-    filled: list[int] = []
-    type_ids: list[int] = []
-    for index, slot in enumerate(template):
-        part = [slot] if isinstance(slot, int) else parts[slot]
-        filled += part
-        type_ids += [int(pair_ids is not None and text.pair_start is not None and index >= text.pair_start)] * len(part)
-    return filled, type_ids
 
 
 def collate(

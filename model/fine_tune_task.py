@@ -9,20 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from antiphon.model.attention import Backend
 from antiphon.model.bundle import Provenance
 from antiphon.model.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.data import IGNORED_LABEL, plan_lengths
-from antiphon.model.encoder_data import EncoderBatch, EncoderExample, collate, fill
+from antiphon.model.encoder_data import EncoderBatch, EncoderExample, collate
 from antiphon.model.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.recipe import FineTuneRecipe, RecipeError
 from antiphon.model.span_f1 import span_score
 from antiphon.model.text_files import Labelled, Parts, Tagged, read_labelled, read_parts, read_tagged
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.text_template import fill, num_before
 from antiphon.model.training_task import Part, RunFolders, provenance_of, run_tokenizer
 from antiphon.model.transformer import Transformer
 
@@ -97,11 +97,20 @@ class FineTuneTask:
         if isinstance(item, Labelled):
             ids, type_ids = fill(self.text, self.tokenizer.encode(item.text)[:room])
             return EncoderExample(ids=ids, type_ids=type_ids, labels={"classify": self.labels.index(item.label)})
-        tokens, labels = tag_tokens(item, self.tokenizer, self.labels)
-        ids, type_ids = fill(self.text, tokens[:room])
-        before = self.text.template.index("$text")
-        padded = [*[IGNORED_LABEL] * before, *labels[:room]]
-        return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": padded})
+        encoding = self.tokenizer.encode_source(item.text)
+        ids, type_ids = fill(self.text, encoding.ids[:room])
+        labels = [IGNORED_LABEL] * len(ids)
+        for place, tag in zip(self._places(item, encoding.offsets), item.tags, strict=True):
+            if place is not None:
+                labels[place] = self.labels.index(tag)
+        return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": labels})
+
+    def _places(self, item: Tagged, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
+        """Where each word's first token stands among the model's tokens; None where it was cut off or there is none."""
+        room = self.config.max_source_len - len(self.text.template) + 1
+        before = num_before(self.text)
+        found = first_tokens(item.words, offsets)
+        return [None if place is None or place >= room else place + before for place in found]
 
     @property
     def provenance(self) -> Provenance:
@@ -146,25 +155,28 @@ class FineTuneTask:
         for number, members in enumerate(batches.plan):
             batch = batches[number].to(device)
             states = model.encode(batch.ids, batch.lens, batch.type_ids)
-            chosen: Tensor = model.read_out("tag", states).argmax(dim=-1)
-            is_first = batch.labels["tag"] != IGNORED_LABEL
+            chosen = model.read_out("tag", states).argmax(dim=-1).tolist()
             for row, index in enumerate(members):
                 item = self.items[part][index]
                 assert isinstance(item, Tagged)
-                tags = iter([self.labels[label] for label in chosen[row][is_first[row]].tolist()])
-                words = self.tokenizer.encode_batch(item.words)
-                yield item.tags, [next(tags, OUTSIDE) if tokens else OUTSIDE for tokens in words]
+                places = self._places(item, self.tokenizer.encode_source(item.text).offsets)
+                tags = [OUTSIDE if place is None else self.labels[chosen[row][place]] for place in places]
+                yield item.tags, tags
 
 
 def _labels_of(item: Labelled | Tagged) -> tuple[str, ...]:
     return (item.label,) if isinstance(item, Labelled) else item.tags
 
 
-def tag_tokens(item: Tagged, tokenizer: Tokenizer, labels: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Tokens of a sentence and the label of each: of a word's first token its tag, of the others none."""
-    ids: list[int] = []
-    token_labels: list[int] = []
-    for tokens, tag in zip(tokenizer.encode_batch(item.words), item.tags, strict=True):
-        ids += tokens
-        token_labels += [labels.index(tag), *[IGNORED_LABEL] * (len(tokens) - 1)][: len(tokens)]
-    return ids, token_labels
+def first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int | None]:
+    """Index of each word's first token, None where it has none of its own; offsets as in the words joined by spaces."""
+    found: list[int | None] = []
+    start, token = 0, 0
+    for word in words:
+        while token < len(offsets) and offsets[token][1] <= start:
+            token += 1
+        is_own = token < len(offsets) and offsets[token][0] < start + len(word)
+        found.append(token if is_own else None)
+        token += int(is_own)
+        start += len(word) + 1
+    return found
