@@ -128,7 +128,7 @@ def _mapped_ids(processor: Any, text: TextFormat, path: Path) -> tuple[Segmenter
         processor,
         lambda piece, _: vocabulary.get(piece, unk_id),
         _added(text, special),
-        has_codes=text.target is not None,  # Marian, which has a model for each side
+        has_codes=text.target not in (None, text.source),  # Marian, which has a model for each side
     )
     tokens = [*vocabulary.items(), *text.added_tokens.items()]
     return segmenter, table_of(tokens, word_marked, special, strips="white space")
