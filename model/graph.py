@@ -38,10 +38,14 @@ class Graph:
         self._kind = kind
         options = _session_options(threads)
         workspace.attach(options)
+        self._workspace = workspace
+        previous = workspace.enter()
         try:
             self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the {kind} graph cannot be loaded: {error}") from error
+        finally:
+            workspace.leave(previous)
 
     @property
     def output_names(self) -> list[str]:
@@ -82,10 +86,13 @@ class Graph:
 
     def run_bound(self, binding: Any) -> None:
         """Run with what is bound; the interpreter lock is free meanwhile. Raises GraphError."""
+        previous = self._workspace.enter()
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{self._path}: the {self._kind} graph failed: {error}") from error
+        finally:
+            self._workspace.leave(previous)
 
 
 def _session_options(threads: int) -> Any:

@@ -57,7 +57,7 @@ class EncoderRunner:
         self.precision = graphs.precision
         self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
         self._memory_width = model.d_model
-        self._workspace = Workspace()
+        self._workspace = Workspace(is_own=True)
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
         self._encoder = NativeEncoder(encoder, model, self._workspace, bundle.memory_fit(graphs), cache=None)
         self._head_graphs = {

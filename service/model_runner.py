@@ -71,7 +71,7 @@ class ModelRunner:
         self.cache_bytes_per_token = 2 * model.decoder_layers * model.attention_width * 4
         self._num_heads = model.num_heads
         self._fit = bundle.memory_fit(graphs)
-        self._workspace = Workspace()
+        self._workspace = Workspace(is_own=True)
         self.self_kv = _reserve(model, max_rows, model.max_target_len)
         self.cross_kv = _reserve(model, max_rows, model.max_source_len)
         self._cross_outputs = _cross_names("present", model.decoder_layers)

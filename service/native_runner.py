@@ -68,7 +68,7 @@ class NativeRunner:
         self.num_blocks = num_blocks or max_rows * longest
         self.cache = _reserve_pool(model, graphs, self.num_blocks)
         self.cache_bytes_per_token = self.cache[0].nbytes // CACHE_BLOCK_SIZE
-        self._workspace = Workspace()
+        self._workspace = Workspace(is_own=True)
         self._encoder: NativeEncoder | None = None
         if self.has_encoder:
             encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)

@@ -78,7 +78,7 @@ def test_a_write_behind_an_array_is_seen(library: Path, environment: dict[str, s
     careless = f"""
 import ctypes, numpy
 room = numpy.zeros(1, numpy.uint64)
-ctypes.CDLL({str(library)!r}).antiphon_workspace_stats(ctypes.c_void_p(room.ctypes.data))
+ctypes.CDLL({str(library)!r}).antiphon_workspace_stats(None, ctypes.c_void_p(room.ctypes.data))
 """
     done = run(environment, "-c", careless)
     assert done.returncode != 0

@@ -65,6 +65,22 @@ void CheckLimit(antiphon::CountingAllocator& allocator) {
   allocator.Free(block);
 }
 
+// Blocks of one allocator are freed on another's thread, and after their own is closed: each knows where it is from.
+void CheckOwners(antiphon::CountingAllocator& one) {
+  antiphon::CountingAllocator other;
+  void* ours = one.Allocate(1 << 10);
+  void* theirs = other.Allocate(3 << 10);
+  const auto before = one.Stats().in_use_bytes;
+  Expect(other.Stats().in_use_bytes == 3 << 10, "counted where it was asked for");
+  other.Close();
+  std::thread([&] {
+    antiphon::CountingAllocator::Free(theirs);
+    antiphon::CountingAllocator::Free(ours);
+  }).join();
+  Expect(one.Stats().in_use_bytes == before - (1 << 10), "freed where it was counted");
+  Expect(other.Stats().in_use_bytes == 0 && other.Stats().reserved_bytes == 0, "a closed one keeps nothing");
+}
+
 // Every size around the class borders: the block is ours to its last byte (the sanitizer watches), and padded.
 void CheckBorders(antiphon::CountingAllocator& allocator) {
   for (size_t power = 0; power < 20; ++power) {
@@ -91,6 +107,7 @@ int main() {
   for (unsigned seed = 0; seed < kThreads; ++seed) threads.emplace_back(Stress, std::ref(allocator), seed);
   for (auto& thread : threads) thread.join();
   CheckBorders(allocator);
+  CheckOwners(allocator);
   CheckLimit(allocator);
   Expect(allocator.Allocate(0) == nullptr, "nothing for nothing");
   allocator.Free(nullptr);

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
 from antiphon.model.graph import GraphError, has_vnni
 from antiphon.model.ops.choices import choose
-from antiphon.model.ops.workspace import Workspace
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.request import SamplingParams
 from tests.batches import Choice, batch_of, choice_of, choices_of
@@ -206,13 +204,6 @@ def test_runner_measures_the_same_peak_every_time(runner: ModelRunner) -> None:
     assert peaks[:2] * 3 == peaks
 
 
-@pytest.fixture
-def unlimited() -> Iterator[None]:
-    yield
-    Workspace().limit_growth(None)
-
-
-@pytest.mark.usefixtures("unlimited")
 def test_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path: Path) -> None:
     config = tiny_config(max_len=2048)
     bundle = write_bundle(tmp_path / "long", tiny_model(config), ("contrib", "eager"))

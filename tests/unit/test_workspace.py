@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import gc
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import antiphon.model.ops
-from antiphon.model.ops.workspace import Workspace, WorkspaceError
+from antiphon.model.ops.workspace import Workspace, WorkspaceError, _NativeStats
 
 NATIVE = Path(antiphon.model.ops.__file__).parent / "native"
 WIDTH, INNER = 32, 128
@@ -121,6 +123,67 @@ def test_workspace_limit_fails_the_run_and_leaves_the_session_usable(workspace: 
     assert run.run(None, ones(4))[0].shape == (4, WIDTH)
     workspace.limit_growth(None)
     assert run.run(None, ones(1 << 16))[0].shape == (1 << 16, WIDTH)
+
+
+@contextlib.contextmanager
+def using(workspace: Workspace) -> Iterator[None]:
+    """This thread's sessions allocate there."""
+    previous = workspace.enter()
+    try:
+        yield
+    finally:
+        workspace.leave(previous)
+
+
+def test_workspaces_of_their_own_count_and_bound_apart(workspace: Workspace) -> None:
+    one, two = Workspace(is_own=True), Workspace(is_own=True)
+    before = workspace.stats()
+    with using(one):
+        run = session(one)
+    assert (workspace.stats(), two.stats().in_use_bytes) == (before, 0)
+    assert one.stats().in_use_bytes >= 2 * WIDTH * INNER * 4
+    one.limit_growth(1 << 20)
+    with using(one), pytest.raises(Exception, match="workspace limit reached"):
+        run.run(None, ones(1 << 16))
+    with using(two):  # whoever runs it pays for it
+        assert run.run(None, ones(1 << 16))[0].shape == (1 << 16, WIDTH)
+        assert two.stats().in_use_bytes == 0
+    assert two.stats().peak_bytes == (1 << 16) * (INNER + WIDTH) * 4
+    assert workspace.stats() == before
+
+
+def test_workspaces_of_their_own_measure_while_others_run(workspace: Workspace) -> None:
+    """A peak was of all sessions of the process: two models could not run at once and be measured."""
+    rows: dict[int, list[int]] = {1: [], 300: []}
+
+    def measure(num_rows: int) -> None:
+        own = Workspace(is_own=True)
+        with using(own):
+            run = session(own)
+            rows[num_rows] += [measured_peak(own, run, num_rows) for _ in range(200)]
+
+    threads = [threading.Thread(target=measure, args=(num_rows,)) for num_rows in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {num_rows: set(peaks) for num_rows, peaks in rows.items()} == {
+        num_rows: {num_rows * (INNER + WIDTH) * 4} for num_rows in rows
+    }
+
+
+def test_workspace_of_its_own_keeps_nothing_when_it_is_gone() -> None:
+    own = Workspace(is_own=True)
+    with using(own):
+        session(own).run(None, ones(1 << 12))
+    stats, handle = own._stats, own._handle
+    native = _NativeStats()
+    stats(handle, ctypes.byref(native))
+    assert native.cached_bytes > 0
+    gc.collect()
+    del own
+    stats(handle, ctypes.byref(native))
+    assert (native.reserved_bytes, native.in_use_bytes) == (0, 0)
 
 
 def test_workspace_names_a_library_that_is_missing(tmp_path: Path) -> None:

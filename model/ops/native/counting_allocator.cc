@@ -57,6 +57,7 @@ struct alignas(CountingAllocator::kAlignment) CountingAllocator::Header {
   size_t bytes;
   size_t size_class;
   Header* next;
+  CountingAllocator* owner;
 };
 
 CountingAllocator::~CountingAllocator() { TrimLocked(); }
@@ -92,11 +93,15 @@ void* CountingAllocator::Allocate(size_t bytes) {
 
 void CountingAllocator::Free(void* block) noexcept {
   if (block == nullptr) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
   Header* header = static_cast<Header*>(block) - 1;
+  header->owner->TakeBack(header);
+}
+
+void CountingAllocator::TakeBack(Header* header) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
   stats_.in_use_bytes -= header->bytes;
-  Forbid(block, header->bytes);
-  if (stats_.cached_bytes + ClassBytes(header->size_class) > kMaxCachedBytes) {
+  Forbid(header + 1, header->bytes);
+  if (stats_.cached_bytes + ClassBytes(header->size_class) > max_cached_bytes_) {
     ReturnToSystem(header);
     return;
   }
@@ -132,7 +137,7 @@ CountingAllocator::Header* CountingAllocator::TakeFromSystem(size_t size_class, 
                              " held, limit " + std::to_string(limit));
   }
   stats_.reserved_bytes += block_bytes;
-  auto* header = new (block) Header{bytes, size_class, nullptr};
+  auto* header = new (block) Header{bytes, size_class, nullptr, this};
   Forbid(header + 1, block_bytes - sizeof(Header));
   return header;
 }
@@ -169,6 +174,12 @@ void CountingAllocator::ResetPeak() {
 void CountingAllocator::SetLimit(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.limit_bytes = bytes;
+}
+
+void CountingAllocator::Close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  max_cached_bytes_ = 0;
+  TrimLocked();
 }
 
 WorkspaceStats CountingAllocator::Stats() {

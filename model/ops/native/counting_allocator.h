@@ -32,12 +32,15 @@ class CountingAllocator {
   ~CountingAllocator();
   // Throws std::runtime_error when the limit or the operating system refuses; nullptr only for 0 bytes.
   void* Allocate(size_t bytes);
-  void Free(void* block) noexcept;
+  // To the allocator that the block is from, on whichever thread.
+  static void Free(void* block) noexcept;
   // Measure the next run: peak_bytes starts again from in_use_bytes.
   void ResetPeak();
   // Return every cached block to the operating system.
   void Trim();
   void SetLimit(uint64_t bytes);
+  // Keep no freed block from now on: whoever used this allocator is going.
+  void Close();
   WorkspaceStats Stats();
 
  private:
@@ -50,11 +53,13 @@ class CountingAllocator {
   Header* TakeFromSystem(size_t size_class, size_t bytes);
   void ReturnToSystem(Header* header) noexcept;
   void TrimLocked() noexcept;
+  void TakeBack(Header* header) noexcept;
 
   std::mutex mutex_;
   std::array<Header*, kNumClasses> cached_{};
   std::bitset<kNumClasses> occupied_;
   WorkspaceStats stats_{};
+  uint64_t max_cached_bytes_ = kMaxCachedBytes;
 };
 
 }  // namespace antiphon

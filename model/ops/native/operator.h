@@ -11,6 +11,7 @@
 #include <string>
 
 #include "ort_abi.h"
+#include "workspace.h"
 
 namespace antiphon {
 
@@ -69,7 +70,7 @@ class Call {
       for (size_t index = 0; index < count; ++index) task(index);
       return;
     }
-    Guarded<Task> guarded{&task, {}, nullptr};
+    Guarded<Task> guarded{&task, &Workspace(), {}, nullptr};
     RunParallel(count, &Guarded<Task>::Run, &guarded);
     if (guarded.failure) std::rethrow_exception(guarded.failure);
   }
@@ -78,11 +79,13 @@ class Call {
   template <typename Task>
   struct Guarded {
     const Task* task;
+    CountingAllocator* workspace;
     std::mutex mutex;
     std::exception_ptr failure;
 
     static void Run(void* self, size_t index) noexcept {
       auto* guarded = static_cast<Guarded*>(self);
+      const WorkspaceOf counted(*guarded->workspace);
       try {
         (*guarded->task)(index);
       } catch (...) {

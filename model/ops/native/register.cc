@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "kernels.h"
 #include "operators.h"
@@ -15,23 +16,39 @@
 
 namespace antiphon {
 
-CountingAllocator& Workspace() {
+namespace {
+
+thread_local CountingAllocator* t_workspace = nullptr;
+
+}  // namespace
+
+CountingAllocator& ProcessWorkspace() {
   // Never destroyed: the environment may free its last block after static destructors have run.
   static auto* workspace = new CountingAllocator;
   return *workspace;
 }
 
+CountingAllocator& Workspace() { return t_workspace != nullptr ? *t_workspace : ProcessWorkspace(); }
+
+CountingAllocator* UseWorkspace(CountingAllocator* workspace) noexcept { return std::exchange(t_workspace, workspace); }
+
 }  // namespace antiphon
 
 namespace {
 
+using antiphon::CountingAllocator;
 using antiphon::Workspace;
+
+// The allocator that Python names, nullptr for the process's own.
+CountingAllocator& Named(CountingAllocator* workspace) {
+  return workspace != nullptr ? *workspace : antiphon::ProcessWorkspace();
+}
 
 OrtMemoryInfo* g_memory_info = nullptr;
 
 void* Allocate(OrtAllocator*, size_t bytes) { return Workspace().Allocate(bytes); }
 
-void Free(OrtAllocator*, void* block) { Workspace().Free(block); }
+void Free(OrtAllocator*, void* block) { CountingAllocator::Free(block); }
 
 const OrtMemoryInfo* Info(const OrtAllocator*) { return g_memory_info; }
 
@@ -108,7 +125,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 }
 
 // Raised whenever operators, their packing or these functions change: model/ops/workspace.py loads its own number only.
-ANTIPHON_EXPORT int antiphon_native_version() { return 2; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 3; }
 
 // The kernels this process runs: amx, avx512, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
 ANTIPHON_EXPORT const char* antiphon_kernels() {
@@ -119,10 +136,25 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
   }
 }
 
-ANTIPHON_EXPORT void antiphon_workspace_stats(antiphon::WorkspaceStats* out) { *out = Workspace().Stats(); }
+// Another allocator, for a thread to use. It is never destroyed, since blocks may outlive its user; 3 KiB each.
+ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
 
-ANTIPHON_EXPORT void antiphon_workspace_reset_peak() { Workspace().ResetPeak(); }
+// Nobody will use it again; blocks still held go back to the operating system when they are freed.
+ANTIPHON_EXPORT void antiphon_workspace_close(CountingAllocator* workspace) { workspace->Close(); }
 
-ANTIPHON_EXPORT void antiphon_workspace_set_limit(uint64_t bytes) { Workspace().SetLimit(bytes); }
+// From here on the calling thread allocates from it, nullptr: from the process's own. Returns what it used before.
+ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_use(CountingAllocator* workspace) {
+  return antiphon::UseWorkspace(workspace);
+}
 
-ANTIPHON_EXPORT void antiphon_workspace_trim() { Workspace().Trim(); }
+ANTIPHON_EXPORT void antiphon_workspace_stats(CountingAllocator* workspace, antiphon::WorkspaceStats* out) {
+  *out = Named(workspace).Stats();
+}
+
+ANTIPHON_EXPORT void antiphon_workspace_reset_peak(CountingAllocator* workspace) { Named(workspace).ResetPeak(); }
+
+ANTIPHON_EXPORT void antiphon_workspace_set_limit(CountingAllocator* workspace, uint64_t bytes) {
+  Named(workspace).SetLimit(bytes);
+}
+
+ANTIPHON_EXPORT void antiphon_workspace_trim(CountingAllocator* workspace) { Named(workspace).Trim(); }
