@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from copy import copy
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +25,7 @@ from antiphon.messages import (
     FinishReason,
     Generation,
     Judgement,
+    Languages,
     Pooling,
     ServerError,
     Source,
@@ -83,17 +85,29 @@ _SERVICE_CONFIG = json.dumps(
 class AsyncClient:
     """Calls a server from one event loop, all calls over one connection. Close it, or use it as a context."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, model: str = "") -> None:
-        """target: host:port. model: name to ask for; empty is the server's only model."""
+    def __init__(
+        self, target: str = DEFAULT_TARGET, *, model: str = "", source_language: str = "", target_language: str = ""
+    ) -> None:
+        """target: host:port. model: name to ask for; empty is the server's only model.
+
+        source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
+        """
         self._channel = grpc.aio.insecure_channel(target, options=_channel_options(target))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = model
+        self._languages = Languages(source=source_language, target=target_language)
+
+    def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
+        """This client for other languages, over the same connection: close one of them only."""
+        other = copy(self)
+        other._languages = Languages(source=source_language, target=target_language)
+        return other
 
     async def generate(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[Delta]:
         """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
-        call = self._stub.Generate(stream_request(self._model, source, options), timeout=timeout_s)
+        call = self._stub.Generate(stream_request(self._model, source, options, self._languages), timeout=timeout_s)
         try:
             with server_errors():
                 async for response in call:
@@ -111,7 +125,7 @@ class AsyncClient:
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> list[Generation]:
         """Return every target of one source, the best first where beams were searched. Raises ServerError."""
-        request = unary_request(self._model, source, options)
+        request = unary_request(self._model, source, options, self._languages)
         with server_errors():
             return as_generations(await self._stub.GenerateUnary(request, timeout=timeout_s))
 
@@ -141,7 +155,7 @@ class AsyncClient:
         self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None
     ) -> Judgement:
         """Return the log-probability of each token of a target, end token included. Raises ServerError."""
-        request = score_request(self._model, source, target, num_alternatives)
+        request = score_request(self._model, source, target, num_alternatives, self._languages)
         with server_errors():
             return as_judgement(await self._stub.Score(request, timeout=timeout_s))
 
@@ -149,7 +163,7 @@ class AsyncClient:
         self, source: Source, *, pooling: Pooling = "mean", normalize: bool = False, timeout_s: float | None = None
     ) -> Embedding:
         """Return the encoder states of a source pooled into one vector. Raises ServerError."""
-        request = embed_request(self._model, source, pooling, normalize=normalize)
+        request = embed_request(self._model, source, pooling, self._languages, normalize=normalize)
         with server_errors():
             return as_embedding(await self._stub.Embed(request, timeout=timeout_s))
 
@@ -158,7 +172,9 @@ class AsyncClient:
     ) -> inference_pb2.ExplainResponse:
         """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
         with server_errors():
-            return await self._stub.Explain(explain_request(self._model, source, target), timeout=timeout_s)
+            return await self._stub.Explain(
+                explain_request(self._model, source, target, self._languages), timeout=timeout_s
+            )
 
     async def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""
@@ -181,17 +197,29 @@ class AsyncClient:
 class Client:
     """Calls a server from any thread, all calls over one connection. Close it, or use it as a context."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, model: str = "") -> None:
-        """target: host:port. model: name to ask for; empty is the server's only model."""
+    def __init__(
+        self, target: str = DEFAULT_TARGET, *, model: str = "", source_language: str = "", target_language: str = ""
+    ) -> None:
+        """target: host:port. model: name to ask for; empty is the server's only model.
+
+        source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
+        """
         self._channel = grpc.insecure_channel(target, options=_channel_options(target))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = model
+        self._languages = Languages(source=source_language, target=target_language)
+
+    def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
+        """This client for other languages, over the same connection: close one of them only."""
+        other = copy(self)
+        other._languages = Languages(source=source_language, target=target_language)
+        return other
 
     def generate(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Iterator[Delta]:
         """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
-        call = self._stub.Generate(stream_request(self._model, source, options), timeout=timeout_s)
+        call = self._stub.Generate(stream_request(self._model, source, options, self._languages), timeout=timeout_s)
         try:
             with server_errors():
                 for response in call:
@@ -209,7 +237,7 @@ class Client:
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> list[Generation]:
         """Return every target of one source, the best first where beams were searched. Raises ServerError."""
-        request = unary_request(self._model, source, options)
+        request = unary_request(self._model, source, options, self._languages)
         with server_errors():
             return as_generations(self._stub.GenerateUnary(request, timeout=timeout_s))
 
@@ -223,7 +251,9 @@ class Client:
         under_way: deque[grpc.Future[inference_pb2.GenerateUnaryResponse]] = deque()
         try:
             for source in sources:
-                under_way.append(self._stub.GenerateUnary.future(unary_request(self._model, source, options)))
+                under_way.append(
+                    self._stub.GenerateUnary.future(unary_request(self._model, source, options, self._languages))
+                )
                 if len(under_way) == concurrency:
                     yield _outcome(under_way.popleft())
             while under_way:
@@ -236,7 +266,7 @@ class Client:
         self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None
     ) -> Judgement:
         """Return the log-probability of each token of a target, end token included. Raises ServerError."""
-        request = score_request(self._model, source, target, num_alternatives)
+        request = score_request(self._model, source, target, num_alternatives, self._languages)
         with server_errors():
             return as_judgement(self._stub.Score(request, timeout=timeout_s))
 
@@ -244,7 +274,7 @@ class Client:
         self, source: Source, *, pooling: Pooling = "mean", normalize: bool = False, timeout_s: float | None = None
     ) -> Embedding:
         """Return the encoder states of a source pooled into one vector. Raises ServerError."""
-        request = embed_request(self._model, source, pooling, normalize=normalize)
+        request = embed_request(self._model, source, pooling, self._languages, normalize=normalize)
         with server_errors():
             return as_embedding(self._stub.Embed(request, timeout=timeout_s))
 
@@ -253,7 +283,7 @@ class Client:
     ) -> inference_pb2.ExplainResponse:
         """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
         with server_errors():
-            return self._stub.Explain(explain_request(self._model, source, target), timeout=timeout_s)
+            return self._stub.Explain(explain_request(self._model, source, target, self._languages), timeout=timeout_s)
 
     def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""

@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
     parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's only one)")
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}-language",
+            default="",
+            metavar="CODE",
+            help=f"language of the {side}, for models that know several (default: the model's)",
+        )
     parser.add_argument("--json", action="store_true", help="print each answer as one JSON object: all that came back")
     parser.add_argument(
         "--concurrency", type=_positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
@@ -73,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace, options: Options) -> int:
-    async with AsyncClient(arguments.target, model=arguments.model) as client:
+    languages = {name: getattr(arguments, name) for name in ("source_language", "target_language")}
+    async with AsyncClient(arguments.target, model=arguments.model, **languages) as client:
         if arguments.text:
             return await _translate_texts(client, arguments, options)
         return await _translate_lines(client, arguments, options)

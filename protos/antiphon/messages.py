@@ -34,6 +34,14 @@ _POOLING: dict[Pooling, inference_pb2.Pooling.ValueType] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Languages:
+    """Languages of a multilingual model, as GetModel lists them; empty takes the model's default."""
+
+    source: str = ""
+    target: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
     """Tokens counted for one request, end tokens included."""
 
@@ -144,34 +152,54 @@ class ServerError(Exception):
         return f"{self.code.name}: {self.message}"
 
 
-def stream_request(model: str, source: Source, options: Options | None) -> inference_pb2.GenerateRequest:
+def stream_request(
+    model: str, source: Source, options: Options | None, languages: Languages
+) -> inference_pb2.GenerateRequest:
     """Ask for targets, streamed. Raises ValueError where a value does not fit its field."""
-    return inference_pb2.GenerateRequest(model=model, options=options_message(options), **_source(source))
-
-
-def unary_request(model: str, source: Source, options: Options | None) -> inference_pb2.GenerateUnaryRequest:
-    """Ask for targets, whole. Raises ValueError where a value does not fit its field."""
-    return inference_pb2.GenerateUnaryRequest(model=model, options=options_message(options), **_source(source))
-
-
-def score_request(model: str, source: Source, target: Source, num_alternatives: int) -> inference_pb2.ScoreRequest:
-    """Ask for the log-probabilities of a target."""
-    return inference_pb2.ScoreRequest(
-        model=model, num_alternatives=num_alternatives, **_source(source), **_target(target)
+    return inference_pb2.GenerateRequest(
+        model=model, options=options_message(options), **_source(source), **_named(languages)
     )
 
 
-def embed_request(model: str, source: Source, pooling: Pooling, *, normalize: bool) -> inference_pb2.EmbedRequest:
+def unary_request(
+    model: str, source: Source, options: Options | None, languages: Languages
+) -> inference_pb2.GenerateUnaryRequest:
+    """Ask for targets, whole. Raises ValueError where a value does not fit its field."""
+    return inference_pb2.GenerateUnaryRequest(
+        model=model, options=options_message(options), **_source(source), **_named(languages)
+    )
+
+
+def score_request(
+    model: str, source: Source, target: Source, num_alternatives: int, languages: Languages
+) -> inference_pb2.ScoreRequest:
+    """Ask for the log-probabilities of a target."""
+    return inference_pb2.ScoreRequest(
+        model=model, num_alternatives=num_alternatives, **_source(source), **_target(target), **_named(languages)
+    )
+
+
+def embed_request(
+    model: str, source: Source, pooling: Pooling, languages: Languages, *, normalize: bool
+) -> inference_pb2.EmbedRequest:
     """Ask for pooled encoder states. Raises ValueError for a pooling that there is not."""
     if pooling not in _POOLING:
         raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(_POOLING)}")
-    return inference_pb2.EmbedRequest(model=model, pooling=_POOLING[pooling], normalize=normalize, **_source(source))
+    return inference_pb2.EmbedRequest(
+        model=model,
+        pooling=_POOLING[pooling],
+        normalize=normalize,
+        source_language=languages.source,
+        **_source(source),
+    )
 
 
-def explain_request(model: str, source: Source, target: Source | None) -> inference_pb2.ExplainRequest:
+def explain_request(
+    model: str, source: Source, target: Source | None, languages: Languages
+) -> inference_pb2.ExplainRequest:
     """Ask for attention maps."""
     given = {} if target is None else _target(target)
-    return inference_pb2.ExplainRequest(model=model, **_source(source), **given)
+    return inference_pb2.ExplainRequest(model=model, **_source(source), **given, **_named(languages))
 
 
 def _source(source: Source) -> dict[str, Any]:
@@ -182,6 +210,10 @@ def _target(target: Source) -> dict[str, Any]:
     if isinstance(target, str):
         return {"target_text": target}
     return {"target_token_ids": inference_pb2.TokenIds(ids=target)}
+
+
+def _named(languages: Languages) -> dict[str, Any]:
+    return {"source_language": languages.source, "target_language": languages.target}
 
 
 def as_delta(response: inference_pb2.GenerateResponse) -> Delta:

@@ -9,7 +9,8 @@ from typing import Any
 
 from antiphon.options import Options
 
-_OPTION = re.compile(r"^options\.(\w+)")
+# What a refusal of a flag's value begins with; languages are fields of the request beside its options.
+_OPTION = re.compile(r"^(?:options\.)?((?<=options\.)\w+|(?:source|target)_language\b)")
 
 # Name, metavar, type and help of the controls that hold one number.
 _NUMBERS: tuple[tuple[str, str, type[int] | type[float], str], ...] = (

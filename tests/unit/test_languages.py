@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
+from antiphon import cli
+from antiphon.client import AsyncClient
 from antiphon.model.text_format import TextFormat
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
@@ -152,6 +155,33 @@ async def test_embedded_source_has_its_language() -> None:
         message = pb.EmbedRequest(token_ids=pb.TokenIds(ids=SOURCE), source_language="de")
         await stub_of(served).Embed(message)
         assert served.runner.encoded[-1][0] == (DE, *SOURCE, EOS_ID)
+
+
+async def test_client_speaks_for_its_languages() -> None:
+    async with serving(text=FIRST) as served:
+        encoded = served.runner.encoded
+        async with AsyncClient(served.target, source_language="de", target_language="fr") as client:
+            whole = await client.generate_text(SOURCE)
+            assert (whole.token_ids[0], encoded[-1][0]) == (FR, (DE, *SOURCE, EOS_ID))
+            streamed = [token async for delta in client.generate(SOURCE) for token in delta.token_ids]
+            assert streamed == list(whole.token_ids)
+            assert (await client.score(SOURCE, [30])).logprobs[0].token_id == FR
+            await client.embed(SOURCE)
+            assert encoded[-1][0] == (DE, *SOURCE, EOS_ID)
+            other = client.with_languages("en", "de")
+            assert (await other.generate_text(SOURCE)).token_ids[0] == DE
+            assert encoded[-1][0] == (EN, *SOURCE, EOS_ID)
+            assert (await client.generate_text(SOURCE)).token_ids == whole.token_ids
+
+
+async def test_generate_command_names_languages(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(text=FIRST) as served:
+        command = ["generate", "--target", served.target, "the cat"]
+        named = [*command, "--source-language", "de", "--target-language", "fr"]
+        assert await asyncio.to_thread(cli.main, named) == 0
+        assert served.runner.encoded[-1][0][0] == DE
+        assert await asyncio.to_thread(cli.main, [*command, "--target-language", "xx"]) == 2
+    assert "--target-language is 'xx'; it must be one of de, en, fr" in capsys.readouterr().err
 
 
 async def test_pair_is_read_with_the_template_of_pairs() -> None:

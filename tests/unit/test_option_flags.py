@@ -60,5 +60,8 @@ def test_refusals_of_options_are_told_in_terms_of_flags() -> None:
     refusal = "options.top_p is 2.0; it must be above 0 and at most 1"
     assert is_about_option(refusal)
     assert in_terms_of_flags(refusal) == "--top-p is 2.0; it must be above 0 and at most 1"
+    unknown = "target_language is 'xx'; it must be one of de, en"
+    assert is_about_option(unknown)
+    assert in_terms_of_flags(unknown) == "--target-language is 'xx'; it must be one of de, en"
     assert not is_about_option("text is 'options.top_p'")
     assert in_terms_of_flags("text is 'options.top_p'") == "text is 'options.top_p'"
