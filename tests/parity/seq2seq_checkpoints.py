@@ -18,12 +18,12 @@ TEXTS = [f"the small word number {number} is here again, and so is {number * 7}"
 VOCAB_SIZE = 211  # of the models; their tokenizers have fewer tokens, as where a vocabulary is padded
 
 _BART_LIKE: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE, d_model=36, encoder_layers=3, decoder_layers=2, encoder_attention_heads=3,
+    vocab_size=VOCAB_SIZE, d_model=36, encoder_layers=1, decoder_layers=2, encoder_attention_heads=3,
     decoder_attention_heads=3, encoder_ffn_dim=44, decoder_ffn_dim=44, max_position_embeddings=40, init_std=0.15,
     pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
 )  # fmt: skip
 _T5_LIKE: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE, d_model=40, d_kv=12, d_ff=56, num_layers=3, num_decoder_layers=2, num_heads=3,
+    vocab_size=VOCAB_SIZE, d_model=40, d_kv=12, d_ff=56, num_layers=2, num_decoder_layers=1, num_heads=3,
     relative_attention_num_buckets=8, relative_attention_max_distance=20, decoder_start_token_id=0,
 )  # fmt: skip
 _LANGUAGES = ("en_XX", "de_DE")
@@ -35,6 +35,7 @@ class Made:
     """One checkpoint to make. model: transformers' prefix; settings: of its config; generation: of its defaults.
 
     languages: tokens that its tokenizer marks as special, after the family's own.
+    seed: one whose model answers with several tokens, as most random ones do not.
     """
 
     model: str
@@ -44,15 +45,17 @@ class Made:
     tokenizer_class: str = "PreTrainedTokenizerFast"
     kind: str = "ForConditionalGeneration"
     untie: bool = False
+    seed: int = 0
 
 
 CHECKPOINTS = {
     "marian": Made(
-        model="Marian", kind="MTModel", settings=_BART_LIKE | dict(activation_function="swish", scale_embedding=True),
+        seed=3, model="Marian", kind="MTModel",
+        settings=_BART_LIKE | dict(activation_function="swish", scale_embedding=True, encoder_layers=3),
         generation=dict(bad_words_ids=[[1]], max_length=14),
     ),
     "marian_of_two_vocabularies": Made(
-        model="Marian",
+        seed=2, model="Marian",
         kind="MTModel",
         settings=_BART_LIKE
         | dict(
@@ -61,65 +64,73 @@ CHECKPOINTS = {
         ),
     ),
     "bart": Made(model="Bart", settings=_BART_LIKE, generation=dict(forced_bos_token_id=0, no_repeat_ngram_size=3)),
-    "bart_untied": Made(model="Bart", settings=_BART_LIKE | dict(tie_word_embeddings=False)),
+    "bart_untied": Made(seed=3, model="Bart", settings=_BART_LIKE | dict(tie_word_embeddings=False)),
     "mbart": Made(
-        model="MBart", settings=_BART_LIKE | dict(scale_embedding=True), languages=_LANGUAGES,
+        seed=9, model="MBart", settings=_BART_LIKE | dict(scale_embedding=True), languages=_LANGUAGES,
         tokenizer_class="MBartTokenizer", generation=dict(decoder_start_token_id=5),
     ),
     "mbart50": Made(
-        model="MBart", settings=_BART_LIKE | dict(scale_embedding=True), languages=_LANGUAGES,
+        seed=11, model="MBart", settings=_BART_LIKE | dict(scale_embedding=True), languages=_LANGUAGES,
         tokenizer_class="MBart50Tokenizer", generation=dict(forced_bos_token_id=5),
     ),
     "pegasus": Made(
-        model="Pegasus", settings=_BART_LIKE | dict(activation_function="relu", scale_embedding=True, pad_token_id=0),
+        seed=7, model="Pegasus",
+        settings=_BART_LIKE | dict(activation_function="relu", scale_embedding=True, pad_token_id=0),
         generation=dict(early_stopping=True, length_penalty=0.6),
     ),
     "m2m100": Made(model="M2M100", settings=_BART_LIKE),
     "nllb": Made(model="M2M100", settings=_BART_LIKE | dict(activation_function="gelu"), languages=_NLLB_LANGUAGES),
-    "t5": Made(model="T5", settings=_T5_LIKE),
+    "t5": Made(seed=10, model="T5", settings=_T5_LIKE),
     "flan_t5": Made(
-        model="T5", settings=_T5_LIKE | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), untie=True,
+        seed=9, model="T5", untie=True,
+        settings=_T5_LIKE
+        | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_layers=3, num_decoder_layers=2),
     ),
     "byt5": Made(
-        model="T5", settings=_T5_LIKE | dict(vocab_size=391, feed_forward_proj="gated-gelu", num_layers=2),
+        model="T5", settings=_T5_LIKE | dict(vocab_size=391, feed_forward_proj="gated-gelu"),
         tokenizer_class="ByT5Tokenizer",
     ),
-    "mt5": Made(model="MT5", settings=_T5_LIKE, untie=True, generation=dict(early_stopping="never")),
+    "mt5": Made(seed=3, model="MT5", settings=_T5_LIKE, untie=True, generation=dict(early_stopping="never")),
 }  # fmt: skip
 
 
-def original(made: Made, seed: int = 0) -> Any:
-    """Their model; vectors are random too, so that a forgotten norm or bias shows."""
+def original(made: Made) -> Any:
+    """Their model, its outputs of many tokens and lengths; vectors are random, so that a forgotten one shows."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, made.model + made.kind)(
-            getattr(transformers, f"{made.model}Config")(**made.settings)
-        ).eval()
+        torch.manual_seed(made.seed)
+        described = getattr(transformers, f"{made.model}Config")(**made.settings)
+        model = getattr(transformers, made.model + made.kind)(described).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 if name.endswith(("fc2.weight", "wo.weight")):
-                    parameter.mul_(3)  # what feed-forwards add weighs more than what a token says of itself
+                    parameter.sub_(parameter.mean(dim=1, keepdim=True)).mul_(6)
             if hasattr(model, "final_logits_bias"):
                 model.final_logits_bias.normal_()
-        if made.untie:
-            model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+            if made.untie:
+                model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+            model.lm_head.weight[model.config.eos_token_id].mul_(1.3)
     return model
 
 
-def save(folder: Path, name: str, change: Callable[[Any], Any] = lambda model: model, **options: Any) -> Any:
-    """Write a checkpoint of CHECKPOINTS with its tokenizer and generation settings; returns the model.
+def save(
+    folder: Path, name: str, change: Callable[[Any], Any] = lambda model: model, *, as_bin: bool = False, **options: Any
+) -> None:
+    """Write a checkpoint of CHECKPOINTS with its tokenizer and generation settings.
 
-    change: what is saved instead of the model; options: of save_pretrained.
+    change: what is saved instead of the model; as_bin: PyTorch's pickle instead of safetensors, which transformers no
+    longer writes; options: of save_pretrained.
     """
     made = CHECKPOINTS[name]
     model = original(made)
     settings = {"max_length": 12, "num_beams": 4, "suppress_tokens": [model.config.pad_token_id], **made.generation}
     model.generation_config.update(**settings)
     change(model).save_pretrained(folder, **options)
+    if as_bin:
+        (folder / "model.safetensors").unlink()
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
     _WRITERS.get(name, _write_tokenizers)(folder, made)
-    return model
 
 
 def _write_tokenizers(folder: Path, made: Made) -> None:
