@@ -36,6 +36,7 @@ from antiphon.service.model_settings import (
 
 ENV_PREFIX = "ANTIPHON_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+MAX_GRACE_S = 3600
 SHIPPED_BUNDLE = Path(__file__).parent.parent / "model" / "bundles" / "en-de"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -117,7 +118,7 @@ class ServerConfig(BaseSettings):
         default=20.0, ge=0.1, le=3600, description="Time a client has to answer a ping before its connection closes."
     )
     drain_grace_s: float = Field(
-        default=30.0, ge=0, le=3600, description="Time that running requests have to finish after SIGTERM."
+        default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
 
@@ -271,7 +272,7 @@ def _explain_model(inner: list[str], origin: str, kind: str, value: object) -> s
     if field not in known:
         expected = "a table with a path" if not field else f"one of {', '.join(known)}"
         return f"{where} (from {origin}) is not a setting of a model; it must be {expected}"
-    return f"{where} (from {origin}) is {value!r}; it must be {_allowed(_model_schemas()[field])}"
+    return f"{where} (from {origin}) is {value!r}; it must be {allowed_of_model(field)}"
 
 
 def _origin(name: str, inner: list[str], flags: Mapping[str, Any], config_file: str | None) -> str:
@@ -289,9 +290,9 @@ def _schemas() -> dict[str, dict[str, Any]]:
     return _value_schemas(ServerConfig)
 
 
-def _model_schemas() -> dict[str, dict[str, Any]]:
-    """The same for the fields of ModelSettings."""
-    return _value_schemas(ModelSettings)
+def allowed_of_model(field: str) -> str:
+    """What a field of ModelSettings takes, in words."""
+    return _allowed(_value_schemas(ModelSettings)[field])
 
 
 def _value_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:

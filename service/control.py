@@ -86,6 +86,7 @@ class Control:
 
     async def _load(self, plan: ModelPlan) -> Served:
         async with self._changing:
+            self._check_running()
             if plan.name is not None:
                 self.models.check_free(plan.name)
             try:
@@ -94,7 +95,7 @@ class Control:
                 raise BadBundle(str(error)) from None
             if self._is_stopping:
                 self._forget(served)
-                raise Unavailable("the server is shutting down")
+            self._check_running()
             await self.publish(served)
             log.info("serving model %s from %s", served.name, plan.path)
             return served
@@ -109,6 +110,10 @@ class Control:
             self._forget(served)
             log.info("model %s is gone", name)
             return has_drained
+
+    def _check_running(self) -> None:
+        if self._is_stopping:
+            raise Unavailable("the server is shutting down")
 
     def _forget(self, served: Served) -> None:
         """Free what a model holds; calls that still write its last answers hold the little they need."""

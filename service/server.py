@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
 import uvloop
@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
+from antiphon.service.admin import AdminServicer, build_admin_server
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.control import Control
 from antiphon.service.errors import OverBudget
@@ -68,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
             level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
         )
         check_port(config.host, config.port)
+        if config.admin_port is not None:
+            check_port(config.admin_host, config.admin_port)
         registry = CollectorRegistry()
         with _metrics_port(config, registry) as metrics_port:
             shared = _shared(config, registry)
@@ -116,12 +119,28 @@ async def _serve(config: ServerConfig, served: Sequence[Served], shared: Shared,
     for name in _SERVICES:
         await health_servicer.set(name, _SERVING)
     await server.start()
-    print(_ready_line(config, served, port, metrics_port), flush=True)
-    has_faulted = await _until_stopped(stop, control)
-    await health_servicer.enter_graceful_shutdown()
-    await _drain(config, control, calls)
+    async with _admin(config, control, shared) as admin_port:
+        print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
+        has_faulted = await _until_stopped(stop, control)
+        await health_servicer.enter_graceful_shutdown()
+        await _drain(config, control, calls)
     await server.stop(_CLOSE_GRACE_S)
     return EXIT_ENGINE_FAULT if has_faulted else 0
+
+
+@contextlib.asynccontextmanager
+async def _admin(config: ServerConfig, control: Control, shared: Shared) -> AsyncIterator[int | None]:
+    """Serve the admin service where a port is set; its port."""
+    if config.admin_port is None:
+        yield None
+        return
+    server = build_admin_server(AdminServicer(control, shared.budget, config))
+    port = _bind(server, config.admin_host, config.admin_port)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(_CLOSE_GRACE_S)
 
 
 def build_server(config: ServerConfig, calls: Calls, health_servicer: health.aio.HealthServicer) -> grpc.aio.Server:
@@ -156,12 +175,15 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _ready_line(config: ServerConfig, served: Sequence[Served], port: int, metrics_port: int) -> str:
+def _ready_line(
+    config: ServerConfig, served: Sequence[Served], port: int, metrics_port: int, admin_port: int | None
+) -> str:
     address = _address(config.host, port)
     target = "" if address == DEFAULT_TARGET else f"--target {address} "
+    admin = "" if admin_port is None else f", admin on {_address(config.admin_host, admin_port)}"
     return (
         f"antiphon: ready: {', '.join(f'{one.name} ({one.precision})' for one in served)} on {address}, "
-        f"metrics on http://{_address(config.metrics_host, metrics_port)}/metrics; "
+        f"metrics on http://{_address(config.metrics_host, metrics_port)}/metrics{admin}; "
         f'next: antiphon generate {target}"How are you?"'
     )
 

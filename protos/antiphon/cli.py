@@ -39,6 +39,7 @@ SUBCOMMANDS = {
   antiphon serve                            the shipped English-German model, on 127.0.0.1:50051
   antiphon serve BUNDLE --port 0            your own model, on any free port
   ANTIPHON_THREADS=4 antiphon serve --config antiphon.toml
+  antiphon serve --model de=EN-DE --model fr=EN-FR          several models; requests say which, or get the first
   antiphon serve --print-config             settings in effect, as TOML
 
 stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), at once on a second one""",
@@ -56,6 +57,15 @@ stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), 
 one line out for each line in (or as many as --num-return-sequences says), in order; a line that fails is empty, and is
 named on standard error
 exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, server unreachable)""",
+    ),
+    "models": Subcommand(
+        module="antiphon.models",
+        summary="list, load and unload a running server's models",
+        examples="""\
+  antiphon models list                      what is served, the default first
+  antiphon models load fr /models/en-fr     one more, from the server's disk; needs antiphon serve --admin-port 50052
+  antiphon models unload fr                 once its running requests have ended
+  antiphon models memory                    what each holds of the server's --memory-limit-bytes""",
     ),
     "explain": Subcommand(
         module="antiphon.explain",

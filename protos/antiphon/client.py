@@ -88,7 +88,7 @@ class AsyncClient:
     def __init__(
         self, target: str = DEFAULT_TARGET, *, model: str = "", source_language: str = "", target_language: str = ""
     ) -> None:
-        """target: host:port. model: name to ask for; empty is the server's only model.
+        """target: host:port. model: name to ask for; empty is the server's default, its first.
 
         source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
         """
@@ -181,6 +181,11 @@ class AsyncClient:
         with server_errors():
             return (await self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model))).model
 
+    async def list_models(self) -> list[inference_pb2.Model]:
+        """Describe every model of the server, its default first. Raises ServerError."""
+        with server_errors():
+            return list((await self._stub.ListModels(inference_pb2.ListModelsRequest())).models)
+
     async def close(self) -> None:
         """Cancel what is under way and close the connection."""
         await self._channel.close()
@@ -200,7 +205,7 @@ class Client:
     def __init__(
         self, target: str = DEFAULT_TARGET, *, model: str = "", source_language: str = "", target_language: str = ""
     ) -> None:
-        """target: host:port. model: name to ask for; empty is the server's only model.
+        """target: host:port. model: name to ask for; empty is the server's default, its first.
 
         source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
         """
@@ -289,6 +294,11 @@ class Client:
         """Describe the model. Raises ServerError."""
         with server_errors():
             return self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model)).model
+
+    def list_models(self) -> list[inference_pb2.Model]:
+        """Describe every model of the server, its default first. Raises ServerError."""
+        with server_errors():
+            return list(self._stub.ListModels(inference_pb2.ListModelsRequest()).models)
 
     def close(self) -> None:
         """Cancel what is under way and close the connection."""

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon generate`."""
     parser.add_argument("text", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's only one)")
+    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
     for side in ("source", "target"):
         parser.add_argument(
             f"--{side}-language",
