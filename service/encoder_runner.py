@@ -57,6 +57,7 @@ class EncoderRunner:
         self.precision = graphs.precision
         self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
         self._memory_width = model.d_model
+        self._widths = {head.task: _width_of(head, model.vocab_size) for head in model.heads}
         self._workspace = Workspace(is_own=True)
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
         self._encoder = NativeEncoder(encoder, model, self._workspace, bundle.memory_fit(graphs), cache=None)
@@ -86,7 +87,9 @@ class EncoderRunner:
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Outputs [K, O] for states [K, M]. Raises GraphError when the graph fails."""
-        return self._head_graphs[task].run({"hidden": states}, ["outputs"])[0]
+        graph, outputs = self._head_graphs[task], np.empty((len(states), self._widths[task]), np.float32)
+        graph.run_bound(graph.bind({"hidden": states}, {"outputs": outputs}))
+        return outputs
 
     def decode(self, batch: DecodeBatch) -> Draw:
         """Never asked: there is nothing to decode with."""
@@ -104,3 +107,10 @@ class EncoderRunner:
         self.encode([[self.eos_id]], 0, [])
         for task in self._head_graphs:
             self.run_head(task, np.zeros((1, self._memory_width), np.float32))
+
+
+def _width_of(head: HeadConfig, vocab_size: int) -> int:
+    """O: a score for each label or token; of pool what the transform gives."""
+    if head.task == "fill_mask":
+        return vocab_size
+    return len(head.labels) if head.labels else head.transform_width or 0

@@ -58,6 +58,37 @@ one line out for each line in (or as many as --num-return-sequences says), in or
 named on standard error
 exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, server unreachable)""",
     ),
+    "classify": Subcommand(
+        module="antiphon.classify",
+        summary="label texts with a running server's encoder",
+        examples="""\
+  antiphon classify "Play some jazz"        the likeliest label and its probability
+  antiphon classify --top-k 0 < texts.txt   every label of each line, best first, parted by tabs
+  printf 'It rains.\\tTake an umbrella.\\n' | antiphon classify --next-sentence      a tab parts the texts of a pair
+  antiphon classify --json "Play some jazz"
+
+one line out for each line in, in order; a line that fails is empty, and is named on standard error
+exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, no server, no such head)""",
+    ),
+    "tag": Subcommand(
+        module="antiphon.tag",
+        summary="find names and other spans with a running server's encoder",
+        examples="""\
+  antiphon tag "Ada Lovelace was born in London"        prints PER: Ada Lovelace, a tab, LOC: London
+  antiphon tag --json < texts.txt           every token with its label, and the spans, by code points
+
+one line out for each line in, in order; exit codes as of antiphon classify""",
+    ),
+    "fill-mask": Subcommand(
+        module="antiphon.fill_mask",
+        summary="fill masked words with a running server's encoder",
+        examples="""\
+  antiphon fill-mask "Paris is the [MASK] of France."   five tokens with their probabilities, likeliest first
+  antiphon fill-mask --top-k 1 < texts.txt  of each line; several places are parted by |
+
+the mask token is the model's own: [MASK] of BERT, <mask> of RoBERTa
+one line out for each line in, in order; exit codes as of antiphon classify""",
+    ),
     "models": Subcommand(
         module="antiphon.models",
         summary="list, load and unload a running server's models",

@@ -21,23 +21,19 @@ import grpc.aio
 
 from antiphon.messages import (
     Delta,
-    Embedding,
     FinishReason,
     Generation,
     Judgement,
     Languages,
-    Pooling,
     ServerError,
     Source,
     Timing,
     TokenLogprob,
     Usage,
     as_delta,
-    as_embedding,
     as_generations,
     as_judgement,
     as_server_error,
-    embed_request,
     explain_request,
     score_request,
     server_errors,
@@ -46,15 +42,19 @@ from antiphon.messages import (
 )
 from antiphon.options import EarlyStopping, Options
 from antiphon.ordered import ordered_map
+from antiphon.reading_calls import AsyncReadingCalls, ReadingCalls
+from antiphon.readings import Classification, Embedding, FilledMasks, Pooling, Tagging
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = [
     "DEFAULT_TARGET",
     "AsyncClient",
+    "Classification",
     "Client",
     "Delta",
     "EarlyStopping",
     "Embedding",
+    "FilledMasks",
     "FinishReason",
     "Generation",
     "Judgement",
@@ -62,6 +62,7 @@ __all__ = [
     "Pooling",
     "ServerError",
     "Source",
+    "Tagging",
     "Timing",
     "TokenLogprob",
     "Usage",
@@ -82,7 +83,7 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 
-class AsyncClient:
+class AsyncClient(AsyncReadingCalls):
     """Calls a server from one event loop, all calls over one connection. Close it, or use it as a context."""
 
     def __init__(
@@ -159,14 +160,6 @@ class AsyncClient:
         with server_errors():
             return as_judgement(await self._stub.Score(request, timeout=timeout_s))
 
-    async def embed(
-        self, source: Source, *, pooling: Pooling = "mean", normalize: bool = False, timeout_s: float | None = None
-    ) -> Embedding:
-        """Return the encoder states of a source pooled into one vector. Raises ServerError."""
-        request = embed_request(self._model, source, pooling, self._languages, normalize=normalize)
-        with server_errors():
-            return as_embedding(await self._stub.Embed(request, timeout=timeout_s))
-
     async def explain(
         self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
     ) -> inference_pb2.ExplainResponse:
@@ -199,7 +192,7 @@ class AsyncClient:
         await self.close()
 
 
-class Client:
+class Client(ReadingCalls):
     """Calls a server from any thread, all calls over one connection. Close it, or use it as a context."""
 
     def __init__(
@@ -274,14 +267,6 @@ class Client:
         request = score_request(self._model, source, target, num_alternatives, self._languages)
         with server_errors():
             return as_judgement(self._stub.Score(request, timeout=timeout_s))
-
-    def embed(
-        self, source: Source, *, pooling: Pooling = "mean", normalize: bool = False, timeout_s: float | None = None
-    ) -> Embedding:
-        """Return the encoder states of a source pooled into one vector. Raises ServerError."""
-        request = embed_request(self._model, source, pooling, self._languages, normalize=normalize)
-        with server_errors():
-            return as_embedding(self._stub.Embed(request, timeout=timeout_s))
 
     def explain(
         self, source: Source, target: Source | None = None, *, timeout_s: float | None = None

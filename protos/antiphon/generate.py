@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
-import os
 import sys
-import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import grpc
 
 from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
+from antiphon.lines import (
+    EXIT_SOME_FAILED,
+    EXIT_USER_ERROR,
+    STDIN,
+    Line,
+    Stopped,
+    lines_of,
+    one_line,
+    positive,
+)
 from antiphon.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 from antiphon.ordered import ordered_map
 from antiphon.progress import Progress, remaining_bytes
-
-EXIT_SOME_FAILED = 1
-EXIT_USER_ERROR = 2
-STDIN = 0
-
-# Whatever a reader of lines may take for the end of one.
-_LINE_ENDS = dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One line of standard input, without its newline; number counts from 1."""
-
-    number: int
-    raw: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +35,6 @@ class Answer:
     line: Line
     outputs: tuple[Generation, ...] = ()
     problem: str | None = None
-
-
-class Stopped(Exception):
-    """No further line can succeed; the message says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--json", action="store_true", help="print each answer as one JSON object: all that came back")
     parser.add_argument(
-        "--concurrency", type=_positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
+        "--concurrency", type=positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
     )
     add_option_flags(parser)
 
@@ -105,7 +93,7 @@ async def _translate_texts(client: AsyncClient, arguments: argparse.Namespace, o
 
 async def _stream(client: AsyncClient, text: str, options: Options) -> None:
     async for delta in client.generate(text, options):
-        sys.stdout.write(_one_line(delta.text))
+        sys.stdout.write(one_line(delta.text))
         sys.stdout.flush()
     sys.stdout.write("\n")
 
@@ -124,7 +112,7 @@ async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, o
     progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
     num_failed = 0
     try:
-        async for answered in ordered_map(_lines(STDIN), answer, concurrency=arguments.concurrency):
+        async for answered in ordered_map(lines_of(STDIN), answer, concurrency=arguments.concurrency):
             if sys.stdout.isatty() or answered.problem is not None:
                 progress.clear()
             if answered.problem is not None:
@@ -154,43 +142,6 @@ async def _answer(client: AsyncClient, target: str, options: Options, line: Line
         raise Stopped(in_terms_of_flags(str(error))) from None
 
 
-async def _lines(descriptor: int) -> AsyncIterator[Line]:
-    """Lines of a file descriptor, read by a thread no further ahead than one line.
-
-    A daemon thread, because a read from a terminal cannot be interrupted and must not keep the process alive.
-    """
-    loop = asyncio.get_running_loop()
-    wanted = threading.Semaphore(0)
-    arrived: asyncio.Queue[bytes | OSError | None] = asyncio.Queue()
-
-    def hand_over(item: bytes | OSError | None) -> None:
-        wanted.acquire()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads on
-            loop.call_soon_threadsafe(arrived.put_nowait, item)
-
-    def read() -> None:
-        try:
-            with os.fdopen(descriptor, "rb", closefd=False) as stream:
-                for raw in stream:
-                    hand_over(raw)
-        except OSError as error:
-            hand_over(error)
-        else:
-            hand_over(None)
-
-    threading.Thread(target=read, name="stdin", daemon=True).start()
-    number = 0
-    while True:
-        wanted.release()
-        raw = await arrived.get()
-        if raw is None:
-            return
-        if isinstance(raw, OSError):
-            raise Stopped(f"standard input cannot be read: {raw.strerror}")
-        number += 1
-        yield Line(number=number, raw=raw.removesuffix(b"\n").removesuffix(b"\r"))
-
-
 def _explain(error: ServerError, target: str) -> str:
     if error.code is grpc.StatusCode.UNAVAILABLE:
         return f"{target} is unavailable ({error.message}); is a server running there? start one with: antiphon serve"
@@ -208,16 +159,5 @@ def _print_lines(outputs: Sequence[Generation], options: Options, *, is_json: bo
         if is_json:
             print(json.dumps(output and asdict(output), ensure_ascii=False))
         else:
-            print(_one_line(output.text) if output else "")
+            print(one_line(output.text) if output else "")
     sys.stdout.flush()
-
-
-def _one_line(text: str) -> str:
-    return text.translate(_LINE_ENDS)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value

@@ -15,7 +15,6 @@ from antiphon.v1 import inference_pb2
 Source = str | Sequence[int]
 """Text, or token ids as Tokenize returns them."""
 
-Pooling = Literal["mean", "max", "first"]
 FinishReason = Literal["stop", "length", "stop_sequence", "time_limit", "exhausted", "unknown"]
 """Why an output ended; "unknown" is a reason that only a newer server knows."""
 
@@ -25,11 +24,6 @@ _FINISH_REASONS: dict[inference_pb2.FinishReason.ValueType, FinishReason] = {
     inference_pb2.FINISH_REASON_STOP_SEQUENCE: "stop_sequence",
     inference_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
     inference_pb2.FINISH_REASON_EXHAUSTED: "exhausted",
-}
-_POOLING: dict[Pooling, inference_pb2.Pooling.ValueType] = {
-    "mean": inference_pb2.POOLING_MEAN,
-    "max": inference_pb2.POOLING_MAX,
-    "first": inference_pb2.POOLING_FIRST,
 }
 
 
@@ -115,15 +109,6 @@ class Judgement:
     timing: Timing
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Embedding:
-    """A source's encoder states, pooled into one vector."""
-
-    vector: tuple[float, ...]
-    usage: Usage
-    timing: Timing
-
-
 class ServerError(Exception):
     """An RPC that did not end well.
 
@@ -157,7 +142,7 @@ def stream_request(
 ) -> inference_pb2.GenerateRequest:
     """Ask for targets, streamed. Raises ValueError where a value does not fit its field."""
     return inference_pb2.GenerateRequest(
-        model=model, options=options_message(options), **_source(source), **_named(languages)
+        model=model, options=options_message(options), **source_fields(source), **_named(languages)
     )
 
 
@@ -166,7 +151,7 @@ def unary_request(
 ) -> inference_pb2.GenerateUnaryRequest:
     """Ask for targets, whole. Raises ValueError where a value does not fit its field."""
     return inference_pb2.GenerateUnaryRequest(
-        model=model, options=options_message(options), **_source(source), **_named(languages)
+        model=model, options=options_message(options), **source_fields(source), **_named(languages)
     )
 
 
@@ -175,22 +160,7 @@ def score_request(
 ) -> inference_pb2.ScoreRequest:
     """Ask for the log-probabilities of a target."""
     return inference_pb2.ScoreRequest(
-        model=model, num_alternatives=num_alternatives, **_source(source), **_target(target), **_named(languages)
-    )
-
-
-def embed_request(
-    model: str, source: Source, pooling: Pooling, languages: Languages, *, normalize: bool
-) -> inference_pb2.EmbedRequest:
-    """Ask for pooled encoder states. Raises ValueError for a pooling that there is not."""
-    if pooling not in _POOLING:
-        raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(_POOLING)}")
-    return inference_pb2.EmbedRequest(
-        model=model,
-        pooling=_POOLING[pooling],
-        normalize=normalize,
-        source_language=languages.source,
-        **_source(source),
+        model=model, num_alternatives=num_alternatives, **source_fields(source), **_target(target), **_named(languages)
     )
 
 
@@ -199,10 +169,11 @@ def explain_request(
 ) -> inference_pb2.ExplainRequest:
     """Ask for attention maps."""
     given = {} if target is None else _target(target)
-    return inference_pb2.ExplainRequest(model=model, **_source(source), **given, **_named(languages))
+    return inference_pb2.ExplainRequest(model=model, **source_fields(source), **given, **_named(languages))
 
 
-def _source(source: Source) -> dict[str, Any]:
+def source_fields(source: Source) -> dict[str, Any]:
+    """A source as the fields of any request that has one."""
     return {"text": source} if isinstance(source, str) else {"token_ids": inference_pb2.TokenIds(ids=source)}
 
 
@@ -225,15 +196,15 @@ def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
         logprobs=_logprobs(response.logprobs),
         finish_reason=_finish_reason(response.finish_reason) if response.finish_reason else None,
         score=response.score if response.HasField("score") else None,
-        usage=_usage(response.usage) if response.HasField("usage") else None,
-        timing=_timing(response.timing) if response.HasField("timing") else None,
+        usage=as_usage(response.usage) if response.HasField("usage") else None,
+        timing=as_timing(response.timing) if response.HasField("timing") else None,
         seed=response.seed if response.HasField("seed") else None,
     )
 
 
 def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Generation]:
     """Read every output of a whole answer."""
-    usage, timing = _usage(response.usage), _timing(response.timing)
+    usage, timing = as_usage(response.usage), as_timing(response.timing)
     return [
         Generation(
             text=output.text,
@@ -259,14 +230,9 @@ def as_judgement(response: inference_pb2.ScoreResponse) -> Judgement:
     return Judgement(
         logprobs=_logprobs(response.logprobs),
         score=response.score,
-        usage=_usage(response.usage),
-        timing=_timing(response.timing),
+        usage=as_usage(response.usage),
+        timing=as_timing(response.timing),
     )
-
-
-def as_embedding(response: inference_pb2.EmbedResponse) -> Embedding:
-    """Read an embedded source."""
-    return Embedding(vector=tuple(response.embedding), usage=_usage(response.usage), timing=_timing(response.timing))
 
 
 def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
@@ -278,11 +244,13 @@ def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogpr
     )
 
 
-def _usage(usage: inference_pb2.Usage) -> Usage:
+def as_usage(usage: inference_pb2.Usage) -> Usage:
+    """Read what was counted."""
     return Usage(source_tokens=usage.source_tokens, generated_tokens=usage.generated_tokens)
 
 
-def _timing(timing: inference_pb2.Timing) -> Timing:
+def as_timing(timing: inference_pb2.Timing) -> Timing:
+    """Read where the time went."""
     return Timing(
         queued_s=timing.queued.ToNanoseconds() / 1e9 if timing.HasField("queued") else None,
         time_to_first_token_s=(

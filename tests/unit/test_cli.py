@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_main_lists_every_subcommand_in_its_help(name: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])
     assert caught.value.code == 0
-    assert f"{name} " in capsys.readouterr().out
+    assert re.search(rf"^    {name}\s", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", cli.SUBCOMMANDS)

@@ -1,0 +1,55 @@
+"""A bundle served in this process over real gRPC: its own graphs, tokenizer and engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpc_health.v1 import health
+from prometheus_client import CollectorRegistry
+
+from antiphon.client import AsyncClient
+from antiphon.service.config import ServerConfig
+from antiphon.service.handlers import Calls
+from antiphon.service.loading import Shared, load
+from antiphon.service.memory import MemoryBudget
+from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.models import Models, Served
+from antiphon.service.pacing import Pacing
+from antiphon.service.server import build_server
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedBundle:
+    """A running server of one bundle: a client of it, its address, and what it serves."""
+
+    client: AsyncClient
+    target: str
+    served: Served
+    registry: CollectorRegistry
+
+
+@contextlib.asynccontextmanager
+async def serving_bundle(path: Path, **settings: Any) -> AsyncIterator[ServedBundle]:
+    """Serve a bundle on a free port; on leaving, nothing may run and every block must be free again."""
+    config = ServerConfig(bundle=path, threads=1, **settings)
+    registry = CollectorRegistry()
+    shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6), budget=MemoryBudget(None))
+    served = load(config.plans[0], shared)
+    models = Models()
+    models.add(served)
+    server = build_server(config, Calls(models), health.aio.HealthServicer())
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    served.engine.start()
+    await server.start()
+    try:
+        async with AsyncClient(target) as client:
+            yield ServedBundle(client=client, target=target, served=served, registry=registry)
+            assert served.engine.num_running == 0
+            assert served.engine.num_free_blocks == served.engine.num_blocks
+    finally:
+        served.engine.stop()
+        await server.stop(None)
