@@ -1,4 +1,4 @@
-"""Teaching a trained encoder labels: of whole texts (classify), or of words (tag), whose first tokens carry the tags.
+"""Teaching a trained encoder labels, of whole texts (classify) or of words (tag).
 
 Devlin et al. 2019, sections 3.2 and 5.3. The encoder learns along, or is frozen and only the new head learns.
 """
@@ -91,26 +91,25 @@ class FineTuneTask:
         head = HeadConfig.model_validate(dict(task=self.recipe.task, labels=self.labels, **transform))
         return ModelConfig.model_validate({**config.model_dump(), "heads": (head,)})
 
+    @property
+    def _room(self) -> int:
+        """Tokens of a text that the model has places for."""
+        return self.config.max_source_len - len(self.text.template) + 1
+
     def _encode(self, item: Labelled | Tagged) -> EncoderExample:
         """A text as the model reads it, cut to the model's length; labels of its tokens, or of itself."""
-        room = self.config.max_source_len - len(self.text.template) + 1
+        room = self._room
         if isinstance(item, Labelled):
             ids, type_ids = fill(self.text, self.tokenizer.encode(item.text)[:room])
             return EncoderExample(ids=ids, type_ids=type_ids, labels={"classify": self.labels.index(item.label)})
         encoding = self.tokenizer.encode_source(item.text)
         ids, type_ids = fill(self.text, encoding.ids[:room])
+        before = num_before(self.text)
         labels = [IGNORED_LABEL] * len(ids)
-        for place, tag in zip(self._places(item, encoding.offsets), item.tags, strict=True):
-            if place is not None:
+        for place, tag in enumerate(token_tags(item, encoding.offsets)[:room], start=before):
+            if tag is not None:
                 labels[place] = self.labels.index(tag)
         return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": labels})
-
-    def _places(self, item: Tagged, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-        """Where each word's first token stands among the model's tokens; None where it was cut off or there is none."""
-        room = self.config.max_source_len - len(self.text.template) + 1
-        before = num_before(self.text)
-        found = first_tokens(item.words, offsets)
-        return [None if place is None or place >= room else place + before for place in found]
 
     @property
     def provenance(self) -> Provenance:
@@ -152,6 +151,7 @@ class FineTuneTask:
     ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
         """Tags of each sentence, and those that the model gives its words; words cut off are outside."""
         device = next(model.parameters()).device
+        before, room = num_before(self.text), self._room
         for number, members in enumerate(batches.plan):
             batch = batches[number].to(device)
             states = model.encode(batch.ids, batch.lens, batch.type_ids)
@@ -159,24 +159,50 @@ class FineTuneTask:
             for row, index in enumerate(members):
                 item = self.items[part][index]
                 assert isinstance(item, Tagged)
-                places = self._places(item, self.tokenizer.encode_source(item.text).offsets)
-                tags = [OUTSIDE if place is None else self.labels[chosen[row][place]] for place in places]
-                yield item.tags, tags
+                words = words_of_tokens(item.words, self.tokenizer.encode_source(item.text).offsets)[:room]
+                tags = [self.labels[label] for label in chosen[row][before : before + len(words)]]
+                yield item.tags, first_tags(words, tags, len(item.words))
 
 
 def _labels_of(item: Labelled | Tagged) -> tuple[str, ...]:
-    return (item.label,) if isinstance(item, Labelled) else item.tags
+    """Labels that the item needs: of a tag that begins a span also the one that goes on with it."""
+    return (item.label,) if isinstance(item, Labelled) else (*item.tags, *(_inside(tag) for tag in item.tags))
 
 
-def first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-    """Index of each word's first token, None where it has none of its own; offsets as in the words joined by spaces."""
+def _inside(tag: str) -> str:
+    """The tag of what goes on with a word of this tag."""
+    return tag if tag == OUTSIDE else f"I-{tag[2:]}"
+
+
+def token_tags(item: Tagged, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
+    """The tag of each token: of a word's first token the word's, of its others what goes on with it.
+
+    Devlin et al. (section 5.3) teach first tokens only. Served texts come without words: what a client takes for one
+    word the training data may have split, or the other way round, so every token should know its tag.
+    """
+    tags: list[str | None] = []
+    before: int | None = None
+    for word in words_of_tokens(item.words, offsets):
+        tags.append(None if word is None else _inside(item.tags[word]) if word == before else item.tags[word])
+        before = word
+    return tags
+
+
+def words_of_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int | None]:
+    """Index of the word that each token belongs to, the first it touches; offsets as in the words joined by spaces."""
     found: list[int | None] = []
-    start, token = 0, 0
-    for word in words:
-        while token < len(offsets) and offsets[token][1] <= start:
-            token += 1
-        is_own = token < len(offsets) and offsets[token][0] < start + len(word)
-        found.append(token if is_own else None)
-        token += int(is_own)
-        start += len(word) + 1
+    word, start = 0, 0
+    for begin, end in offsets:
+        while word < len(words) and begin >= start + len(words[word]):
+            start += len(words[word]) + 1
+            word += 1
+        found.append(word if word < len(words) and end > max(start, begin) else None)
     return found
+
+
+def first_tags(words: Sequence[int | None], tags: Sequence[str], num_words: int) -> list[str]:
+    """Tags of words: of each the tag of its first token, OUTSIDE where it has none."""
+    first: dict[int | None, str] = {}
+    for word, tag in zip(words, tags, strict=True):
+        first.setdefault(word, tag)
+    return [first.get(word, OUTSIDE) for word in range(num_words)]

@@ -13,11 +13,12 @@ from antiphon.cli import main
 from antiphon.model.checkpoint import load_checkpoint, read_tensors
 from antiphon.model.data import IGNORED_LABEL
 from antiphon.model.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.model.fine_tune_task import first_tokens
+from antiphon.model.fine_tune_task import first_tags, token_tags, words_of_tokens
 from antiphon.model.head_config import FIRST_TOKEN_TASKS
 from antiphon.model.pretrain_task import PretrainTask
 from antiphon.model.recipe import RecipeError, load_any_recipe
 from antiphon.model.span_f1 import span_score
+from antiphon.model.text_files import Tagged
 from antiphon.model.text_template import fill
 from antiphon.model.train import Trainer, frozen
 from antiphon.model.training_task import Batches, RunFolders
@@ -184,16 +185,23 @@ def test_texts_beyond_the_model_are_cut_and_scored_as_outside(base: Path, tmp_pa
     ("words", "offsets", "expected"),
     [
         (["New", "York"], [(0, 3), (3, 8)], [0, 1]),
-        (["New", "York"], [(0, 2), (2, 3), (4, 6), (6, 8)], [0, 2]),
-        (["a", "\u3000", "b"], [(0, 1), (3, 5)], [0, None, 1]),
-        (["New", "York"], [(0, 8)], [0, None]),
-        (["New", "York"], [(0, 3)], [0, None]),
-        (["New"], [(0, 0), (0, 3)], [1]),
+        (["New", "York"], [(0, 2), (2, 3), (4, 6), (6, 8)], [0, 0, 1, 1]),
+        (["a", "\u3000", "b"], [(0, 1), (3, 5)], [0, 2]),
+        (["New", "York"], [(0, 8)], [0]),
+        (["New"], [(0, 0), (0, 3), (3, 3)], [None, 0, None]),
     ],
 )
-def test_first_tokens_of_words(words: list[str], offsets: list[tuple[int, int]], expected: list[int | None]) -> None:
-    """With the space before a word in its token or not; words without tokens; a token over two words is the first's."""
-    assert first_tokens(words, offsets) == expected
+def test_words_of_tokens(words: list[str], offsets: list[tuple[int, int]], expected: list[int | None]) -> None:
+    """With the space before a word in its token or not; words and tokens without each other; a token over two words."""
+    assert words_of_tokens(words, offsets) == expected
+
+
+def test_every_token_of_a_word_is_taught() -> None:
+    item = Tagged(words=("in", "U.S."), tags=("O", "B-place"))
+    offsets = [(0, 1), (1, 2), (2, 4), (4, 5), (5, 7)]
+    assert token_tags(item, offsets) == ["O", "O", "B-place", "I-place", "I-place"]
+    assert first_tags([0, 0, 1, 1, 1], ["O", "B-x", "B-place", "O", "O"], 2) == list(item.tags)
+    assert first_tags([0], ["O"], 2) == ["O", "O"], "the second word was cut off"
 
 
 def write_toml(folder: Path, text: str) -> str:
