@@ -7,6 +7,7 @@ is the concatenation of its tokens' bytes (after the leading space that marks a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,26 @@ def opened(backend: Any) -> Opened:
         table = table_of(vocabulary.items(), _bytes_of_token, special, strips="one space")
     except KeyError as error:
         raise TokenizerError(f"not a byte-level vocabulary, it holds the character {error}") from None
-    return Opened(Backend(backend, longest_token=max(1, *map(len, table.texts))), table)
+    longest_token = max(1, *map(len, table.texts))
+    if mask_id(backend) is None:
+        return Opened(Backend(backend, longest_token), table)
+    return Opened(Backend(_with_typed_mask(backend), max(longest_token, len(f" {MASK_TOKEN}"))), table)
+
+
+def _with_typed_mask(backend: Any) -> Any:
+    """The same vocabulary for texts that name the mask token, which is matched as RoBERTa's is: with the space before.
+
+    What follows the token keeps its own space or has none; so the space before a text, which otherwise every stretch
+    between tokens is given, becomes part of normalisation.
+    """
+    described = json.loads(backend.to_str())
+    described["normalizer"]["normalizers"].append({"type": "Prepend", "prepend": " "})
+    described["pre_tokenizer"]["add_prefix_space"] = False
+    (mask,) = (token for token in described["added_tokens"] if token["content"] == MASK_TOKEN)
+    mask.update(special=False, lstrip=True, normalized=True)
+    typed = Tokenizer.from_str(json.dumps(described))
+    typed.encode_special_tokens = True
+    return typed
 
 
 def mask_id(backend: Any) -> int | None:

@@ -16,7 +16,7 @@ from antiphon.model.data import IGNORED_LABEL
 from antiphon.model.encoder_data import EncoderBatch
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
 from antiphon.model.heads import Head
-from antiphon.model.loss import ROWS, linear_cross_entropy
+from antiphon.model.loss import linear_cross_entropy, padding_of
 from antiphon.model.transformer import Transformer
 
 
@@ -66,7 +66,7 @@ def _labelled(memory: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """States [K, M] and labels [K] of labelled tokens, K rounded up: oneDNN compiles a kernel for every new K."""
     kept = labels != IGNORED_LABEL
     hidden, labels = memory[kept], labels[kept]
-    padding = -len(labels) % ROWS
+    padding = padding_of(len(labels))
     return functional.pad(hidden, (0, 0, 0, padding)), functional.pad(labels, (0, padding), value=IGNORED_LABEL)
 
 

@@ -66,6 +66,11 @@ def _piece(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Te
     return (loss * counted).double().sum(), gradient.mul_(counted[:, None])
 
 
+def padding_of(num_labels: int) -> int:
+    """Rows to add so that there are few different numbers of rows: whole pieces, of a few labels a part of one."""
+    return -num_labels % (ROWS if num_labels > ROWS else ROWS // 4)
+
+
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, bias: Tensor | None = None
 ) -> Tensor:
@@ -81,7 +86,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device):  # autocast does not reach into the backward pass of a custom function
         hidden = hidden.to(torch.get_autocast_dtype(device))
     # Whole pieces only: oneDNN compiles a kernel for every new shape, and the number of labels is never the same.
-    padding = -hidden.shape[0] % ROWS
+    padding = padding_of(hidden.shape[0])
     hidden = functional.pad(hidden, (0, 0, 0, padding))
     labels = functional.pad(labels, (0, padding), value=IGNORED_LABEL)
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, smoothing)  # type: ignore[no-untyped-call]

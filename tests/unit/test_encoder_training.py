@@ -215,7 +215,7 @@ def write_toml(folder: Path, text: str) -> str:
     [
         ("mlm-small", 'task = "pretrain"', 'task = "pretend"', "task must be translate"),
         ("mlm-small", "token_types = 2", "token_types = 0", r"model\.token_types=0 must be at least 2"),
-        ("mlm-small", "num_heads = 6", "num_heads = 7", "num_heads=7 does not divide"),
+        ("mlm-small", "num_heads = 4", "num_heads = 7", "num_heads=7 does not divide"),
         ("mlm-small", 'schedule = "linear"', 'schedule = "cosine"', r"train\.schedule"),
         ("mlm-small", "[train]", "[masking]\nrate = 0.0\n[train]", r"masking\.rate"),
         ("mlm-small", "[train]", "[masking]\nmasked = 0.95\n[train]", r"masking: masked=0\.95 and random=0\.1"),

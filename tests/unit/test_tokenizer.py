@@ -1,3 +1,4 @@
+import re
 import unicodedata
 from pathlib import Path
 
@@ -120,15 +121,42 @@ def test_vocabulary_of_another_kind_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(path)
 
 
+MASKED = Tokenizer.train(SENTENCES, vocab_size=340, extra_special=[MASK_TOKEN])
+
+
 def test_mask_token_is_no_text(tmp_path: Path) -> None:
-    """An encoder's tokenizer has one special token more, also after saving; typed by a user it is still text."""
-    Tokenizer.train(SENTENCES, vocab_size=340, extra_special=[MASK_TOKEN]).save(tmp_path / "tokenizer.json")
+    MASKED.save(tmp_path / "tokenizer.json")
     masked = Tokenizer.load(tmp_path / "tokenizer.json")
     assert masked.mask_id == len(SPECIAL_TOKENS)
     assert masked.decode([masked.mask_id]) == ""
-    assert masked.mask_id not in masked.encode(MASK_TOKEN)
-    assert masked.decode(masked.encode(MASK_TOKEN)) == MASK_TOKEN
+    assert masked.piece(masked.mask_id) == MASK_TOKEN
     assert TOKENIZER.mask_id is None
+    assert TOKENIZER.decode(TOKENIZER.encode(MASK_TOKEN)) == MASK_TOKEN, "without a mask token it is text"
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_vocabulary_with_a_mask_token_reads_other_texts_alike(text: str) -> None:
+    """Beside one trained the same way without: every id is one higher, for the vocabulary has one token more."""
+    plain = Tokenizer.train(SENTENCES, vocab_size=339)
+    assert MASKED.encode(text) == [index + 1 for index in plain.encode(text)]
+    assert MASKED.decode(MASKED.encode(text)) == MASKED.normalize(text)
+
+
+@pytest.mark.parametrize("word", ["weather", "The", "12"])
+@pytest.mark.parametrize("text", ["The weather is nice, 12 of them.", "is it the weather?", "weather"])
+def test_typed_mask_token_stands_in_a_words_place(text: str, word: str) -> None:
+    """The tokens around it are those that are there when nothing is masked."""
+    expected: list[int | None] = []
+    for piece in re.split(rf"( ?\b{word}\b)", " " + text):
+        expected += [MASKED.mask_id] if piece.strip() == word else pieces_of(piece)
+    assert MASKED.encode(re.sub(rf"\b{word}\b", MASK_TOKEN, text)) == expected
+
+
+def pieces_of(piece: str) -> list[int]:
+    """Tokens of a stretch that begins with a space or goes on with a text: those behind a letter that is cut off."""
+    if piece.startswith(" ") or not piece:
+        return MASKED.encode(piece)
+    return MASKED.encode("q" + piece)[len(MASKED.encode("q")) :]
 
 
 def test_encoder_format_places_special_tokens() -> None:
