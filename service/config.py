@@ -16,7 +16,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from antiphon.service.model_settings import (
     BatchedTokens,
@@ -183,6 +189,8 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
 
     try:
         config = Layered(**flags)
+    except SettingsError as error:  # only models are JSON
+        raise ConfigError(f"models (from {ENV_PREFIX}MODELS) is not JSON: {error.__cause__}") from None
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
     _check_ports(config)

@@ -18,6 +18,7 @@ from antiphon.model.ops.cache_pool import pool_axes
 from antiphon.service.errors import OverBudget
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.model_settings import ModelPlan
+from antiphon.service.native_encoder import RUN_TOKENS
 
 # Of a model without a limit and without a measured profile: four times what a base model needs for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20
@@ -128,7 +129,7 @@ def _workspace_bytes(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> int:
     if fit is None:
         return DEFAULT_WORKSPACE_BYTES
     if graphs.lowering == "native":  # packed: only the tokens count
-        return math.ceil(fit.predict(1, max(plan.max_num_batched_tokens, longest)))
+        return math.ceil(fit.predict(1, max(min(plan.max_num_batched_tokens, RUN_TOKENS), longest)))
     return math.ceil(fit.predict(max(1, plan.max_num_batched_tokens // longest), longest))
 
 

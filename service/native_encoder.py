@@ -22,7 +22,7 @@ from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_for
 from antiphon.service.runner import EncodeReport
 
 # Activations of more tokens no longer fit near the cores: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
-_RUN_TOKENS = 768
+RUN_TOKENS = 768
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -133,10 +133,10 @@ def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDA
 
 
 def _parts(lengths: Sequence[int]) -> list[slice]:
-    """Neighbouring sources that one run encodes: of at most _RUN_TOKENS together, or one alone."""
+    """Neighbouring sources that one run encodes: of at most RUN_TOKENS together, or one alone."""
     parts, first, held = [], 0, 0
     for index, length in enumerate(lengths):
-        if held and held + length > _RUN_TOKENS:
+        if held and held + length > RUN_TOKENS:
             parts.append(slice(first, index))
             first, held = index, 0
         held += length
