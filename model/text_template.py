@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from antiphon.model.text_format import Template, TextFormat
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LanguageIds:
     """Tokens of the languages of one request; None where none was named and the model has no default."""
 

@@ -17,6 +17,7 @@ from antiphon.model.open_text import Opened, open_text
 from antiphon.model.segmenters import Encoding
 from antiphon.model.text_format import TextFormat
 from antiphon.model.text_format import TokenizerError as TokenizerError
+from antiphon.model.text_template import LanguageIds, fill
 from antiphon.model.token_table import IncrementalDecoder as IncrementalDecoder
 
 
@@ -125,6 +126,17 @@ def open_tokenizer(folder: Path, text: TextFormat) -> Tokenizer:
     if text.kind == "byte_bpe":
         return Tokenizer.load(folder / (text.source or ""))
     return Tokenizer(open_text(folder, text))
+
+
+def encode_sources(
+    tokenizer: Tokenizer, text: TextFormat, texts: Sequence[str], languages: LanguageIds | None = None
+) -> list[list[int]]:
+    """Sources as the model reads them, in its default languages unless others are given; empty for empty texts."""
+    if languages is None:
+        codes = (text.default_source_language, text.default_target_language)
+        languages = LanguageIds(*(None if code is None else text.languages[code] for code in codes))
+    encoded = tokenizer.encode_batch(texts)
+    return [list(fill(text, ids, None, languages)[0]) if ids else [] for ids in encoded]
 
 
 def byte_bpe_format(tokenizer: Tokenizer) -> TextFormat:

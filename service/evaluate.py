@@ -26,8 +26,12 @@ from antiphon.model.corpus import Pair, load_corpus
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.recipe import RecipeError, load_recipe
-from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.model.text_format import TextFormat
+from antiphon.model.text_template import LanguageIds
+from antiphon.model.tokenizer import Tokenizer, TokenizerError, encode_sources, open_tokenizer
 from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.errors import InvalidArgument
+from antiphon.service.languages import RequestLanguages, named_languages
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import Request, SamplingParams
@@ -36,6 +40,8 @@ from antiphon.service.runners import open_runner
 from antiphon.service.stream import OutputStream
 
 Decode = Callable[[Sequence[list[int]]], list[list[int]]]
+
+_NO_LANGUAGES = RequestLanguages()
 
 
 class EvaluationError(Exception):
@@ -64,6 +70,16 @@ class TestSet:
     is_tokenised: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How one model's texts become ids and back; languages None: its default ones."""
+
+    tokenizer: Tokenizer
+    text: TextFormat
+    max_source_len: int
+    languages: LanguageIds | None = None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `antiphon evaluate`."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="a bundle, or a checkpoint to run in PyTorch")
@@ -72,6 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=("test", "valid"), default="test", help="part of the recipe's data")
     parser.add_argument("--source", type=Path, help="or: a file of sources, one a line, plain or .gz")
     parser.add_argument("--reference", type=Path, help="and its references, line by line")
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}-language", default="", metavar="CODE", help="of a bundle of several (default: the model's)"
+        )
     parser.add_argument("--precision", choices=("float32", "int8"), help="graphs of the bundle (default: int8 if held)")
     parser.add_argument(
         "--lowering", choices=("native", "contrib"), help="operators of the graphs (default: native if held)"
@@ -144,20 +164,32 @@ def _read(path: Path) -> list[str]:
 
 def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
-    tokenizer = open_tokenizer(bundle.path, bundle.manifest.text)
+    text = bundle.manifest.text
+    languages = _languages(text, args)
+    limit = bundle.manifest.model.max_source_len
+    reader = Reader(open_tokenizer(bundle.path, text), text, limit, languages.ids)
     runner = open_runner(
         bundle, max_rows=args.rows, threads=args.threads, precision=args.precision, lowering=args.lowering
     )
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
-        return asyncio.run(run_engine(runner, sources))
+        return asyncio.run(run_engine(runner, sources, languages))
 
-    limit = bundle.manifest.model.max_source_len
-    return [_score(f"antiphon {runner.precision}", decode, tokenizer, limit, test_set, args.output)]
+    return [_score(f"antiphon {runner.precision}", decode, reader, test_set, args.output)]
 
 
-async def run_engine(runner: Runner, sources: Sequence[list[int]]) -> list[list[int]]:
-    """Greedy target ids of sources (end token included), in their order, all asked for at once."""
+def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
+    try:
+        return named_languages(text, args.source_language, args.target_language)
+    except InvalidArgument as error:
+        flag = f"--{error.field.replace('_', '-')}"
+        raise EvaluationError(f"{flag} is {error.value!r}; it must be {error.allowed}") from None
+
+
+async def run_engine(
+    runner: Runner, sources: Sequence[list[int]], languages: RequestLanguages = _NO_LANGUAGES
+) -> list[list[int]]:
+    """Greedy target ids of sources as the model reads them, in their order, all asked for at once."""
     tokens = sum(len(source) for source in sources)
     config = EngineConfig(max_queued_requests=len(sources) + 1, max_queued_tokens=tokens + 1)
     engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
@@ -166,11 +198,14 @@ async def run_engine(runner: Runner, sources: Sequence[list[int]]) -> list[list[
         streams = []
         for index, source in enumerate(sources):
             stream = OutputStream(str(index))
-            params = SamplingParams()
-            engine.submit(
-                Request(request_id=str(index), source_ids=tuple(source), params=params, arrival_s=engine.clock()),
-                stream,
+            request = Request(
+                request_id=str(index),
+                source_ids=tuple(source),
+                begin_id=languages.begin_id,
+                params=languages.params(SamplingParams(), ()),
+                arrival_s=engine.clock(),
             )
+            engine.submit(request, stream)
             streams.append(stream)
         return [list((await stream.collect())[0].token_ids) for stream in tqdm(streams, unit="sentence", disable=None)]
     finally:
@@ -188,7 +223,7 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
         checkpoint = load_checkpoint(args.model)
     except CheckpointError as error:
         raise EvaluationError(str(error)) from None
-    limit = checkpoint.config.max_source_len
+    reader = Reader(checkpoint.tokenizer, checkpoint.text, checkpoint.config.max_source_len)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
         max_new_tokens = checkpoint.config.max_target_len
@@ -199,7 +234,7 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
         if args.ctranslate2:
             systems += _twins(checkpoint, Path(folder), args)
         return [
-            _score(name, system, checkpoint.tokenizer, limit, test_set, args.output if index == 0 else None)
+            _score(name, system, reader, test_set, args.output if index == 0 else None)
             for index, (name, system) in enumerate(systems)
         ]
 
@@ -237,18 +272,17 @@ def _in_batches(sources: Sequence[list[int]], rows: int, decode: Decode) -> list
     return [results[index] for index in range(len(sources))]
 
 
-def _score(
-    system: str, decode: Decode, tokenizer: Tokenizer, limit: int, test_set: TestSet, output: Path | None
-) -> Score:
-    encoded = tokenizer.encode_batch([source for source, _ in test_set.pairs])
+def _score(system: str, decode: Decode, reader: Reader, test_set: TestSet, output: Path | None) -> Score:
+    texts = [source for source, _ in test_set.pairs]
+    encoded = encode_sources(reader.tokenizer, reader.text, texts, reader.languages)
     # A source the model cannot take counts as an empty translation: leaving it out would flatter the score.
-    fitting = [index for index, ids in enumerate(encoded) if 0 < len(ids) < limit]
+    fitting = [index for index, ids in enumerate(encoded) if 0 < len(ids) <= reader.max_source_len]
     started = time.perf_counter()
-    targets = decode([[*encoded[index], tokenizer.eos_id] for index in fitting])
+    targets = decode([encoded[index] for index in fitting])
     seconds = time.perf_counter() - started
     hypotheses = [""] * len(encoded)
     for index, ids in zip(fitting, targets, strict=True):
-        hypotheses[index] = tokenizer.decode(ids)
+        hypotheses[index] = reader.tokenizer.decode(ids)
     if output is not None:
         output.write_text("".join(f"{line}\n" for line in hypotheses), encoding="utf-8")
     references = [[reference for _, reference in test_set.pairs]]

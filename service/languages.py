@@ -55,22 +55,27 @@ def source_languages(text: TextFormat, code: str) -> RequestLanguages:
     return RequestLanguages(ids=LanguageIds(source=_source_id(text, code)))
 
 
+def named_languages(text: TextFormat, source_code: str, target_code: str) -> RequestLanguages:
+    """What codes come to, an empty one taking the model's default. Raises InvalidArgument."""
+    source, target = _source_id(text, source_code), _target_id(text, target_code)
+    return RequestLanguages(
+        ids=LanguageIds(source=source, target=target),
+        begin_id=target if text.target_language_place == "begin" else None,
+        first_id=target if text.target_language_place == "first" else None,
+    )
+
+
 def languages_of(text: TextFormat, message: NamesLanguages) -> RequestLanguages:
     """Languages that a request names, and the model's defaults where it is silent. Raises InvalidArgument."""
-    source, target = _source_id(text, message.source_language), _target_id(text, message.target_language)
+    languages = named_languages(text, message.source_language, message.target_language)
     if isinstance(message, pb.GenerateRequest | pb.GenerateUnaryRequest) and message.options.HasField(
         "forced_first_id"
     ):
         if message.target_language and text.target_language_place == "first":
             allowed = "empty where options.forced_first_id is set: they say the same thing"
             raise InvalidArgument("target_language", message.target_language, allowed)
-        if text.target_language_place == "first":
-            return RequestLanguages(ids=LanguageIds(source=source))
-    return RequestLanguages(
-        ids=LanguageIds(source=source, target=target),
-        begin_id=target if text.target_language_place == "begin" else None,
-        first_id=target if text.target_language_place == "first" else None,
-    )
+        return replace(languages, first_id=None)
+    return languages
 
 
 def _source_id(text: TextFormat, code: str) -> int | None:

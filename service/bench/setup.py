@@ -72,7 +72,8 @@ class Subject:
         """Source ids, end token included: sentences, or random ids of one length."""
         if self.corpus is None:
             return self.random_sources([RANDOM_SOURCE_LEN] * count)
-        return tokenize(self.texts(count), self.tokenizer, self.bundle.manifest.model.max_source_len)
+        manifest = self.bundle.manifest
+        return tokenize(self.texts(count), self.tokenizer, manifest.text, manifest.model.max_source_len)
 
     def random_sources(self, lengths: Sequence[int]) -> list[Ids]:
         """Random ids of these lengths, the end token included; the same at every call."""

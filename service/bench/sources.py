@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.text_format import TextFormat
+from antiphon.model.tokenizer import Tokenizer, encode_sources
 from antiphon.service.bench.report import BenchError
 
 EVERYDAY = (
@@ -109,9 +110,9 @@ def _shuffled(pairs: Sequence[tuple[str, str | None]], *, is_tokenised: bool = F
     )
 
 
-def tokenize(texts: list[str], tokenizer: Tokenizer, max_source_len: int) -> list[Ids]:
-    """Source ids of each text, end token included. Raises BenchError where one is too long for the model."""
-    sources = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
+def tokenize(texts: list[str], tokenizer: Tokenizer, text: TextFormat, max_source_len: int) -> list[Ids]:
+    """Source ids of each text as the model reads it. Raises BenchError where one is too long for the model."""
+    sources = encode_sources(tokenizer, text, texts)
     longest = max(range(len(sources)), key=lambda index: len(sources[index]))
     if len(sources[longest]) > max_source_len:
         raise BenchError(

@@ -64,6 +64,10 @@ def test_source_beyond_the_limit_counts_as_untranslated(
         (["--recipe", "no-such", "--data", "."], "recipe 'no-such' not found"),
         (["--source", __file__, "--reference", __file__, "--ctranslate2"], "give the checkpoint, not a bundle"),
         (["--source", __file__, "--reference", __file__, "--output", "/nowhere/out"], "no directory /nowhere"),
+        (
+            ["--source", __file__, "--reference", __file__, "--target-language", "de"],
+            "--target-language is 'de'; it must be empty: this model takes none",
+        ),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from antiphon.model.tokenizer import byte_bpe_format
 from antiphon.service.bench import command
 from antiphon.service.bench.arrivals import highest_rate, offer, percentile, poisson_arrivals
 from antiphon.service.bench.batcher import Batcher, BatcherConfig
@@ -143,9 +144,10 @@ def test_held_out_names_what_the_recipe_misses(tmp_path: Path) -> None:
 
 def test_tokenize_names_the_text_that_is_too_long() -> None:
     tokenizer = tiny_tokenizer()
-    assert tokenize(["the cat"], tokenizer, 64) == [[*tokenizer.encode("the cat"), tokenizer.eos_id]]
+    text = byte_bpe_format(tokenizer)
+    assert tokenize(["the cat"], tokenizer, text, 64) == [[*tokenizer.encode("the cat"), tokenizer.eos_id]]
     with pytest.raises(BenchError, match=r"--source: 'the mat on the mat'.*at most 4"):
-        tokenize(["the cat", "the mat on the mat"], tokenizer, 4)
+        tokenize(["the cat", "the mat on the mat"], tokenizer, text, 4)
 
 
 def test_alternate_changes_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
