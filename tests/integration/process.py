@@ -43,10 +43,11 @@ def antiphon(
 class ServerProcess:
     """A running `antiphon serve` on free ports; ended, if it still runs, on leaving the context."""
 
-    def __init__(self, bundle: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, bundle: Path | None, arguments: Sequence[str] = ()) -> None:
+        """bundle None: the arguments name the models."""
         ports = ("--port", "0", "--metrics-port", "0", "--threads", "1")
         self.process = subprocess.Popen(
-            [*ANTIPHON, "serve", str(bundle), *ports, *arguments],
+            [*ANTIPHON, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,120 @@
+"""From recipe to answer: encoders trained here, exported, and served together by one process, beside PyTorch."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+import torch
+
+from antiphon.model.checkpoint import Checkpoint, load_checkpoint
+from antiphon.model.export import export_bundle
+from antiphon.model.head_config import Task
+from antiphon.model.text_template import fill
+from antiphon.model.train import Trainer
+from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained
+from tests.integration.process import ServerProcess
+
+torch.set_num_threads(1)  # arrays this small lose time to threads
+
+SCORE_TOLERANCE = 1e-5  # float32 graphs beside float32 PyTorch: sums in another order
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Checkpoints by the name they are served under, and the server."""
+
+    checkpoints: dict[str, Checkpoint]
+    stub: InferenceServiceStub
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    folder = tmp_path_factory.mktemp("trained")
+    paths = {"masks": pretrained(folder, max_steps=60, checkpoint_every_steps=60)}
+    for name, task in (("intents", "classify"), ("entities", "tag")):
+        recipe = fine_tune_recipe(folder, task, checkpoint_every_steps=30)
+        averaged = Trainer(recipe, folder, folder / name, GROUP, init=load_checkpoint(paths["masks"])).run()
+        assert averaged is not None
+        paths[name] = averaged
+    checkpoints = {name: load_checkpoint(path) for name, path in paths.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        for name, checkpoint in checkpoints.items():
+            export_bundle(checkpoint, folder / "bundles" / name, precisions=("float32",))
+    models = [part for name in paths for part in ("--model", f"{name}={folder / 'bundles' / name}")]
+    with ServerProcess(None, models) as server, grpc.insecure_channel(server.target) as channel:
+        yield Trained(checkpoints, InferenceServiceStub(channel))
+
+
+def texts(count: int) -> list[str]:
+    chance = random.Random(11)
+    return [command(chance)[0] for _ in range(count)]
+
+
+@torch.no_grad()
+def scores(checkpoint: Checkpoint, task: Task, ids: tuple[int, ...], types: tuple[int, ...]) -> torch.Tensor:
+    """Softmax of a head's outputs for every token, [S, O]."""
+    states = checkpoint.model.encode(torch.tensor([ids]), None, torch.tensor([types]))[0]
+    return checkpoint.model.read_out(task, states).softmax(dim=-1)
+
+
+def labels_of(checkpoint: Checkpoint, task: Task) -> tuple[str, ...]:
+    return next(head.labels for head in checkpoint.config.heads if head.task == task)
+
+
+def test_classify_answers_as_pytorch(trained: Trained) -> None:
+    checkpoint = trained.checkpoints["intents"]
+    labels = labels_of(checkpoint, "classify")
+    for text in texts(10):
+        found = trained.stub.Classify(pb.ClassifyRequest(model="intents", text=text)).labels
+        expected = scores(checkpoint, "classify", *fill(checkpoint.text, checkpoint.tokenizer.encode(text)))[0]
+        assert found[0].label == labels[int(expected.argmax())]
+        by_label = {score.label: score.score for score in found}
+        assert [by_label[label] for label in labels] == pytest.approx(expected.tolist(), abs=SCORE_TOLERANCE)
+
+
+def test_next_sentence_reads_both_texts(trained: Trained) -> None:
+    checkpoint = trained.checkpoints["masks"]
+    first, second = texts(2)
+    request = pb.ClassifyRequest(model="masks", text=first, text_pair=second, task=pb.TASK_NEXT_SENTENCE)
+    by_label = {score.label: score.score for score in trained.stub.Classify(request).labels}
+    first_ids, second_ids = (checkpoint.tokenizer.encode(text) for text in (first, second))
+    expected = scores(checkpoint, "next_sentence", *fill(checkpoint.text, first_ids, second_ids))[0]
+    found = [by_label[label] for label in labels_of(checkpoint, "next_sentence")]
+    assert found == pytest.approx(expected.tolist(), abs=SCORE_TOLERANCE)
+
+
+def test_tag_answers_as_pytorch(trained: Trained) -> None:
+    checkpoint = trained.checkpoints["entities"]
+    labels = labels_of(checkpoint, "tag")
+    for text in texts(10):
+        found = trained.stub.Tag(pb.TagRequest(model="entities", text=text))
+        ids, types = fill(checkpoint.text, checkpoint.tokenizer.encode(text))
+        expected = scores(checkpoint, "tag", ids, types)[1:-1]
+        assert tuple(token.token_id for token in found.tokens) == ids[1:-1]
+        assert [token.label for token in found.tokens] == [labels[best] for best in expected.argmax(dim=-1).tolist()]
+        for span in found.spans:
+            assert span.label in ("place", "person")
+            assert text[span.start : span.end].strip() == text[span.start : span.end]
+
+
+def test_fill_mask_answers_as_pytorch(trained: Trained) -> None:
+    """The text names the mask token; what stands around it is what training saw."""
+    checkpoint = trained.checkpoints["masks"]
+    tokenizer = checkpoint.tokenizer
+    for text in texts(5):
+        head, _, tail = text.rpartition(" ")
+        response = trained.stub.FillMask(pb.FillMaskRequest(model="masks", text=f"{head} <mask>", top_k=3))
+        ids, types = fill(checkpoint.text, [*tokenizer.encode(head), tokenizer.mask_id or 0])
+        expected = scores(checkpoint, "fill_mask", ids, types)[len(ids) - 2].topk(3)
+        (place,) = response.places
+        assert place.position == len(ids) - 2, tail
+        assert [filling.token_id for filling in place.fillings] == expected.indices.tolist()
+        assert [f.score for f in place.fillings] == pytest.approx(expected.values.tolist(), abs=SCORE_TOLERANCE)
