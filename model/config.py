@@ -20,6 +20,32 @@ Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "no
 Sinusoids = Literal["interleaved", "halves", "fairseq"]
 
 
+class Disentangled(BaseModel):
+    """Scores of content against relative positions (He et al. 2021), see disentangled.py.
+
+    span: half the rows of the table of relative positions. max_distance: where logarithmic rows end; None: every
+    distance up to span has a row of its own. share_projections: positions are projected by the content's queries and
+    keys. norm: a LayerNorm on the table.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    span: int = Field(ge=4, le=65536)
+    max_distance: int | None = Field(default=None, ge=4, le=65536)
+    content_to_position: bool = True
+    position_to_content: bool = True
+    share_projections: bool = False
+    norm: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if not (self.content_to_position or self.position_to_content):
+            raise ValueError("content_to_position=False needs position_to_content")
+        if self.max_distance is not None and self.max_distance - 1 <= self.span // 2:
+            raise ValueError(f"max_distance={self.max_distance} must be above half of span={self.span} and one more")
+        return self
+
+
 class ModelConfig(BaseModel):
     """Every choice that defines the network; a wrong value is refused with the field's name.
 
@@ -69,6 +95,7 @@ class ModelConfig(BaseModel):
     bias: bool = Field(default=True, description="Biases in the linear layers of attention and feed-forward.")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="On embeddings and sublayer outputs, section 5.4.")
     activation_dropout: bool = Field(default=False, description="Dropout inside the feed-forward as well.")
+    disentangled: Disentangled | None = Field(default=None, description="Scores of relative positions (DeBERTa).")
     heads: tuple[HeadConfig, ...] = Field(default=(), description="What an encoder alone is read out for.")
     pad_id: int = Field(default=0, ge=0)
     bos_id: int = Field(default=1, ge=0, description="First decoder input.")
@@ -101,8 +128,8 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_encoder(self) -> Self:
-        for name in ("token_types", "embedding_width", "share_layers") if self.architecture != "encoder" else ():
-            if getattr(self, name):
+        for name in ("token_types", "embedding_width", "share_layers", "disentangled"):
+            if getattr(self, name) and self.architecture != "encoder":
                 raise ValueError(f"{name}={getattr(self, name)} does not fit architecture={self.architecture!r}")
         for head in self.heads:
             width = head.transform_width or self.d_model
@@ -138,8 +165,10 @@ class ModelConfig(BaseModel):
 
     @property
     def resolved_attention_scale(self) -> float:
-        """Factor on query-key products."""
-        return self.attention_scale or self.resolved_head_dim**-0.5
+        """Factor on query-key products; every term of a disentangled score makes it smaller, section 3.1 there."""
+        kind = self.disentangled
+        terms = 1 + (kind.content_to_position + kind.position_to_content if kind is not None else 0)
+        return self.attention_scale or (self.resolved_head_dim * terms) ** -0.5
 
     @property
     def resolved_embedding_width(self) -> int:

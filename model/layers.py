@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from antiphon.model.activations import ACTIVATIONS
 from antiphon.model.attention import Backend, attention, cached_attention, sdpa_attention
 from antiphon.model.config import ModelConfig
+from antiphon.model.disentangled import PositionProjections, position_scores
 from antiphon.model.positions import rotary_tables, rotate
 
 KV = tuple[Tensor, Tensor]
+Relative = tuple[Tensor, Tensor] | None
 
 
 def _attend(backend: Backend) -> Callable[..., Tensor]:
@@ -74,6 +76,7 @@ class SelfAttention(nn.Module):
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
         self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
         self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
         self._attend = _attend(backend)
         self._attend_cached = _attend_cached(backend)
 
@@ -84,9 +87,18 @@ class SelfAttention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return query, key, value
 
-    def forward(self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None) -> Tensor:
-        """hidden [B, T, M]; positions [1, T]; lens [B] int32 or None; bias as in `attention`. Returns [B, T, M]."""
+    def forward(
+        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+    ) -> Tensor:
+        """hidden [B, T, M]; positions [1, T]; lens [B] int32 or None; bias as in `attention`. Returns [B, T, M].
+
+        relative: of disentangled attention the table [P, M] and its rows [T, T], see disentangled.py.
+        """
         query, key, value = self._project(hidden, positions)
+        if self.relative is not None and relative is not None:
+            table, rows = relative
+            position_keys, position_queries = self.relative(table, self.qkv)
+            bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
         mixed = self._attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
         return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
 
@@ -159,10 +171,12 @@ class EncoderLayer(nn.Module):
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)
 
-    def forward(self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+    ) -> Tensor:
         """hidden [B, S, M]; the rest as in SelfAttention."""
         residual = self.self_residual
-        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, lens, bias))
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, lens, bias, relative))
         residual = self.feed_forward_residual
         return residual.after(hidden, self.feed_forward(residual.before(hidden)))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.disentangled import RelativePositions
 from antiphon.model.heads import Head
 from antiphon.model.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.ops import native_attention, native_linear, native_select
@@ -115,6 +116,10 @@ class PackedStates(_PackedStack):
         assert model.encoder is not None
         super().__init__(model.config, model.encoder, model.config.max_source_len)
         self.blocks = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
+        relative, max_len = model.encoder.relative_positions, model.config.max_source_len
+        self.relative = nn.ModuleList(
+            _RelativeTables(layer.self_attention, relative, max_len) for layer in self.blocks if relative is not None
+        )
 
     def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
         """The memory [N, M] of B packed sources.
@@ -123,12 +128,15 @@ class PackedStates(_PackedStack):
         types.
         """
         sublayers: list[tuple[Sublayer, Residual]] = []
-        for layer in self.blocks:
-            sublayers.append((self._attend(layer.self_attention, positions, offsets), layer.self_residual))
+        for index, layer in enumerate(self.blocks):
+            attend = self._attend_relative if self.relative else self._attend
+            sublayers.append((attend(index, positions, offsets), layer.self_residual))
             sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
         return self.run(self.embed(input_ids, positions, type_ids), sublayers)
 
-    def _attend(self, attention: SelfAttention, positions: Tensor, offsets: Tensor) -> Sublayer:
+    def _attend(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
+        attention = self.blocks[layer].self_attention
+
         def forward(hidden: Tensor) -> Tensor:
             mixed = native_attention.packed_attention(
                 self.project(attention, hidden, positions),
@@ -142,6 +150,44 @@ class PackedStates(_PackedStack):
             return linear(mixed, attention.out)
 
         return forward
+
+    def _attend_relative(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
+        attention, tables = self.blocks[layer].self_attention, self.relative[layer]
+        assert isinstance(tables, _RelativeTables)
+
+        def forward(hidden: Tensor) -> Tensor:
+            mixed = native_attention.disentangled_attention(
+                self.project(attention, hidden, positions),
+                offsets,
+                tables.rows,
+                tables.keys,
+                tables.queries,
+                num_heads=self.config.num_heads,
+                scale=attention.scale,
+            )
+            return linear(mixed, attention.out)
+
+        return forward
+
+
+class _RelativeTables(nn.Module):
+    """What disentangled attention reads in one layer: keys and queries of positions, constants once it is trained.
+
+    rows [2 * reach + 1] int32; keys, queries [P, H D] or None.
+    """
+
+    rows: Tensor
+    keys: Tensor | None
+    queries: Tensor | None
+
+    def __init__(self, attention: SelfAttention, positions: RelativePositions, max_len: int) -> None:
+        assert attention.relative is not None
+        super().__init__()
+        table, _ = positions(1)
+        keys, queries = attention.relative(table, attention.qkv)
+        self.register_buffer("rows", positions.by_distance(max_len), persistent=False)
+        self.register_buffer("keys", None if keys is None else keys.detach(), persistent=False)
+        self.register_buffer("queries", None if queries is None else queries.detach(), persistent=False)
 
 
 class PackedHead(nn.Module):

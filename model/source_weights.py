@@ -102,6 +102,19 @@ class SourceWeights:
             for part, source in zip(torch.split(ours, [shape[0] for shape in shapes]), sources, strict=True):
                 part.copy_(source)
 
+    def fill_view(self, ours: Tensor, name: str) -> None:
+        """Copy a tensor into a view of ours that has its numbers in its order, whatever its own shape."""
+        if name not in self._readers:
+            self._missing.append(name)
+            return
+        source = self._readers[name]()
+        self._taken.add(name)
+        if source.numel() != ours.numel():
+            self._misshapen.append(f"{name} {list(source.shape)} where {ours.numel()} numbers are expected")
+            return
+        with torch.no_grad():
+            ours.copy_(source.view(ours.shape))
+
     def fill_module(self, module: nn.Module, *names: str) -> None:
         """Fill every parameter that is the module's own, weight or bias, from those of these modules of theirs."""
         for part, ours in module.named_parameters(recurse=False):

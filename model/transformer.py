@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from antiphon.model.attention import Backend
 from antiphon.model.config import ModelConfig
+from antiphon.model.disentangled import RelativePositions
 from antiphon.model.head_config import Task
 from antiphon.model.heads import Head
 from antiphon.model.layers import KV, DecoderLayer, EncoderLayer, make_norm
@@ -65,14 +66,17 @@ class Encoder(Stack):
         layers = [EncoderLayer(config, backend) for _ in range(count)] * (config.encoder_layers // count)
         super().__init__(config, embedding, layers, config.max_source_len)
         self.relative_bias = RelativeBias(config, bidirectional=True)
+        kind = config.disentangled
+        self.relative_positions = RelativePositions(config, kind) if kind is not None else None
 
     def forward(self, ids: Tensor, lens: Tensor | None, type_ids: Tensor | None = None) -> Tensor:
         """ids, type_ids [B, S] int64; lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = self.embed(ids, positions, type_ids)
         bias = self.relative_bias(positions, ids.shape[1])
+        relative = self.relative_positions(ids.shape[1]) if self.relative_positions is not None else None
         for layer in self.layers:
-            hidden = self.run(layer, hidden, positions, lens, bias)
+            hidden = self.run(layer, hidden, positions, lens, bias, relative)
         return self.final_norm(hidden)  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,9 @@
 """Attention operators of the native lowering: over packed sources, and over blocks of the cache pool.
 
-Registered with PyTorch as `antiphon::packed_attention`, `paged_self_attention`, `paged_cross_attention` and
-`paged_write`, each with an eager reference that loops over rows, and a shape rule. Functional: operators that change
-the cache return a new one; their ONNX nodes change it in place. The pool's layout is cache_pool.py's.
+Registered with PyTorch as `antiphon::packed_attention`, `disentangled_attention`, `paged_self_attention`,
+`paged_cross_attention` and `paged_write`, each with an eager reference that loops over rows, and a shape rule.
+Functional: operators that change the cache return a new one; their ONNX nodes change it in place. The pool's layout is
+cache_pool.py's.
 
 Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, H heads, D head width, T positions.
 """
@@ -15,11 +16,16 @@ import torch
 from torch import Tensor
 
 from antiphon.model.attention import attention
+from antiphon.model.disentangled import position_scores
 from antiphon.model.ops.cache_pool import read_positions, write_position
 
 _PACKED_ATTENTION = (
     "(Tensor qkv, Tensor offsets, Tensor? bias_table, Tensor? slopes, *, int num_heads, float scale, bool causal)"
     " -> Tensor"
+)
+_DISENTANGLED_ATTENTION = (
+    "(Tensor qkv, Tensor offsets, Tensor position_rows, Tensor? position_keys, Tensor? position_queries, *,"
+    " int num_heads, float scale) -> Tensor"
 )
 _PAGED_SELF_ATTENTION = (
     "(Tensor qkv, Tensor cache, Tensor block_tables, Tensor offsets, Tensor positions, Tensor? bias_table,"
@@ -98,6 +104,48 @@ def _packed_attention_shape(
     num_heads: int,
     scale: float,
     causal: bool,
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+
+
+@torch.library.custom_op("antiphon::disentangled_attention", mutates_args=(), schema=_DISENTANGLED_ATTENTION)
+def disentangled_attention(
+    qkv: Tensor,
+    offsets: Tensor,
+    position_rows: Tensor,
+    position_keys: Tensor | None,
+    position_queries: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float,
+) -> Tensor:
+    """`packed_attention` with scores of relative positions (He et al. 2021, section 3.1), see disentangled.py.
+
+    qkv [N, 3 H D] float32; offsets [B + 1] int32; position_rows [2 * reach + 1] int32: by distance query - key the row
+    of the tables, never falling, the farthest for all beyond; position_keys, position_queries [P, H D] float32 or
+    None. Returns [N, H D].
+    """
+    mixed = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
+    reach = len(position_rows) // 2
+    for start, stop in _spans(offsets):
+        query, key, value = (part[None] for part in split_heads(qkv[start:stop], 3, num_heads))  # [1, T, H, D]
+        stands = torch.arange(stop - start)
+        rows = position_rows[(stands[:, None] - stands).clamp(-reach, reach) + reach].long()
+        bias = position_scores(query, key, position_keys, position_queries, rows) * scale
+        mixed[start:stop] = attention(query, key, value, None, bias, causal=False, scale=scale)[0].flatten(1)
+    return mixed
+
+
+@disentangled_attention.register_fake
+def _disentangled_attention_shape(
+    qkv: Tensor,
+    offsets: Tensor,
+    position_rows: Tensor,
+    position_keys: Tensor | None,
+    position_queries: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
 

@@ -24,6 +24,13 @@ _rotary = operator("Rotary", "qkv:T positions:ints table:T", "out:T", num_heads=
 _packed_attention = operator(
     "PackedAttention", "qkv:T offsets:ints bias_table?:T slopes?:T", "out:T", num_heads=int, scale=float, causal=int
 )
+_disentangled_attention = operator(
+    "DisentangledAttention",
+    "qkv:T offsets:ints position_rows:ints position_keys?:T position_queries?:T",
+    "out:T",
+    num_heads=int,
+    scale=float,
+)
 _paged_self_attention = operator(
     "PagedSelfAttention",
     "qkv:T cache:C block_tables:ints offsets:ints positions:ints bias_table?:T slopes?:T",
@@ -81,6 +88,7 @@ NATIVE_TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.antiphon.add_norm.default: _add_norm,
     torch.ops.antiphon.rotary.default: _rotary,
     torch.ops.antiphon.packed_attention.default: _translate_packed_attention,
+    torch.ops.antiphon.disentangled_attention.default: _disentangled_attention,
     torch.ops.antiphon.paged_self_attention.default: _translate_paged_self_attention,
     torch.ops.antiphon.paged_cross_attention.default: _paged_cross_attention,
     torch.ops.antiphon.paged_write.default: _translate_paged_write,

@@ -118,6 +118,18 @@ def _packed_attention(rng: Rng) -> Call:
     return arrays, dict(num_heads=heads, scale=0.3, causal=pick(rng, [0, 1]))
 
 
+def _disentangled_attention(rng: Rng) -> Call:
+    (heads, width), lens = pick(rng, _HEADS), _lens(rng)
+    rows = np.cumsum(rng.integers(0, pick(rng, [1, 2, 3]), 2 * int(rng.integers(0, 200)) + 1)).astype(np.int32)
+    count = int(rows[-1]) + 1
+    arrays: Arrays = {
+        "qkv": floats(rng, sum(lens), 3 * heads * width), "offsets": ramp(lens), "position_rows": rows,
+        "position_keys": maybe(rng, floats(rng, count, heads * width)),
+        "position_queries": maybe(rng, floats(rng, count, heads * width)),
+    }  # fmt: skip
+    return arrays, dict(num_heads=heads, scale=0.3)
+
+
 def _pool(rng: Rng, lens: Sequence[int], heads: int, width: int) -> Arrays:
     """A pool of either type, no larger than sequences of these lengths need, and their tables."""
     counts = [-(-length // BLOCK_SIZE) for length in lens]
@@ -206,6 +218,7 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     "AddNorm": _add_norm,
     "Rotary": _rotary,
     "PackedAttention": _packed_attention,
+    "DisentangledAttention": _disentangled_attention,
     "PagedSelfAttention": _paged_self_attention,
     "PagedCrossAttention": _paged_cross_attention,
     "PagedWrite": _paged_write,

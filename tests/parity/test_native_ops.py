@@ -221,6 +221,32 @@ def test_packed_attention_equals_eager(lens: list[int], heads: int, width: int, 
     np.testing.assert_array_equal(alone, found[-lens[-1] :])
 
 
+@EXAMPLES
+@given(
+    st.lists(st.integers(1, 70) | st.integers(1, 300), min_size=1, max_size=5), HEADS, WIDTHS,
+    st.sampled_from([(True, True), (True, False), (False, True), (False, False)]), st.sampled_from([0, 4, 40, 400]),
+    st.integers(0, 3),
+)  # fmt: skip
+def test_disentangled_attention_equals_eager(
+    lens: list[int], heads: int, width: int, kinds: tuple[bool, bool], reach: int, step: int
+) -> None:
+    """Rows may stand still, follow each other or be left out, and distances lie beyond the farthest."""
+    qkv = normal(sum(lens), 3 * heads * width)
+    rows = np.cumsum(np.random.default_rng(reach).integers(0, step + 1, 2 * reach + 1)).astype(np.int32)
+    tables = {
+        name: normal(int(rows[-1]) + 2, heads * width, seed=index) if is_there else None
+        for index, (name, is_there) in enumerate(zip(("position_keys", "position_queries"), kinds, strict=True))
+    }
+    attributes: dict[str, Any] = dict(num_heads=heads, scale=(3 * width) ** -0.5)
+    arrays = {"qkv": qkv, "offsets": ramp(lens), "position_rows": rows, **tables}
+    (found,) = run_node("DisentangledAttention", arrays, **attributes)
+    expected = native_attention.disentangled_attention(*map(tensor, arrays.values()), **attributes)
+    equal(found, expected)
+    last = {**arrays, "qkv": qkv[-lens[-1] :], "offsets": ramp(lens[-1:])}
+    (alone,) = run_node("DisentangledAttention", last, threads=2, **attributes)
+    np.testing.assert_array_equal(alone, found[-lens[-1] :])
+
+
 ROWS = st.lists(st.tuples(st.integers(0, 40) | st.integers(0, 280), st.integers(1, 20)), min_size=1, max_size=5)
 
 

@@ -77,6 +77,14 @@ def packed_attention() -> Call:
     return arrays, dict(num_heads=HEADS, scale=1.0, causal=0)
 
 
+def disentangled_attention() -> Call:
+    arrays: Arrays = {
+        "qkv": normal(5, 48), "offsets": ramp([2, 3]), "position_rows": ints(0, 1, 1, 2, 4),
+        "position_keys": normal(5, 16), "position_queries": normal(5, 16),
+    }  # fmt: skip
+    return arrays, dict(num_heads=HEADS, scale=1.0)
+
+
 def paged_self_attention() -> Call:
     pool = Pool(LENS, HEADS, WIDTH, "float32")
     pool.hold(0, [length - 1 for length in LENS])
@@ -132,7 +140,8 @@ def reals(*values: float) -> NDArray[np.float32]:
 
 CALLS = {
     "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "Gate": gate, "AddNorm": add_norm,
-    "Rotary": rotary, "PackedAttention": packed_attention, "PagedSelfAttention": paged_self_attention,
+    "Rotary": rotary, "PackedAttention": packed_attention,
+    "DisentangledAttention": disentangled_attention, "PagedSelfAttention": paged_self_attention,
     "PagedCrossAttention": paged_cross_attention, "PagedWrite": paged_write, "Select": select,
     "QuantizedSelect": quantized_select,
 }  # fmt: skip
@@ -175,6 +184,15 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("PackedAttention", {"bias_table": normal(HEADS, 4)}, "bias_table is 4"),
     ("PackedAttention", {"slopes": normal(1)}, "slopes is 1"),
     ("PackedAttention", {"num_heads": 7}, "qkv is 48"),
+    ("DisentangledAttention", {"position_rows": ints(0, 1)}, "position_rows is 2"),
+    ("DisentangledAttention", {"position_rows": ints()}, "position_rows is 0"),
+    ("DisentangledAttention", {"position_rows": ints(0, 1, 5)}, "position_rows is 5"),
+    ("DisentangledAttention", {"position_rows": ints(0, 2, 1)}, "position_rows is 1"),
+    ("DisentangledAttention", {"position_rows": ints(-1, 2, 3)}, "position_rows is -1"),
+    ("DisentangledAttention", {"position_keys": normal(5, 8)}, "position_keys is 8"),
+    ("DisentangledAttention", {"position_queries": normal(4, 16)}, "position_rows is 4"),
+    ("DisentangledAttention", {"position_queries": normal(5, 17)}, "position_queries is 17"),
+    ("DisentangledAttention", {"offsets": ramp([2, 2])}, "offsets is 4"),
     ("PagedSelfAttention", {"block_tables": ints(10_000, 1, 2, 3).reshape(2, 2)}, "block_tables is 10000"),
     ("PagedSelfAttention", {"block_tables": ints(-1, 1, 2, 3).reshape(2, 2)}, "block_tables is -1"),
     ("PagedSelfAttention", {"block_tables": ints(0, 1).reshape(2, 1)}, "width of block_tables is 1.*20 positions"),
@@ -294,7 +312,8 @@ ANY_INT = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
 @given(st.data())
 def test_no_lengths_or_tables_end_the_process(data: st.DataObject) -> None:
     """Any integers at all in place of the small ones: an answer or a refusal, and nothing outside the pool changes."""
-    op_type = data.draw(st.sampled_from(["PackedAttention", "PagedSelfAttention", "PagedCrossAttention", "PagedWrite"]))
+    packed = ["PackedAttention", "DisentangledAttention"]
+    op_type = data.draw(st.sampled_from([*packed, "PagedSelfAttention", "PagedCrossAttention", "PagedWrite"]))
     arrays, attributes = CALLS[op_type]()
     for name, array in arrays.items():
         if array is not None and array.dtype == np.int32 and data.draw(st.booleans()):

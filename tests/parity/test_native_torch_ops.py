@@ -42,6 +42,11 @@ CALLS: dict[str, Call] = {
         (normal(5, 48), ints(0, 2, 5), normal(HEADS, 3), None),
         dict(num_heads=HEADS, scale=0.5, causal=True),
     ),
+    "disentangled_attention": (
+        native_attention.disentangled_attention,
+        (normal(5, 48), ints(0, 2, 5), ints(0, 1, 1), normal(2, 16), normal(2, 16)),
+        dict(num_heads=HEADS, scale=0.5),
+    ),
     "paged_self_attention": (
         native_attention.paged_self_attention,
         (normal(3, 48), pool(), TABLES, ints(0, 2, 3), ints(15, 16, 0), None, normal(HEADS)),

@@ -48,6 +48,75 @@ ANTIPHON_INLINE void ScoreKeys(const PackedHead& head, int64_t key, const float*
   for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, sums[k]);
 }
 
+ANTIPHON_INLINE int64_t RowOf(const RelativeScores& relative, int64_t distance) {
+  const int64_t low = distance < -relative.reach ? -relative.reach : distance;
+  return relative.rows[(low > relative.reach ? relative.reach : low) + relative.reach];
+}
+
+void SpreadQueries(const PackedHead& head, const float* from, float* to) {
+  const RelativeScores& relative = head.relative;
+  for (int64_t column = 0; column < relative.columns; column += kLanes) {
+    for (int64_t d = 0; d < head.width; d += kLanes) {
+      const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
+      F32 rows[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t row = RowOf(relative, relative.lowest + column + lane);
+        rows[lane] = LoadPart(from + row * relative.stride + d, part) * head.scale;
+      }
+      Transpose(rows);
+      for (int row = 0; row < part; ++row) Store(to + (d + row) * relative.columns + column, rows[row]);
+    }
+  }
+}
+
+// Scores of the tile's queries against `count` position keys from row `from` on: relative.scores [count][16].
+ANTIPHON_INLINE void ScorePositions(const PackedHead& head, int64_t from, int64_t count, const float* tile) {
+  PackedHead rows = head;
+  rows.key = head.relative.keys + from * head.relative.stride;
+  rows.kv_stride = head.relative.stride;
+  float* scores = head.relative.scores;
+  int64_t row = 0;
+  for (; count - row >= 8; row += 8) ScoreKeys<8>(rows, row, tile, scores);
+  for (; row < count; ++row) ScoreKeys<1>(rows, row, tile, scores);
+}
+
+// Adds to the scores of `Keys` keys what they and their position queries come to, query lanes at first .. first + 15.
+template <int Keys>
+ANTIPHON_INLINE void AddPositionQueries(const PackedHead& head, int64_t first, int64_t key, float* scores) {
+  const RelativeScores& relative = head.relative;
+  const float* from = head.key + key * head.kv_stride;
+  const float* queries = relative.queries + (first - key - relative.lowest);
+  F32 sums[Keys] = {};
+  for (int64_t d = 0; d < head.width; ++d) {
+    for (int k = 0; k < Keys; ++k) {
+      sums[k] = Fma(Load(queries + d * relative.columns - k), Splat(from[k * head.kv_stride + d]), sums[k]);
+    }
+  }
+  for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, Load(scores + (key + k) * kLanes) + sums[k]);
+}
+
+// Adds the scores of relative positions to those of `count` queries and all keys: scores [keys][16].
+ANTIPHON_INLINE void AddPositions(const PackedHead& head, int64_t first, int64_t count, int64_t keys, const float* tile,
+                                  float* scores) {
+  const RelativeScores& relative = head.relative;
+  if (relative.keys != nullptr) {
+    const int64_t lowest = RowOf(relative, first - (keys - 1));
+    ScorePositions(head, lowest, RowOf(relative, first + count - 1) - lowest + 1, tile);
+    for (int64_t key = 0; key < keys; ++key) {
+      float added[kLanes] = {};
+      for (int64_t lane = 0; lane < count; ++lane) {
+        added[lane] = relative.scores[(RowOf(relative, first + lane - key) - lowest) * kLanes + lane];
+      }
+      Store(scores + key * kLanes, Load(scores + key * kLanes) + Load(added));
+    }
+  }
+  if (relative.queries != nullptr) {
+    int64_t key = 0;
+    for (; keys - key >= 8; key += 8) AddPositionQueries<8>(head, first, key, scores);
+    for (; key < keys; ++key) AddPositionQueries<1>(head, first, key, scores);
+  }
+}
+
 // Adds bias and mask to a key's sixteen scores, query lanes standing at first .. first + 15.
 ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key, F32 scores) {
   if (HasBias(head.bias)) {
@@ -125,6 +194,7 @@ void PackedAttention(const PackedHead& head, int64_t first, float* scores, float
   for (; keys - key >= 8; key += 8) ScoreKeys<8>(head, key, tile, scores);
   for (; keys - key >= 2; key += 2) ScoreKeys<2>(head, key, tile, scores);
   for (; key < keys; ++key) ScoreKeys<1>(head, key, tile, scores);
+  if (head.relative.rows != nullptr) AddPositions(head, first, count, keys, tile, scores);
   const F32 inverse = SoftmaxLanes(head, first, keys, scores);
   int64_t lane = 0;
   for (; count - lane >= 6; lane += 6) MixRow<6>(head, keys, scores, inverse, first, lane);

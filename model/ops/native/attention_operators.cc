@@ -1,4 +1,5 @@
-// PackedAttention: the encoder's, over sequences that lie one after the other without padding.
+// Attention of the encoder, over sequences that lie one after the other without padding: PackedAttention, and
+// DisentangledAttention with scores of relative positions.
 //
 // A call's offsets say which tokens belong together: those of sequence b are offsets[b] .. offsets[b + 1] - 1.
 #include <cstring>
@@ -13,25 +14,69 @@ namespace {
 
 constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: enough that copying keys and values for them pays
 
-// softmax(scale Q K^T + bias) V within each packed sequence: qkv [N, 3 H D] -> [N, H D].
-class PackedAttention {
+// Tables of relative positions, [P, H D] each, and the row of each distance query - key.
+struct RelativeTables {
+  const int32_t* rows = nullptr;
+  int64_t reach = 0;
+  const float* keys = nullptr;
+  const float* queries = nullptr;
+  int64_t width = 0;  // H D
+
+  RelativeTables() = default;
+
+  RelativeTables(const Tensor& distances, const Tensor& key, const Tensor& query, int64_t all_heads)
+      : rows(distances.as<int32_t>()),
+        reach(distances.dims[0] / 2),
+        keys(key.as<float>()),
+        queries(query.as<float>()),
+        width(all_heads) {
+    Require(distances.dims[0] % 2 == 1, "length of position_rows", distances.dims[0], "it must be odd");
+    for (const auto& [name, table] : {std::pair{"position_keys", &key}, std::pair{"position_queries", &query}}) {
+      if (*table) CheckTable(name, *table);
+    }
+  }
+
+  bool is_there() const { return rows != nullptr; }
+
+  // The row of a distance, and how many rows the distances from `low` to `high` span.
+  int32_t RowOf(int64_t distance) const { return rows[std::clamp(distance, -reach, reach) + reach]; }
+  int64_t Span(int64_t low, int64_t high) const { return int64_t{RowOf(high)} - RowOf(low) + 1; }
+
+ private:
+  void CheckTable(const char* name, const Tensor& table) const {
+    Require(table.dims[1] == width, name, table.dims[1], "its width must be that of the queries");
+    int32_t last = 0;
+    for (int64_t index = 0; index < 2 * reach + 1; ++index) {
+      Require(rows[index] >= last && rows[index] < table.dims[0], "position_rows", rows[index],
+              "they must be rows of the tables and never fall");
+      last = rows[index];
+    }
+  }
+};
+
+// softmax(scale (Q K^T + what relative positions add) + bias) V of every sequence and head.
+class PackedHeads {
  public:
-  static constexpr const char* kName = "PackedAttention";
-  static constexpr Port kInputs[] = {{kFloat32}, {kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}};
-  static constexpr Port kOutputs[] = {{kFloat32}};
+  PackedHeads(const Call& call, int64_t heads, float scale, bool causal)
+      : qkv_(call.Input(0, "qkv", 2)),
+        packing_(CheckedPacking(call.Input(1, "offsets", 1), qkv_.dims[0])),
+        heads_(heads),
+        width_(HeadWidth("qkv", qkv_.dims[1], 3, heads)),
+        scale_(scale),
+        causal_(causal) {}
 
-  explicit PackedAttention(const Attributes& attributes)
-      : heads_(attributes.Size("num_heads")),
-        scale_(attributes.Float("scale")),
-        causal_(attributes.Int("causal") != 0) {}
+  int64_t all_heads() const { return heads_ * width_; }
 
-  void Run(const Call& call) const {
-    const Tensor qkv = call.Input(0, "qkv", 2);
-    const Packing packing = CheckedPacking(call.Input(1, "offsets", 1), qkv.dims[0]);
-    const int64_t width = HeadWidth("qkv", qkv.dims[1], 3, heads_);
-    const Biases biases(call, 2, 3, heads_);
-    auto* out = static_cast<float*>(call.Output(0, {qkv.dims[0], heads_ * width}));
-    Attend(call, packing, qkv.as<float>(), width, biases, out);
+  // biases may be null.
+  void Attend(const Call& call, const Biases* biases, const RelativeTables& relative) const {
+    auto* out = static_cast<float*>(call.Output(0, {qkv_.dims[0], all_heads()}));
+    int64_t num_tasks = 0;
+    for (int64_t b = 0; b < packing_.sequences; ++b) {
+      num_tasks += RoundUp(packing_.length(b), kGroup) / kGroup * (IsLong(packing_.length(b)) ? heads_ : 1);
+    }
+    const Scratch<Task> tasks(static_cast<size_t>(num_tasks));
+    FillTasks(tasks.data());
+    call.Parallel(static_cast<size_t>(num_tasks), [&](size_t index) { Run(tasks[index], biases, relative, out); });
   }
 
  private:
@@ -43,39 +88,53 @@ class PackedAttention {
     int32_t num_heads;
   };
 
-  void Attend(const Call& call, const Packing& packing, const float* qkv, int64_t width, const Biases& biases,
-              float* out) const {
-    int64_t num_tasks = 0;
-    for (int64_t b = 0; b < packing.sequences; ++b) {
-      num_tasks += RoundUp(packing.length(b), kGroup) / kGroup * (IsLong(packing.length(b)) ? heads_ : 1);
-    }
-    const Scratch<Task> tasks(static_cast<size_t>(num_tasks));
-    FillTasks(packing, tasks.data());
-    call.Parallel(static_cast<size_t>(num_tasks), [&](size_t index) {
-      const Task task = tasks[index];
-      const int64_t length = packing.length(task.sequence);
-      const int64_t num_pairs = IsLong(length) ? 2 * length * width : 0, num_scores = length * kQueryTile;
-      const Scratch<float> room(static_cast<size_t>(num_pairs + num_scores + RoundUp(width, kPanel) * kQueryTile));
-      float* scores = room.data() + num_pairs;
-      for (int32_t head = task.head; head < task.head + task.num_heads; ++head) {
-        PackedHead view = Head(packing, qkv, width, biases, out, task.sequence, head);
-        if (num_pairs > 0) Gather(room.data(), &view);
-        const int64_t end = std::min<int64_t>(task.first + kGroup, length);
-        for (int64_t first = task.first; first < end; first += kQueryTile) {
-          ActiveKernels().packed_attention(view, first, scores, scores + num_scores);
-        }
+  void Run(const Task& task, const Biases* biases, const RelativeTables& relative, float* out) const {
+    const int64_t length = packing_.length(task.sequence);
+    const int64_t end = std::min<int64_t>(task.first + kGroup, length);
+    RelativeScores met{};
+    if (relative.is_there()) met = Met(relative, task.first, end, length);
+    const int64_t num_pairs = IsLong(length) ? 2 * length * width_ : 0, num_scores = length * kQueryTile;
+    const int64_t num_tile = RoundUp(width_, kPanel) * kQueryTile, num_spread = width_ * met.columns;
+    const int64_t num_met = relative.keys == nullptr ? 0 : relative.Span(1 - length, length - 1) * kQueryTile;
+    const Scratch<float> room(static_cast<size_t>(num_pairs + num_scores + num_tile + num_spread + num_met));
+    float* scores = room.data() + num_pairs;
+    float* spread = scores + num_scores + num_tile;
+    met.scores = spread + num_spread;
+    for (int32_t head = task.head; head < task.head + task.num_heads; ++head) {
+      PackedHead view = Head(biases, out, task.sequence, head);
+      if (num_pairs > 0) Gather(room.data(), &view);
+      view.relative = met;
+      if (relative.keys != nullptr) view.relative.keys = relative.keys + head * width_;
+      if (num_spread > 0) {
+        ActiveKernels().spread_queries(view, relative.queries + head * width_, spread);
+        view.relative.queries = spread;
       }
-    });
+      for (int64_t first = task.first; first < end; first += kQueryTile) {
+        ActiveKernels().packed_attention(view, first, scores, scores + num_scores);
+      }
+    }
+  }
+
+  // Which distances the queries first .. end - 1, in whole tiles, have from the keys of their sequence.
+  RelativeScores Met(const RelativeTables& relative, int64_t first, int64_t end, int64_t length) const {
+    RelativeScores met{};
+    met.rows = relative.rows;
+    met.reach = relative.reach;
+    met.stride = relative.width;
+    met.lowest = first - (length - 1);
+    const int64_t highest = first + RoundUp(end - first, kQueryTile) - 1;
+    met.columns = relative.queries == nullptr ? 0 : RoundUp(highest - met.lowest + 1, kQueryTile);
+    return met;
   }
 
   // Whether copying keys and values pays: they are read once for each tile of queries.
   static bool IsLong(int64_t length) { return length > 3 * kQueryTile; }
 
-  void FillTasks(const Packing& packing, Task* task) const {
-    for (int32_t b = 0; b < packing.sequences; ++b) {
-      const int32_t together = IsLong(packing.length(b)) ? 1 : static_cast<int32_t>(heads_);
+  void FillTasks(Task* task) const {
+    for (int32_t b = 0; b < packing_.sequences; ++b) {
+      const int32_t together = IsLong(packing_.length(b)) ? 1 : static_cast<int32_t>(heads_);
       for (int32_t head = 0; head < heads_; head += together) {
-        for (int32_t first = 0; first < packing.length(b); first += kGroup) *task++ = {b, first, head, together};
+        for (int32_t first = 0; first < packing_.length(b); first += kGroup) *task++ = {b, first, head, together};
       }
     }
   }
@@ -93,35 +152,84 @@ class PackedAttention {
     view->kv_stride = view->width;
   }
 
-  PackedHead Head(const Packing& packing, const float* qkv, int64_t width, const Biases& biases, float* out,
-                  int64_t sequence, int64_t head) const {
-    const int64_t stride = 3 * heads_ * width;
-    const float* query = qkv + packing.begin(sequence) * stride + head * width;
+  PackedHead Head(const Biases* biases, float* out, int64_t sequence, int64_t head) const {
+    const int64_t stride = 3 * all_heads();
+    const float* query = qkv_.as<float>() + packing_.begin(sequence) * stride + head * width_;
     PackedHead view{};
     view.query = query;
-    view.key = query + heads_ * width;
-    view.value = query + 2 * heads_ * width;
-    view.out = out + packing.begin(sequence) * heads_ * width + head * width;
+    view.key = query + all_heads();
+    view.value = query + 2 * all_heads();
+    view.out = out + packing_.begin(sequence) * all_heads() + head * width_;
     view.stride = view.kv_stride = stride;
-    view.out_stride = heads_ * width;
-    view.length = packing.length(sequence);
-    view.width = width;
+    view.out_stride = all_heads();
+    view.length = packing_.length(sequence);
+    view.width = width_;
     view.scale = scale_;
     view.causal = causal_;
-    view.bias = biases.Of(head);
+    if (biases != nullptr) view.bias = biases->Of(head);
     return view;
   }
 
+  Tensor qkv_;
+  Packing packing_;
+  int64_t heads_;
+  int64_t width_;
+  float scale_;
+  bool causal_;
+};
+
+// softmax(scale Q K^T + bias) V within each packed sequence: qkv [N, 3 H D] -> [N, H D].
+class PackedAttention {
+ public:
+  static constexpr const char* kName = "PackedAttention";
+  static constexpr Port kInputs[] = {{kFloat32}, {kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}};
+  static constexpr Port kOutputs[] = {{kFloat32}};
+
+  explicit PackedAttention(const Attributes& attributes)
+      : heads_(attributes.Size("num_heads")),
+        scale_(attributes.Float("scale")),
+        causal_(attributes.Int("causal") != 0) {}
+
+  void Run(const Call& call) const {
+    const PackedHeads heads(call, heads_, scale_, causal_);
+    const Biases biases(call, 2, 3, heads_);
+    heads.Attend(call, &biases, RelativeTables());
+  }
+
+ private:
   int64_t heads_;
   float scale_;
   bool causal_;
+};
+
+// The same with scores of relative positions (He et al. 2021, section 3.1) and without bias.
+class DisentangledAttention {
+ public:
+  static constexpr const char* kName = "DisentangledAttention";
+  static constexpr Port kInputs[] = {{kFloat32}, {kInt32}, {kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}};
+  static constexpr Port kOutputs[] = {{kFloat32}};
+
+  explicit DisentangledAttention(const Attributes& attributes)
+      : heads_(attributes.Size("num_heads")), scale_(attributes.Float("scale")) {}
+
+  void Run(const Call& call) const {
+    const PackedHeads heads(call, heads_, scale_, false);
+    const RelativeTables relative(call.Input(2, "position_rows", 1), call.OptionalInput(3, "position_keys", 2),
+                                  call.OptionalInput(4, "position_queries", 2), heads.all_heads());
+    heads.Attend(call, nullptr, relative);
+  }
+
+ private:
+  int64_t heads_;
+  float scale_;
 };
 
 }  // namespace
 
 std::vector<const OrtCustomOp*> PackedOperators() {
   static const Registration<PackedAttention> packed;
-  return {&packed};
+  static const Registration<DisentangledAttention> disentangled;
+  return {&packed, &disentangled};
 }
 
 }  // namespace antiphon

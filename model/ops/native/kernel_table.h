@@ -21,6 +21,7 @@ constexpr Kernels MakeTable(const char* name) {
   table.embed = EmbedFloat;
   table.quantized_embed = EmbedQuantized;
   table.rotate = Rotate;
+  table.spread_queries = SpreadQueries;
   table.packed_attention = PackedAttention;
   table.paged_float32 = {AppendPosition<float>, FillBlock<float>, PagedAttend<float>};
   table.paged_float16 = {AppendPosition<uint16_t>, FillBlock<uint16_t>, PagedAttend<uint16_t>};

@@ -50,6 +50,19 @@ struct ScoreBias {
   float slope;  // subtracts slope * |k - q|
 };
 
+// Added to the unscaled scores of one head before the softmax: query q and key k meet row rows[q - k] of two tables of
+// relative positions, whose keys the query reads and whose queries the key does; either may be null.
+struct RelativeScores {
+  const int32_t* rows;  // [2 reach + 1] by q - k, never falling; null: there are no such scores
+  int64_t reach;
+  const float* keys;     // row p at keys + p * stride
+  const float* queries;  // [width][columns], scaled, by q - k from `lowest` on: what spread_queries writes
+  int64_t stride;
+  int64_t lowest;
+  int64_t columns;
+  float* scores;  // room for 16 floats of every row that a query of the sequence can meet
+};
+
 // One head of one packed sequence: query t at query + t * stride, key t at key + t * kv_stride, values likewise.
 struct PackedHead {
   const float* query;
@@ -64,6 +77,7 @@ struct PackedHead {
   float scale;
   bool causal;
   ScoreBias bias;
+  RelativeScores relative;
 };
 
 // One head of one row's cache: `offset` elements into block b of the row, at blocks[b], are the keys [Dp][16];
@@ -124,6 +138,9 @@ struct Kernels {
   // Turns the halves of a head vector [width] against each other: table = cos [width / 2], sin [width / 2].
   void (*rotate)(float* vector, const float* table, int64_t width);
 
+  // Position queries of head width side by side, scaled, by distance from relative.lowest on: `from` holds them by row,
+  // `to` is [width][columns], columns a multiple of 16.
+  void (*spread_queries)(const PackedHead&, const float* from, float* to);
   // Queries first .. first + 15 of a head (those there are). scores: [16 length], tile: [16 width].
   void (*packed_attention)(const PackedHead&, int64_t first, float* scores, float* tile);
   PagedKernels<float> paged_float32;

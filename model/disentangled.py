@@ -1,0 +1,97 @@
+"""Disentangled attention (He et al. 2021, section 3.1): scores of content against relative positions, and the reverse.
+
+A score is q_i k_j + q_i P^k[row(i - j)] + k_j P^q[row(i - j)], all scaled alike: P^k and P^q are one table of relative
+positions, shared by the layers, projected by each as keys and as queries. The paper
+indexes the last term by j - i; rows are mirrored there, so that both terms have one row here.
+
+Axes: B batch, T queries, S keys, H heads, D head width, M model width, P rows of the table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from antiphon.model.config import Disentangled, ModelConfig
+
+
+def table_rows(distance: Tensor, config: Disentangled) -> Tensor:
+    """Row of the table of each distance query - key (int64, same shape): 0 to 2 * span - 1.
+
+    Every distance has its own row up to span, or, with max_distance, up to half of it, and beyond a logarithmic share
+    of the rest (DeBERTa v2). In float32 and in the order of the authors' code, whose rounding decides between rows.
+    """
+    if config.max_distance is not None:
+        distance = _log_bucket(distance, config.span, config.max_distance)
+    return (distance + config.span).clamp(0, 2 * config.span - 1)
+
+
+def _log_bucket(distance: Tensor, span: int, max_distance: int) -> Tensor:
+    middle = span // 2
+    size = distance.abs().clamp(min=middle - 1)
+    rate = torch.log(torch.tensor((max_distance - 1) / middle))
+    far = torch.ceil(torch.log(size / middle) / rate * (middle - 1)) + middle
+    return torch.where(size <= middle, distance, (far * distance.sign()).long())
+
+
+class RelativePositions(nn.Module):
+    """The table that the layers of a stack share."""
+
+    def __init__(self, config: ModelConfig, kind: Disentangled) -> None:
+        super().__init__()
+        self.config = kind
+        self.weight = nn.Parameter(torch.empty(2 * kind.span, config.d_model))
+        nn.init.normal_(self.weight, std=config.d_model**-0.5)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if kind.norm else None
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """The table [P, M], and its row [T, T] for each query and key of sequences of this length."""
+        table = self.weight if self.norm is None else self.norm(self.weight)
+        stands = torch.arange(length, device=table.device)
+        return table, table_rows(stands[:, None] - stands, self.config)
+
+    def by_distance(self, max_len: int) -> Tensor:
+        """Rows [2 * max_len - 1] int32 by distance query - key, from the least to the greatest that there is."""
+        reach = max_len - 1
+        return table_rows(torch.arange(-reach, reach + 1), self.config).int()
+
+
+class PositionProjections(nn.Module):
+    """One layer's projections of the table, unless it takes those of its queries and keys."""
+
+    def __init__(self, config: ModelConfig, kind: Disentangled) -> None:
+        super().__init__()
+        self.config = kind
+        own = not kind.share_projections
+        width = config.attention_width
+        self.key = nn.Linear(config.d_model, width) if own and kind.content_to_position else None
+        self.query = nn.Linear(config.d_model, width) if own and kind.position_to_content else None
+
+    def forward(self, table: Tensor, qkv: nn.Linear) -> tuple[Tensor | None, Tensor | None]:
+        """table [P, M] -> position keys and queries, each [P, H D], None where the model has no such scores."""
+        if self.config.share_projections:
+            query, key, _ = functional.linear(table, qkv.weight, qkv.bias).chunk(3, dim=-1)
+        else:
+            key = self.key(table) if self.key is not None else table
+            query = self.query(table) if self.query is not None else table
+        return key if self.config.content_to_position else None, query if self.config.position_to_content else None
+
+
+def position_scores(
+    query: Tensor, key: Tensor, position_keys: Tensor | None, position_queries: Tensor | None, rows: Tensor
+) -> Tensor:
+    """What positions add to scores before they are scaled, [B, H, T, S].
+
+    query [B, T, H, D], key [B, S, H, D]; position_keys, position_queries [P, H D] or None; rows [T, S] int64.
+    """
+    heads = query.shape[2]
+    scores = query.new_zeros(query.shape[0], heads, *rows.shape)
+    index = rows.expand(query.shape[0], heads, *rows.shape)
+    if position_keys is not None:
+        content = torch.einsum("bthd,phd->bhtp", query, position_keys.reshape(len(position_keys), heads, -1))
+        scores = scores + content.gather(3, index)
+    if position_queries is not None:
+        content = torch.einsum("bshd,phd->bhsp", key, position_queries.reshape(len(position_queries), heads, -1))
+        scores = scores + content.gather(3, index.transpose(2, 3)).transpose(2, 3)
+    return scores
