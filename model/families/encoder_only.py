@@ -6,7 +6,7 @@ one has, its tensors tell: a checkpoint of masked tokens may keep the head of se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from antiphon.model.families.settings import (
 from antiphon.model.families.text_formats import tokenizers_format
 from antiphon.model.head_config import HeadActivation, Scores, Task
 from antiphon.model.heads import Head
-from antiphon.model.layers import EncoderLayer
+from antiphon.model.layers import EncoderLayer, SelfAttention
 from antiphon.model.source_weights import SourceError, SourceWeights
 from antiphon.model.text_format import TextFormat
 from antiphon.model.transformer import Transformer
 
-# Under this name settings hold the tasks that tensors are there for; no config.json has it.
-FOUND = "antiphon_tasks"
+# Under this name settings hold which of EncoderNames.heads tensors are there for; no config.json has it.
+_FOUND = "antiphon_heads"
 _OUTPUTS: Mapping[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "tag"}
 _REFUSED = ("ForQuestionAnswering", "ForMultipleChoice", "ForCausalLM", "LMHeadModel")
 _SCORES: Mapping[str, Scores] = {
@@ -40,6 +40,9 @@ _SCORES: Mapping[str, Scores] = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
+
+
+LoadAttention = Callable[[SelfAttention, SourceWeights, str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +69,14 @@ class HeadNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderNames:
-    """Modules of a family's checkpoints, without `prefix`, by default named as BERT's; heads: what there may be."""
+    """Modules of a family's checkpoints, without `prefix`, by default named as BERT's.
+
+    heads: what there may be, of a task the first that is. ignored: tensors that nobody needs.
+    """
 
     prefix: str
     heads: tuple[HeadNames, ...]
+    ignored: tuple[str, ...] = ("embeddings.position_ids",)  # a buffer of 0, 1, 2, ...
     words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     types: str = "embeddings.token_type_embeddings"
@@ -94,14 +101,17 @@ def settle(settings: Settings, weights: SourceWeights, names: EncoderNames) -> S
             "sentences, and classification of texts and tokens are, and models without a head"
         )
     asked = next((task for ending, task in _OUTPUTS.items() if architecture.endswith(ending)), None)
-    tasks = [
-        head.task
-        for head in names.heads
-        if head.evidence in weights and (head.task not in _OUTPUTS.values() or head.task == asked)
-    ]
+    found: dict[Task, int] = {}
+    for index, head in enumerate(names.heads):
+        if head.evidence in weights and (head.task not in _OUTPUTS.values() or head.task == asked):
+            found.setdefault(head.task, index)
     outputs = [head.output for head in names.heads if head.task == "fill_mask"]
     tied = not any(weights.differ(f"{names.words}.weight", f"{output}.weight") for output in outputs)
-    return {**settings, FOUND: tasks, "tie_word_embeddings": tied}
+    return {**settings, _FOUND: tuple(found.values()), "tie_word_embeddings": tied}
+
+
+def _heads_in(settings: Settings, names: EncoderNames) -> list[HeadNames]:
+    return [names.heads[index] for index in settings[_FOUND]]
 
 
 def _rename(weights: SourceWeights, names: EncoderNames) -> None:
@@ -123,7 +133,6 @@ def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelC
         positions="learned",
         embedding_norm=True,
         scale_embeddings=False,
-        token_types=_token_types(settings),
         pad_id=pad,
         # What opens and closes a source stands in its template; these play no part, but are to be tokens.
         bos_id=setting(settings, "bos_token_id", int, default=pad),
@@ -133,7 +142,8 @@ def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelC
     if "max_source_len" not in choices:
         shared["max_source_len"] = setting(settings, "max_position_embeddings", int) - offset
     fields = shared | choices
-    fields["heads"] = [_head(head, settings, fields) for head in names.heads if head.task in settings[FOUND]]
+    fields["token_types"] = _token_types(settings, fields["positions"])
+    fields["heads"] = [_head(head, settings, fields) for head in _heads_in(settings, names)]
     return describe(**fields)
 
 
@@ -151,10 +161,10 @@ def bert_fields(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _token_types(settings: Settings) -> int:
-    """Rows of the type table; a single type is part of the positions, see `load`."""
+def _token_types(settings: Settings, positions: str) -> int:
+    """Rows of the type table; a single type is part of the positions where there are any, see `load_embeddings`."""
     types = setting(settings, "type_vocab_size", int, default=0)
-    return types if types > 1 else 0
+    return 0 if types == 1 and positions == "learned" else types
 
 
 def _head(names: HeadNames, settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,26 +203,37 @@ def _scores(settings: Settings, count: int) -> Scores:
     return _SCORES[problem]
 
 
-def load(model: Transformer, weights: SourceWeights, settings: Settings, names: EncoderNames) -> None:
-    """Fill encoder and heads."""
+def load(
+    model: Transformer,
+    weights: SourceWeights,
+    settings: Settings,
+    names: EncoderNames,
+    load_attention: LoadAttention | None = None,
+) -> None:
+    """Fill encoder and heads; load_attention fills what an attention layer has in place of `names.qkv`."""
     _rename(weights, names)
     assert model.encoder is not None
-    load_embeddings(model, weights, settings, names)
+    for pattern in names.ignored:
+        weights.ignore(pattern)
+    _load_embeddings(model, weights, settings, names)
     layers = {id(layer): layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer)}
     for index, layer in enumerate(layers.values()):
-        load_layer(layer, weights, names, names.layer.format(index=index))
-    for head in names.heads:
-        if head.task in model.heads:
-            load_head(model, weights, head)
+        prefix = names.layer.format(index=index)
+        _load_layer(layer, weights, names, prefix)
+        if load_attention is not None:
+            load_attention(layer.self_attention, weights, prefix)
+        else:
+            weights.fill_module(layer.self_attention.qkv, *(f"{prefix}.{name}" for name in names.qkv))
+    for head in _heads_in(settings, names):
+        _load_head(model, weights, head)
 
 
-def load_embeddings(model: Transformer, weights: SourceWeights, settings: Settings, names: EncoderNames) -> None:
+def _load_embeddings(model: Transformer, weights: SourceWeights, settings: Settings, names: EncoderNames) -> None:
     """Fill tables of words, positions and types and the norm behind them. A type all tokens have goes to positions."""
     stack = model.encoder
     assert stack is not None
     tied = [head.output for head in names.heads if head.task == "fill_mask" and settings["tie_word_embeddings"]]
     weights.fill_tied(stack.embedding.weight, f"{names.words}.weight", *(f"{output}.weight" for output in tied))
-    weights.ignore("embeddings.position_ids")  # a buffer of 0, 1, 2, ...
     if stack.positions.table is not None:
         weights.fill_start(stack.positions.table, f"{names.positions}.weight")
     if stack.token_types is not None:
@@ -224,22 +245,20 @@ def load_embeddings(model: Transformer, weights: SourceWeights, settings: Settin
         weights.fill_module(stack.widen, names.widen)
 
 
-def load_layer(layer: EncoderLayer, weights: SourceWeights, names: EncoderNames, prefix: str) -> None:
-    """Fill one layer from the modules behind `prefix`."""
-    attention = layer.self_attention
-    modules: list[tuple[nn.Module, tuple[str, ...]]] = [
-        (attention.qkv, names.qkv),
-        (attention.out, (names.out,)),
-        (layer.self_residual.norm, (names.attention_norm,)),
-        (layer.feed_forward.inner, (names.inner,)),
-        (layer.feed_forward.outer, (names.outer,)),
-        (layer.feed_forward_residual.norm, (names.norm,)),
+def _load_layer(layer: EncoderLayer, weights: SourceWeights, names: EncoderNames, prefix: str) -> None:
+    """Fill one layer but for its queries, keys and values."""
+    modules: list[tuple[nn.Module, str]] = [
+        (layer.self_attention.out, names.out),
+        (layer.self_residual.norm, names.attention_norm),
+        (layer.feed_forward.inner, names.inner),
+        (layer.feed_forward.outer, names.outer),
+        (layer.feed_forward_residual.norm, names.norm),
     ]
     for module, theirs in modules:
-        weights.fill_module(module, *(f"{prefix}.{name}" for name in theirs))
+        weights.fill_module(module, f"{prefix}.{theirs}")
 
 
-def load_head(model: Transformer, weights: SourceWeights, names: HeadNames) -> None:
+def _load_head(model: Transformer, weights: SourceWeights, names: HeadNames) -> None:
     """Fill one head; a tied output has the embedding's weight already."""
     head = model.heads[names.task]
     assert isinstance(head, Head)
