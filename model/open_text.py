@@ -111,7 +111,7 @@ def _own_ids(processor: Any, text: TextFormat) -> tuple[Segmenter, TokenTable]:
     special = frozenset({*text.special_ids, *hidden})
     typed = {token: index for token, index in _added(text, special).items() if token not in names}
     tokens = [*zip(names, ids, strict=True), *text.added_tokens.items()]
-    segmenter = Pieces(processor, lambda _, index: ids[index], typed)
+    segmenter = Pieces(processor, ids, ids[processor.unk_id()], typed)
     # A model that makes one space of several drops those before a text as well.
     strips: Strips = "leading spaces" if processor.encode("a  a") == processor.encode("a a") else "one space"
     return segmenter, table_of(tokens, _piece_bytes, special, strips=strips)
@@ -126,7 +126,8 @@ def _mapped_ids(processor: Any, text: TextFormat, path: Path) -> tuple[Segmenter
     special = frozenset({*text.special_ids, unk_id})
     segmenter = Pieces(
         processor,
-        lambda piece, _: vocabulary.get(piece, unk_id),
+        vocabulary,
+        unk_id,
         _added(text, special),
         has_codes=text.target not in (None, text.source),  # Marian, which has a model for each side
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Segmenter(ABC):
         whole words at the beginning of a long text are counted; a short one may as well be segmented, and gives 0.
         """
         end = text.rfind(" ", 0, _PROBE_LEN) if len(text) > _PROBE_LEN else 0
-        return len(self.ids(text[:end])) if end > 0 else 0
+        return len(self.ids_of_many([text[:end]])[0]) if end > 0 else 0
 
 
 def may_be_typed(token: str) -> bool:
@@ -91,17 +91,25 @@ class Backend(Segmenter):
 class Pieces(Segmenter):
     """A SentencePiece model whose ids are mapped to those of the transformer that was trained with it.
 
-    id_of: id of a piece by its spelling and the model's own id; pieces that are unknown are spelled as they are in the
-        text, so that a vocabulary beside the model may know them.
+    ids: of pieces, by the model's own ids, or by spelling: pieces that the model does not know are spelled as they are
+        in the text, so that a vocabulary beside it may know them.
+    unk_id: of what that vocabulary does not know either.
     typed: tokens matched whole, before the rest is segmented.
     has_codes: a text may begin with >>fra<<; a code that is not in the vocabulary is then the unknown token.
     """
 
     def __init__(
-        self, processor: Any, id_of: Callable[[str, int], int], typed: Mapping[str, int], *, has_codes: bool = False
+        self,
+        processor: Any,
+        ids: Sequence[int] | Mapping[str, int],
+        unk_id: int,
+        typed: Mapping[str, int],
+        *,
+        has_codes: bool = False,
     ) -> None:
         self._processor = processor
-        self._id_of = id_of
+        self._ids = ids
+        self._unk_id = unk_id
         self._typed = Typed(typed)
         self._has_codes = has_codes
 
@@ -115,17 +123,33 @@ class Pieces(Segmenter):
                 offsets.append((start, start + len(part)))
                 continue
             places = _code_points(part, start)
-            for piece in self._processor.encode(part, return_type="proto").pieces:
-                ids.append(self._id_of(piece.piece, piece.id))
-                offsets.append((places[piece.begin], places[piece.end]))
+            pieces = self._processor.encode(part, return_type="proto").pieces
+            is_spelt = isinstance(self._ids, Mapping)
+            ids.extend(self._ids_of([piece.piece if is_spelt else piece.id for piece in pieces]))
+            offsets.extend((places[piece.begin], places[piece.end]) for piece in pieces)
         return Encoding(ids, offsets)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text; other threads run meanwhile, but for what the parts and ids take."""
+        kind = str if isinstance(self._ids, Mapping) else int
+        ids: list[int] = []
+        for _, part, typed_id in self._parts(text):
+            ids.extend(self._ids_of(self._processor.encode(part, out_type=kind)) if typed_id is None else [typed_id])
+        return ids
+
+    def _ids_of(self, pieces: Sequence[Any]) -> list[int]:
+        """Ids of pieces, which are spellings or the model's own ids, as the mapping is by."""
+        if isinstance(self._ids, Mapping):
+            found, unk_id = self._ids, self._unk_id
+            return [found.get(piece, unk_id) for piece in pieces]
+        return [self._ids[piece] for piece in pieces]
 
     def _parts(self, text: str) -> Iterator[tuple[int, str, int | None]]:
         """Parts of a text and where they begin; with an id, if they are matched whole."""
         begin = 0
         if self._has_codes and text.startswith(">>") and (end := text.find("<<")) != -1:
             begin = end + 2
-            yield 0, text[:begin], self._id_of(text[:begin], self._processor.unk_id())
+            yield 0, text[:begin], self._ids_of([text[:begin]])[0]
         yield from self._typed.split(text, begin)
 
 
