@@ -1,0 +1,227 @@
+"""Several models in one real server: each answers as it does alone; they come and go while others run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from antiphon.admin_client import AdminClient, Limits
+from antiphon.client import AsyncClient, Client, Options, ServerError
+from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.integration.conftest import SENTENCES
+from tests.integration.process import ServerProcess, antiphon
+from tests.serving import details_of
+
+LIMIT_BYTES = 900_000_000
+TEXTS = ["How are you?", "A cold morning.", *SENTENCES[:4]]
+LONG = Options(max_new_tokens=1500, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def both(bundle: Path) -> Iterator[ServerProcess]:
+    """The tiny model, which is the default, and the shipped one, with an admin port and a budget."""
+    models = ("--model", f"tiny={bundle}", "--model", f"de={SHIPPED_BUNDLE}")
+    with ServerProcess(None, [*models, "--admin-port", "0", "--memory-limit-bytes", str(LIMIT_BYTES)]) as process:
+        yield process
+
+
+def answers(target: str, models: dict[str, str]) -> dict[str, list[str]]:
+    """What each model, by the name asked for, makes of the texts; all of them at once."""
+
+    async def ask() -> dict[str, list[str]]:
+        clients = {name: AsyncClient(target, model=model) for name, model in models.items()}
+        calls = [
+            client.generate_text(text, Options(max_new_tokens=40)) for client in clients.values() for text in TEXTS
+        ]
+        texts = [generation.text for generation in await asyncio.gather(*calls)]
+        for client in clients.values():
+            await client.close()
+        return {name: texts[index * len(TEXTS) :][: len(TEXTS)] for index, name in enumerate(clients)}
+
+    return asyncio.run(ask())
+
+
+def test_models_served_together_answer_as_alone(both: ServerProcess, bundle: Path) -> None:
+    alone: dict[str, list[str]] = {}
+    for name, path in (("tiny", bundle), ("de", SHIPPED_BUNDLE)):
+        with ServerProcess(path) as server:
+            alone |= answers(server.target, {name: ""})
+    assert answers(both.target, {"tiny": "tiny", "de": "de"}) == alone
+    assert answers(both.target, {"tiny": ""}) == {"tiny": alone["tiny"]}
+
+
+def test_ready_line_and_list_name_every_model_the_default_first(both: ServerProcess) -> None:
+    assert "ready: tiny (int8), de (int8) on " in both.ready_line
+    with Client(both.target) as client:
+        assert [model.name for model in client.list_models()] == ["tiny", "de"]
+        assert client.get_model().name == "tiny"
+    with Client(both.target, model="de") as client:
+        assert client.get_model().limits.max_source_len == 256
+
+
+async def test_an_unknown_model_is_refused_with_the_names_of_those_served(both: ServerProcess) -> None:
+    async with grpc.aio.insecure_channel(both.target) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(model="x" * 500, text="a"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert details_of(caught.value).reason == "MODEL_NOT_FOUND"
+    message = caught.value.details() or ""
+    assert message.endswith("'tiny', 'de' are")
+    assert len(message) < 200
+    result = antiphon("generate", "--target", both.target, "--model", "fr", "Hello.")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr == b"antiphon generate: model 'fr' is not served here; 'tiny', 'de' are\n"
+
+
+async def test_a_model_comes_runs_and_goes_while_its_stream_finishes(both: ServerProcess, bundle: Path) -> None:
+    with AdminClient(both.admin_target) as admin, Client(both.target, model="tiny") as tiny:
+        described = admin.load_model("guest", str(bundle), Limits(max_num_seqs=4, max_queued_requests=7))
+        assert described.name == "guest"
+        expected = tiny.generate_text(SENTENCES[0], LONG)
+        async with AsyncClient(both.target, model="guest") as guest:
+            stream = guest.generate(SENTENCES[0], LONG)
+            first = await anext(stream)
+            unloading = asyncio.ensure_future(asyncio.to_thread(admin.unload_model, "guest"))
+            await left(both, "guest")
+            with pytest.raises(ServerError) as caught:
+                await guest.generate_text(SENTENCES[0])
+            assert caught.value.code is grpc.StatusCode.NOT_FOUND
+            text = first.text + "".join([delta.text async for delta in stream])
+        assert await unloading
+        assert text == expected.text
+        assert {model.name for model in admin.get_memory().models} == {"tiny", "de"}
+    assert not any("guest" in sample for sample in both.metrics())
+
+
+async def left(server: ServerProcess, model: str) -> None:
+    """Return when a model's health is NOT_SERVING."""
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=f"antiphon.v1.InferenceService/{model}")
+        async for answer in stub.Watch(request):
+            if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                return
+
+
+def test_metrics_tell_the_models_apart(both: ServerProcess) -> None:
+    before = both.metrics()
+    with Client(both.target, model="de") as client:
+        generated = client.generate_text("How are you?").usage.generated_tokens
+    name = "antiphon_generation_tokens_total"
+    after = both.wait_for_metrics(
+        lambda metrics: metrics[f"{name}{{model_name=de}}"] > before[f"{name}{{model_name=de}}"]
+    )
+    assert after[f"{name}{{model_name=de}}"] - before[f"{name}{{model_name=de}}"] == generated
+    assert after[name] == before[name]  # of the first model
+    assert after["antiphon_memory_budget_bytes"] == LIMIT_BYTES
+    held = [value for sample, value in after.items() if sample.startswith("antiphon_model_memory_bytes")]
+    with AdminClient(both.admin_target) as admin:
+        memory = admin.get_memory()
+    assert memory.budget_bytes == LIMIT_BYTES
+    assert sum(held) == sum(m.weight_bytes + m.cache_bytes + m.workspace_bytes for m in memory.models)
+
+
+BAD_LOADS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str | None]] = {
+    "name": ({"name": "a/b"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "name"),
+    "no name": ({"name": ""}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "name"),
+    "relative": ({"path": "model/bundles"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "path"),
+    "no path": ({"path": ""}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "path"),
+    "no directory": ({"path": "/nowhere"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BUNDLE", None),
+    "no bundle": ({"path": "/"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BUNDLE", None),
+    "limit": ({"threads": 0}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "limits.threads"),
+    "too large": ({"max_num_seqs": 4096}, grpc.StatusCode.RESOURCE_EXHAUSTED, "OVER_MEMORY_BUDGET", None),
+    "taken": ({"name": "tiny"}, grpc.StatusCode.ALREADY_EXISTS, "MODEL_EXISTS", None),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LOADS)
+async def test_a_load_is_refused_with_the_reason_and_the_field(both: ServerProcess, case: str) -> None:
+    changes, code, reason, field = BAD_LOADS[case]
+    given = {"name": "more", "path": str(SHIPPED_BUNDLE.resolve())} | changes
+    limits = {name: given.pop(name) for name in ("threads", "max_num_seqs") if name in given}
+    request = admin_pb2.LoadModelRequest(**given, limits=admin_pb2.ModelLimits(**limits))
+    async with grpc.aio.insecure_channel(both.admin_target) as channel:
+        stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.LoadModel(request)
+        assert [model.name for model in (await stub.GetMemory(admin_pb2.GetMemoryRequest())).models] == ["de", "tiny"]
+    assert (caught.value.code(), details_of(caught.value).reason) == (code, reason)
+    assert details_of(caught.value).field == field
+
+
+@pytest.mark.parametrize("grace_s", [-1.0, 1e6])
+def test_an_unload_is_refused_when_its_grace_is_out_of_range(both: ServerProcess, grace_s: float) -> None:
+    with (
+        AdminClient(both.admin_target) as admin,
+        pytest.raises(ServerError, match=r"grace is .*; it must be 0 to 3600"),
+    ):
+        admin.unload_model("de", grace_s=grace_s)
+
+
+async def test_admin_is_off_unless_asked_for(server: ServerProcess, both: ServerProcess) -> None:
+    assert server.admin_target is None
+    for target in (server.target, both.target):  # nor is it on the port of the others
+        async with grpc.aio.insecure_channel(target) as channel:
+            stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetMemory(admin_pb2.GetMemoryRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_models_command_lists_loads_unloads_and_shows_memory(both: ServerProcess) -> None:
+    admin = ("--admin-target", both.admin_target or "")
+    loaded = antiphon("models", "load", "again", str(SHIPPED_BUNDLE), "--max-num-seqs", "2", *admin)
+    assert (loaded.returncode, loaded.stdout) == (0, b"again is served\n")
+    listed = antiphon("models", "list", "--target", both.target).stdout.decode().splitlines()
+    assert [line.split()[0] for line in listed] == ["name", "tiny", "de", "again"]
+    assert [line.split()[-1] == "yes" for line in listed[1:]] == [True, False, False]
+    memory = antiphon("models", "memory", *admin).stdout.decode().splitlines()
+    assert [line.split()[0] for line in memory] == ["name", "again", "de", "tiny", "all", "budget:"]
+    gone = antiphon("models", "unload", "again", "--grace-s", "5", *admin)
+    assert (gone.returncode, gone.stdout) == (0, b"again is gone\n")
+    again = antiphon("models", "unload", "again", *admin)
+    assert (again.returncode, again.stdout) == (2, b"")
+    assert again.stderr == b"antiphon models: model 'again' is not served here; 'tiny', 'de' are\n"
+
+
+def test_models_command_says_how_to_open_the_admin_port() -> None:
+    result = antiphon("models", "memory", "--admin-target", "127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert b"start one with: antiphon serve --admin-port 1" in result.stderr
+
+
+def test_serve_refuses_models_beyond_the_budget_and_says_what_to_lower(bundle: Path) -> None:
+    ports = ("--port", "0", "--metrics-port", "0")
+    budget = ("--memory-limit-bytes", "100000000")
+    result = antiphon("serve", "--model", f"de={SHIPPED_BUNDLE}", "--model", f"tiny={bundle}", *ports, *budget)
+    assert (result.returncode, result.stdout) == (2, b"")
+    (line,) = result.stderr.decode().splitlines()
+    assert line.startswith("antiphon serve: model 'tiny' needs ")
+    assert "lower kv_cache_blocks from 9216" in line
+
+
+async def test_sigterm_finishes_the_streams_of_every_model(bundle: Path) -> None:
+    with ServerProcess(None, ["--model", f"one={bundle}", "--model", f"two={bundle}"]) as server:
+        async with AsyncClient(server.target, model="one") as one, AsyncClient(server.target, model="two") as two:
+            expected = await one.generate_text(SENTENCES[0], LONG)
+            streams = [client.generate(SENTENCES[0], LONG) for client in (one, two)]
+            firsts = [await anext(stream) for stream in streams]
+            server.process.send_signal(signal.SIGTERM)
+            rests = await asyncio.gather(*(_rest(stream) for stream in streams))
+        code, errors = await asyncio.to_thread(server.finish)
+    assert {first.text + rest for first, rest in zip(firsts, rests, strict=True)} == {expected.text}
+    assert (code, "Traceback" in errors) == (0, False)
+
+
+async def _rest(stream: Any) -> str:
+    return "".join([delta.text async for delta in stream])
