@@ -18,10 +18,10 @@ from antiphon.model.head_config import HeadConfig, Task
 from antiphon.model.masking import Masking
 from antiphon.model.recipe import PretrainRecipe, RecipeError
 from antiphon.model.sentence_pairs import Document, sentence_pairs
-from antiphon.model.text_files import is_held_out, read_documents, read_texts
+from antiphon.model.text_files import Part, is_held_out, read_documents, read_texts
 from antiphon.model.text_template import fill
 from antiphon.model.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
-from antiphon.model.training_task import Part, RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training_task import RunFolders, provenance_of, run_tokenizer, start_model
 from antiphon.model.transformer import Transformer
 
 VALID_PER_MILLE = 10

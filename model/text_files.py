@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from antiphon.model.corpus import read_verified
 from antiphon.model.recipe import LabelledData, RecipeError, TextFile
@@ -39,6 +39,7 @@ class Tagged:
 
 
 Item = TypeVar("Item", Labelled, Tagged)
+Part = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,11 @@ class Parts(Generic[Item]):
     train: list[Item]
     valid: list[Item]
     test: list[Item]
+
+
+def part_of(parts: Parts[Item], part: Part) -> list[Item]:
+    """One of the parts."""
+    return {"train": parts.train, "valid": parts.valid, "test": parts.test}[part]
 
 
 def read_texts(folder: Path, file: TextFile) -> list[str]:

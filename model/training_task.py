@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.config import ModelConfig
 from antiphon.model.group import Group
 from antiphon.model.recipe import AnyRecipe
+from antiphon.model.text_files import Part
 from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.model.transformer import Transformer
-
-Part = Literal["train", "valid", "test"]
 
 
 class AnyBatch(Protocol):

@@ -15,8 +15,9 @@ from antiphon.model.corpus import load_corpus
 from antiphon.model.data import IGNORED_LABEL, Batch, Example, collate, encode_pairs, plan_batches, rows_of
 from antiphon.model.loss import linear_cross_entropy
 from antiphon.model.recipe import Recipe
+from antiphon.model.text_files import Part
 from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.training_task import Part, RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training_task import RunFolders, provenance_of, run_tokenizer, start_model
 from antiphon.model.transformer import Transformer
 
 

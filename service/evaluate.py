@@ -25,12 +25,14 @@ from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.corpus import Pair, load_corpus
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
-from antiphon.model.recipe import RecipeError, load_recipe
+from antiphon.model.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
 from antiphon.model.text_format import TextFormat
 from antiphon.model.text_template import LanguageIds
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, encode_sources, open_tokenizer
+from antiphon.service.encoder_runner import EncoderRunner
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.errors import InvalidArgument
+from antiphon.service.evaluate_labels import evaluate_labels
 from antiphon.service.languages import RequestLanguages, named_languages
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
@@ -109,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         for option in ("threads", "rows"):
             if getattr(args, option) < 1:
                 raise EvaluationError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+        if recipe := _labelling_recipe(args):
+            return _evaluate_labels(args, recipe)
         test_set = _test_set(args)
         is_bundle = (args.model / MANIFEST_NAME).is_file()
         if is_bundle and args.ctranslate2:
@@ -121,6 +125,22 @@ def run(args: argparse.Namespace) -> int:
         return 2
     for score in scores:
         print(json.dumps(asdict(score)) if args.json else _row(score))
+    return 0
+
+
+def _labelling_recipe(args: argparse.Namespace) -> FineTuneRecipe | None:
+    """The recipe, if it is one of labels and not of translations."""
+    recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
+    return recipe if isinstance(recipe, FineTuneRecipe) else None
+
+
+def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> int:
+    bundle = load_bundle(args.model)
+    runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=args.precision)
+    if not isinstance(runner, EncoderRunner):
+        raise EvaluationError(f"recipe {recipe.name!r} has task {recipe.task!r}; {args.model} is no encoder alone")
+    score = evaluate_labels(bundle, runner, recipe, args.data, args.part)
+    print(json.dumps(asdict(score)) if args.json else score.row)
     return 0
 
 

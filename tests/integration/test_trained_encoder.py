@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
+from antiphon.model.bundle import load_bundle
 from antiphon.model.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.export import export_bundle
 from antiphon.model.head_config import Task
 from antiphon.model.text_template import fill
 from antiphon.model.train import Trainer
+from antiphon.service.encoder_runner import EncoderRunner
+from antiphon.service.evaluate_labels import evaluate_labels
+from antiphon.service.runners import open_runner
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained
-from tests.integration.process import ServerProcess
+from tests.integration.process import ServerProcess, antiphon
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
 
@@ -28,8 +34,9 @@ SCORE_TOLERANCE = 1e-5  # float32 graphs beside float32 PyTorch: sums in another
 
 @dataclass(frozen=True)
 class Trained:
-    """Checkpoints by the name they are served under, and the server."""
+    """Checkpoints by the name they are served under, where they and their bundles lie, and the server."""
 
+    folder: Path
     checkpoints: dict[str, Checkpoint]
     stub: InferenceServiceStub
 
@@ -50,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
             export_bundle(checkpoint, folder / "bundles" / name, precisions=("float32",))
     models = [part for name in paths for part in ("--model", f"{name}={folder / 'bundles' / name}")]
     with ServerProcess(None, models) as server, grpc.insecure_channel(server.target) as channel:
-        yield Trained(checkpoints, InferenceServiceStub(channel))
+        yield Trained(folder, checkpoints, InferenceServiceStub(channel))
 
 
 def texts(count: int) -> list[str]:
@@ -118,3 +125,28 @@ def test_fill_mask_answers_as_pytorch(trained: Trained) -> None:
         assert place.position == len(ids) - 2, tail
         assert [filling.token_id for filling in place.fillings] == expected.indices.tolist()
         assert [f.score for f in place.fillings] == pytest.approx(expected.values.tolist(), abs=SCORE_TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "task", "measure"), [("intents", "classify", "accuracy"), ("entities", "tag", "f1")])
+def test_evaluate_scores_the_bundle_as_training_scored_the_model(
+    trained: Trained, name: str, task: str, measure: str
+) -> None:
+    bundle = load_bundle(trained.folder / "bundles" / name)
+    runner = open_runner(bundle, max_rows=8, threads=1)
+    assert isinstance(runner, EncoderRunner)
+    recipe = fine_tune_recipe(trained.folder, task)
+    score = evaluate_labels(bundle, runner, recipe, trained.folder, "test")
+    expected = json.loads((trained.folder / name / "averaged/scores.json").read_text())
+    assert score.value == pytest.approx(expected[measure])
+    assert score.value > 0
+    assert (score.precision, score.recall) == tuple(
+        pytest.approx(expected[part]) if part in expected else None for part in ("precision", "recall")
+    )
+
+
+def test_evaluate_names_the_head_that_is_missing(trained: Trained) -> None:
+    bundle = str(trained.folder / "bundles" / "masks")
+    ended = antiphon("evaluate", bundle, "--recipe", "snips", "--data", str(trained.folder))
+    assert ended.returncode == 2
+    assert b"recipe 'snips' has task 'classify'" in ended.stderr
+    assert b"no head for it" in ended.stderr

@@ -13,7 +13,6 @@ from antiphon.cli import main
 from antiphon.model.checkpoint import load_checkpoint, read_tensors
 from antiphon.model.data import IGNORED_LABEL
 from antiphon.model.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.model.fine_tune_task import first_tags, token_tags, words_of_tokens
 from antiphon.model.head_config import FIRST_TOKEN_TASKS
 from antiphon.model.pretrain_task import PretrainTask
 from antiphon.model.recipe import RecipeError, load_any_recipe
@@ -22,6 +21,7 @@ from antiphon.model.text_files import Tagged
 from antiphon.model.text_template import fill
 from antiphon.model.train import Trainer, frozen
 from antiphon.model.training_task import Batches, RunFolders
+from antiphon.model.word_tags import first_tags, token_tags, words_of_tokens
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
