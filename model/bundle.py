@@ -29,7 +29,7 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
-Precision = Literal["float32", "int8"]
+Precision = Literal["float32", "int8", "int4"]
 Lowering = Literal["native", "contrib", "eager"]
 CacheType = Literal["float32", "float16"]
 
@@ -198,11 +198,11 @@ class Bundle:
         return self.path / name
 
     def graph_set(self, precision: Precision | None = None, lowering: Lowering | None = None) -> GraphSet:
-        """The graphs to run: None prefers int8, then native before contrib; eager comes only when asked for.
+        """The graphs to run: None prefers int8, float32, int4, then native before contrib; eager only when asked for.
 
         Raises BundleError naming what the bundle has.
         """
-        precisions = (precision,) if precision else ("int8", "float32")
+        precisions = (precision,) if precision else ("int8", "float32", "int4")
         lowerings = (lowering,) if lowering else ("native", "contrib")
         held = {(graphs.precision, graphs.lowering): graphs for graphs in reversed(self.manifest.graphs)}
         for choice in product(precisions, lowerings):

@@ -46,7 +46,8 @@ from antiphon.model.verify import VerificationError, verify
 from antiphon.model.verify_encoder import verify_encoder
 from antiphon.model.weights_file import WeightsFile
 
-PRECISIONS: tuple[Precision, ...] = ("float32", "int8")
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # what a bundle holds unless told otherwise
+ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4")
 LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
 
@@ -68,14 +69,15 @@ def export_bundle(
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
 
-    cache is what native graphs hold keys and values in; None is float32, float16 where the weights are int8.
-    explain adds a graph of attention weights for each precision. name defaults to the directory's.
+    cache is what native graphs hold keys and values in; None is float32, float16 where the weights are integers.
+    explain adds a graph of attention weights for each precision but int4. name defaults to the directory's.
     A target that is not empty is refused; with `overwrite`, unless it is a bundle.
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
     target = target.resolve()
     name = target.name if name is None else name
-    _check(checkpoint, target, name, lowerings, overwrite=overwrite)
+    _check_lowerings(checkpoint.config, lowerings, precisions)
+    check_target(target, name, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -103,11 +105,6 @@ def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> 
             verify_explain(directory / name, model, precision)
 
 
-def _check(checkpoint: Checkpoint, target: Path, name: str, lowerings: Sequence[Lowering], *, overwrite: bool) -> None:
-    _check_lowerings(checkpoint.config, lowerings)
-    check_target(target, name, overwrite=overwrite)
-
-
 def check_target(target: Path, name: str, *, overwrite: bool) -> None:
     """Raise ExportError where no bundle of this name may be written."""
     if not re.match(NAME_PATTERN, name):
@@ -121,8 +118,10 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
             raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
 
 
-def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering]) -> None:
-    """Only our own operators run one half alone."""
+def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
+    """Only our own operators run one half alone, or read 4-bit weights."""
+    if "int4" in precisions and (others := [name for name in lowerings if name != "native"]):
+        raise ExportError(f"precision='int4' does not fit lowering={others[0]!r}: it has native graphs only")
     if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
         raise ExportError(
             f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: one half alone has native "
@@ -157,7 +156,7 @@ def write_graphs(
                     for part in _graphs_of(model.config):
                         finished = _finished(traced[graphs.lowering, part], graphs)
                         weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
-                if explaining is not None and explained is None:
+                if explaining is not None and explained is None and precision != "int4":
                     explained = f"explain.{precision}.onnx"
                     weights.save(_stored(explaining, layout, precision), directory / explained)
             sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
@@ -191,7 +190,7 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
     names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
     held: CacheType | None = None
     if lowering == "native" and "decoder" in names:
-        held = cache or ("float16" if precision == "int8" else "float32")
+        held = cache or ("float32" if precision == "float32" else "float16")
     return GraphSet(
         precision=precision,
         lowering=lowering,
@@ -260,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that `antiphon train` wrote")
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
     parser.add_argument(
-        "--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: every one"
+        "--precision", nargs="+", choices=ALL_PRECISIONS, default=list(PRECISIONS), help="default: float32 int8"
     )
     parser.add_argument(
         "--lowering",
@@ -275,7 +274,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
-        help="what native graphs keep keys and values in (default: float16 beside int8 weights, else float32)",
+        help="what native graphs keep keys and values in (default: float16 beside integer weights, else float32)",
     )
     parser.add_argument(
         "--no-explain", dest="explain", action="store_false", help="leave out the graph that shows attention weights"

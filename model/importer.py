@@ -22,7 +22,7 @@ from tqdm import tqdm
 from antiphon.model.bundle import Bundle, BundleError, CacheType, Precision, Provenance
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.config import ModelConfig
-from antiphon.model.export import CACHE_TYPES, PRECISIONS, ExportError, check_target, export_bundle
+from antiphon.model.export import ALL_PRECISIONS, CACHE_TYPES, PRECISIONS, ExportError, check_target, export_bundle
 from antiphon.model.families.family import Family, Settings, family_in
 from antiphon.model.families.settings import describe
 from antiphon.model.generation_settings import generation_defaults, with_start_tokens
@@ -235,12 +235,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument(
-        "--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: every one"
+        "--precision", nargs="+", choices=ALL_PRECISIONS, default=list(PRECISIONS), help="default: float32 int8"
     )
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
-        help="what graphs keep keys and values in (default: float16 beside int8 weights, else float32)",
+        help="what graphs keep keys and values in (default: float16 beside integer weights, else float32)",
     )
     parser.add_argument(
         "--explain",

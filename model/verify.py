@@ -40,10 +40,12 @@ class Tolerance:
     min_agreement: float
 
 
-# float32: sums in another order. int8: 8-bit weights and activations through a dozen layers, see tests/parity.
+# float32: sums in another order. int8: 8-bit weights and activations through a dozen layers, see tests/parity. int4 has
+# seven times the error of that; random weights without scaled scores (T5) show it at its largest, 0.31 and 0.69.
 TOLERANCES: dict[Precision, Tolerance] = {
     "float32": Tolerance(max_error=1e-4, rms_error=1e-4, min_agreement=1.0),
     "int8": Tolerance(max_error=0.25, rms_error=0.1, min_agreement=0.85),
+    "int4": Tolerance(max_error=1.5, rms_error=0.6, min_agreement=0.5),
 }
 
 

@@ -38,6 +38,7 @@ class EncoderTolerance:
 TOLERANCES: dict[Precision, EncoderTolerance] = {
     "float32": EncoderTolerance(max_error=1e-4, rms_error=1e-4),
     "int8": EncoderTolerance(max_error=0.25, rms_error=0.15),
+    "int4": EncoderTolerance(max_error=1.5, rms_error=0.6),
 }
 
 

@@ -94,7 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{side}-language", default="", metavar="CODE", help="of a bundle of several (default: the model's)"
         )
-    parser.add_argument("--precision", choices=("float32", "int8"), help="graphs of the bundle (default: int8 if held)")
+    parser.add_argument(
+        "--precision", choices=("float32", "int8", "int4"), help="graphs of the bundle (default: int8 if held)"
+    )
     parser.add_argument(
         "--lowering", choices=("native", "contrib"), help="operators of the graphs (default: native if held)"
     )

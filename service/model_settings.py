@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from antiphon.model.bundle import NAME_PATTERN
 
-PrecisionChoice = Literal["float32", "int8"]
+PrecisionChoice = Literal["float32", "int8", "int4"]
 LoweringChoice = Literal["native", "contrib"]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]

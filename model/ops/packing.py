@@ -5,6 +5,9 @@ A panel holds 16 outputs side by side, so that one vector is one input's weight 
     float32  [O, K] -> [Op / 16, K, 16]
     int8     [O, K] -> [Op / 16, Kp / 4, 16, 4], four inputs of an output adjacent (u8 x s8 products take them so),
              with a scale for each output and the sum of its integers, by which a zero point is taken out again
+    int4     [O, K] -> [Op / 16, Kp / 8, 16, 4], eight inputs of an output in four bytes, the first four in the lower
+             halves; each 32 inputs of an output share a scale, a float16 times the output's own. Of products only:
+             embeddings, and the product over the vocabulary with them, are int8
 
 Op is O rounded up to 16, Kp is K rounded up to 64; what is added is zero. An embedding is stored as the product that
 it may be tied to, and then once.
@@ -26,6 +29,7 @@ from antiphon.model.bundle import Precision
 from antiphon.model.ops.graph_edit import Editor, constant_array, operand, take_over
 from antiphon.model.ops.onnx_schema import DOMAIN
 from antiphon.model.quantize import quantize_rows
+from antiphon.model.quantize_groups import GROUP, quantize_groups
 
 PANEL = 16
 DEPTH = 64
@@ -67,6 +71,44 @@ def pack_int8(weight: Floats) -> QuantizedWeight:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NibbleWeight:
+    """nibbles s8 [Op / 16, Kp / 8, 16, 4], ratios [Op / 16, Kp / 32, 16] float16, scales, offsets [Op] float32.
+
+    A weight is integer * 16 ratio * scale; offsets are sums of integer * 16 ratio, by which a zero point is taken out.
+    """
+
+    nibbles: NDArray[np.int8]
+    ratios: NDArray[np.float16]
+    scales: Floats
+    offsets: Floats
+
+
+def pack_int4(weight: Floats) -> NibbleWeight:
+    """[O, K] float32, quantised in groups (quantize_groups.py) and packed."""
+    groups = quantize_groups(weight)
+    padded = _padded(groups.integers, PANEL, DEPTH)
+    ratios = _padded(groups.ratios, PANEL, DEPTH // GROUP)
+    panels = len(padded) // PANEL
+    steps = padded.reshape(panels, PANEL, -1, 2, _GROUP)
+    nibbles = (steps[:, :, :, 0] & 15) | (steps[:, :, :, 1] << 4)
+    sums = padded.reshape(len(padded), -1, GROUP).sum(axis=2, dtype=np.int32) * 16.0
+    return NibbleWeight(
+        nibbles=np.ascontiguousarray(nibbles.swapaxes(1, 2)),
+        ratios=np.ascontiguousarray(ratios.reshape(panels, PANEL, -1).swapaxes(1, 2)),
+        scales=_padded(groups.scales[:, None] / np.float32(16), PANEL, 1)[:, 0],
+        offsets=(sums * ratios.astype(np.float64)).sum(axis=1).astype(np.float32),
+    )
+
+
+def unpack_int4(nibbles: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
+    """The integers [O, K] of a packed weight."""
+    steps = nibbles.swapaxes(1, 2)  # [panels, 16, Kp / 8, 4]
+    halves = np.stack([steps << 4 >> 4, steps >> 4], axis=3)
+    rows = halves.reshape(len(nibbles) * PANEL, -1)
+    return np.ascontiguousarray(rows[:outputs, :inputs])
+
+
 def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
     """The integers [O, K] of a packed weight."""
     panels, groups = integers.shape[:2]
@@ -85,7 +127,7 @@ _WEIGHTS = {"Embed": (2, ("vocab", "width")), "Linear": (1, ("width",)), "Select
 
 
 def pack_weights(model: ir.Model, precision: Precision) -> None:
-    """Pack every weight of a native graph in place; int8 makes its operators the quantised ones."""
+    """Pack every weight of a native graph in place; the integers make its operators the quantised ones."""
     work = _Packer(model.graph, precision)
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type in _WEIGHTS:
@@ -99,7 +141,7 @@ class _Packer:
     def __init__(self, graph: ir.Graph, precision: Precision) -> None:
         self.edit = Editor(graph)
         self.precision = precision
-        self.packed: dict[int, tuple[ir.Value, ...]] = {}
+        self.packed: dict[tuple[int, Precision], tuple[ir.Value, ...]] = {}
 
     def replace(self, node: ir.Node) -> None:
         """Put the operator that reads the packed weight in place of one that reads [O, K]."""
@@ -107,11 +149,14 @@ class _Packer:
         value = operand(node, index)
         array = constant_array(value)
         assert array is not None, f"{node.op_type} {node.name}: the weight is not a constant"
-        if id(value) not in self.packed:
-            self.packed[id(value)] = self._pack(array, value.name or node.op_type)
-        parts, name = self.packed[id(value)], node.op_type
-        if self.precision == "int8":
-            name = f"Quantized{name}"
+        name, precision = node.op_type, self.precision
+        if precision == "int4" and name != "Linear":
+            precision = "int8"
+        if (id(value), precision) not in self.packed:
+            self.packed[id(value), precision] = _pack(self.edit, array, value.name or name, precision)
+        parts = self.packed[id(value), precision]
+        if precision != "float32":
+            name = f"{'Quantized' if precision == 'int8' else 'Nibble'}{name}"
             parts = parts[:2] if node.op_type == "Embed" else parts
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         attributes.update(zip(sizes, array.shape, strict=False))
@@ -121,12 +166,22 @@ class _Packer:
             take_over(old, new)
         self.edit.graph.remove(node, safe=True)
 
-    def _pack(self, weight: Floats, name: str) -> tuple[ir.Value, ...]:
-        if self.precision == "float32":
-            return (self.edit.constant(pack_float(weight), f"{name}.packed"),)
-        packed = pack_int8(weight)
+
+def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tuple[ir.Value, ...]:
+    """The inputs that stand for a weight at a precision."""
+    if precision == "float32":
+        return (edit.constant(pack_float(weight), f"{name}.packed"),)
+    if precision == "int4":
+        held = pack_int4(weight)
         return (
-            self.edit.constant(packed.integers, f"{name}.packed"),
-            self.edit.constant(packed.scales, f"{name}.scales"),
-            self.edit.constant(packed.column_sums, f"{name}.sums"),
+            edit.constant(held.nibbles, f"{name}.nibbles"),
+            edit.constant(held.ratios, f"{name}.ratios"),
+            edit.constant(held.scales, f"{name}.nibble_scales"),
+            edit.constant(held.offsets, f"{name}.offsets"),
         )
+    packed = pack_int8(weight)
+    return (
+        edit.constant(packed.integers, f"{name}.packed"),
+        edit.constant(packed.scales, f"{name}.scales"),
+        edit.constant(packed.column_sums, f"{name}.sums"),
+    )

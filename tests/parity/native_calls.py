@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.cache_pool import BLOCK_SIZE, padded_width
-from antiphon.model.ops.packing import pack_float, pack_int8
+from antiphon.model.ops.packing import pack_float, pack_int4, pack_int8
 from tests.parity.native_nodes import ramp
 
 Rng = np.random.Generator
@@ -76,6 +76,17 @@ def _linear(rng: Rng, *, quantized: bool) -> Call:
     weights = _packed(rng, outputs, inputs, quantized=quantized)
     arrays: Arrays = {"x": floats(rng, rows, inputs), **weights, "bias": maybe(rng, floats(rng, outputs))}
     return arrays, dict(width=outputs, activation=pick(rng, _ACTIVATIONS))
+
+
+def _nibble_linear(rng: Rng) -> Call:
+    (arrays, attributes), inputs = _linear(rng, quantized=False), any_size(rng)
+    held = pack_int4(floats(rng, attributes["width"], max(inputs, 1)))
+    weights: Arrays = {
+        "weight": held.nibbles if inputs else np.ascontiguousarray(held.nibbles[:, :0]),
+        "ratios": held.ratios if inputs else np.ascontiguousarray(held.ratios[:, :0]),
+        "scales": held.scales, "offsets": held.offsets,
+    }  # fmt: skip
+    return {"x": floats(rng, any_size(rng, 200), inputs), **weights, "bias": arrays["bias"]}, attributes
 
 
 def _gate(rng: Rng) -> Call:
@@ -214,6 +225,7 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     "QuantizedEmbed": lambda rng: _embed(rng, quantized=True),
     "Linear": lambda rng: _linear(rng, quantized=False),
     "QuantizedLinear": lambda rng: _linear(rng, quantized=True),
+    "NibbleLinear": _nibble_linear,
     "Gate": _gate,
     "AddNorm": _add_norm,
     "Rotary": _rotary,

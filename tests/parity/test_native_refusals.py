@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.native_stepper import settings_of
-from antiphon.model.ops.packing import pack_float, pack_int8
+from antiphon.model.ops.packing import pack_float, pack_int4, pack_int8
 from tests.batches import Choice, choices_of
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
@@ -122,6 +122,14 @@ def select() -> Call:
     return arrays, dict(vocab=20)
 
 
+def nibble_linear() -> Call:
+    held = pack_int4(normal(20, 8))
+    weight: Arrays = {
+        "weight": held.nibbles, "ratios": held.ratios, "scales": held.scales, "offsets": held.offsets,
+    }  # fmt: skip
+    return {"x": normal(3, 8), **weight, "bias": normal(20)}, dict(width=20, activation="none")
+
+
 def quantized_select() -> Call:
     arrays, attributes = select()
     packed = pack_int8(normal(20, 8))
@@ -139,8 +147,8 @@ def reals(*values: float) -> NDArray[np.float32]:
 
 
 CALLS = {
-    "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "Gate": gate, "AddNorm": add_norm,
-    "Rotary": rotary, "PackedAttention": packed_attention,
+    "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "NibbleLinear": nibble_linear, "Gate": gate,
+    "AddNorm": add_norm, "Rotary": rotary, "PackedAttention": packed_attention,
     "DisentangledAttention": disentangled_attention, "PagedSelfAttention": paged_self_attention,
     "PagedCrossAttention": paged_cross_attention, "PagedWrite": paged_write, "Select": select,
     "QuantizedSelect": quantized_select,
@@ -164,6 +172,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("QuantizedLinear", {"x": normal(3, 80)}, "weight"),
     ("QuantizedLinear", {"scales": normal(7)}, "scales"),
     ("QuantizedLinear", {"column_sums": ints(1, 2)}, "column_sums"),
+    ("NibbleLinear", {"x": normal(3, 80)}, "weight"),
+    ("NibbleLinear", {"ratios": np.ones((2, 1, 16), np.float16)}, "ratios"),
+    ("NibbleLinear", {"scales": normal(7)}, "scales"),
+    ("NibbleLinear", {"offsets": normal(20)}, "offsets"),
+    ("NibbleLinear", {"bias": normal(19)}, "bias"),
     ("Gate", {"x": normal(3, 7)}, "7"),
     ("AddNorm", {"residual": normal(2, 8)}, "residual is 2"),
     ("AddNorm", {"residual": normal(3, 6)}, "residual is 6"),
@@ -344,7 +357,7 @@ def test_every_processors_kernels_pass_the_same_tests(kernels: str) -> None:
     tried = subprocess.run([sys.executable, "-c", probe], env=asked, cwd=root, capture_output=True, text=True)
     if tried.returncode and "ANTIPHON_CPU" in tried.stderr:
         pytest.skip(tried.stderr.strip().splitlines()[-1])
-    files = [here / "test_native_ops.py", here / "test_native_select.py"]
+    files = [here / f"test_native_{name}.py" for name in ("ops", "nibbles", "select")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *files], env=asked, cwd=root, capture_output=True, text=True
     )

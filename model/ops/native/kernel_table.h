@@ -4,6 +4,7 @@
 #include "attention_kernels.h"
 #include "kernels.h"
 #include "linear_kernels.h"
+#include "nibble_kernels.h"
 #include "row_kernels.h"
 
 namespace antiphon {
@@ -14,6 +15,8 @@ constexpr Kernels MakeTable(const char* name) {
   table.name = name;
   table.quantize = Quantize;
   table.quantized_product = QuantizedProduct;
+  table.quantize_by_row = Quantize;
+  table.nibble_product = NibbleProduct;
   table.float_product = FloatProduct;
   table.layer_norm = LayerNorm;
   table.rms_norm = RmsNorm;

@@ -11,6 +11,7 @@ namespace antiphon {
 
 constexpr int64_t kPanel = 16;      // columns of a product that lie together in its packed weight
 constexpr int64_t kDepth = 64;      // int8 products are padded to a multiple of this many inputs
+constexpr int64_t kNibbleGroup = 32;  // inputs of a 4-bit product that share a scale
 constexpr int64_t kBlockSize = 16;  // positions of a cache block
 constexpr int64_t kQueryTile = 16;  // queries that packed attention takes at once
 
@@ -32,6 +33,18 @@ struct QuantizedWeight {
   const int32_t* column_sums;  // [panels * 16]
   const float* bias;           // [outputs] or null
   int64_t padded_inputs;       // multiple of 64
+  int64_t outputs;
+};
+
+// 4-bit integers, two's complement. Step s holds inputs 8 s .. 8 s + 7 of a panel: byte j of an output has input 8 s + j
+// in its lower half and 8 s + 4 + j in its upper one. weight = integer * ratio * 16 scale.
+struct NibbleWeight {
+  const uint8_t* data;     // [panels, padded_inputs / 8, 16, 4]
+  const uint16_t* ratios;  // float16 [panels, padded_inputs / 32, 16]
+  const float* scales;     // [panels * 16]
+  const float* offsets;    // [panels * 16]: sums over inputs of integer * 16 ratio, to take a zero point out
+  const float* bias;       // [outputs] or null
+  int64_t padded_inputs;   // multiple of 64
   int64_t outputs;
 };
 
@@ -121,6 +134,11 @@ struct Kernels {
   // out[r, c] for columns of panels begin .. end - 1; column c of the product lies at out[r * stride + c - 16 begin].
   void (*quantized_product)(const QuantizedRows&, const QuantizedWeight&, Activation, int64_t begin, int64_t end,
                             float* out, int64_t stride);
+  // 4-bit products read rows that `quantize_by_row` wrote: row r at r * padded_inputs in every table.
+  void (*quantize_by_row)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows,
+                          int64_t begin, int64_t end);
+  void (*nibble_product)(const QuantizedRows&, const NibbleWeight&, Activation, int64_t begin, int64_t end, float* out,
+                         int64_t stride);
   void (*float_product)(const float* x, int64_t rows, const FloatWeight&, Activation, int64_t begin, int64_t end,
                         float* out, int64_t stride);
 

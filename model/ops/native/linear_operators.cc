@@ -1,4 +1,4 @@
-// Linear and QuantizedLinear, Gate: the products of a layer and what follows them.
+// Linear, QuantizedLinear and NibbleLinear, Gate: the products of a layer and what follows them.
 #include "operators.h"
 #include "product.h"
 
@@ -53,6 +53,30 @@ class QuantizedLinear {
   Activation activation_;
 };
 
+// The same with 4-bit weights in groups of inputs.
+class NibbleLinear {
+ public:
+  static constexpr const char* kName = "NibbleLinear";
+  static constexpr Port kInputs[] = {{kFloat32}, {kInt8}, {kFloat16}, {kFloat32}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr Port kOutputs[] = {{kFloat32}};
+
+  explicit NibbleLinear(const Attributes& attributes)
+      : width_(attributes.Size("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
+
+  void Run(const Call& call) const {
+    const Tensor x = call.Input(0, "x", 2);
+    const NibbleWeight weight =
+        CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "ratios", 3), call.Input(3, "scales", 1),
+                      call.Input(4, "offsets", 1), call.OptionalInput(5, "bias", 1), x.dims[1], width_);
+    auto* out = static_cast<float*>(call.Output(0, {x.dims[0], width_}));
+    if (x.dims[0] > 0) Multiply(call, x.as<float>(), x.dims[0], x.dims[1], weight, activation_, out);
+  }
+
+ private:
+  int64_t width_;
+  Activation activation_;
+};
+
 // act(first half) * second half: x [N, 2 F] -> [N, F] (Shazeer 2020).
 class Gate {
  public:
@@ -83,8 +107,9 @@ class Gate {
 std::vector<const OrtCustomOp*> LinearOperators() {
   static const Registration<Linear> linear;
   static const Registration<QuantizedLinear> quantized;
+  static const Registration<NibbleLinear> nibble;
   static const Registration<Gate> gate;
-  return {&linear, &quantized, &gate};
+  return {&linear, &quantized, &nibble, &gate};
 }
 
 }  // namespace antiphon

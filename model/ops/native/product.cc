@@ -47,6 +47,38 @@ void Share(const Call& call, int64_t count, int64_t step, size_t tasks, const Bo
   });
 }
 
+using QuantizeKernel = decltype(Kernels::quantize);
+
+void QuantizeRows(const Call& call, QuantizeKernel quantize, const float* x, int64_t inputs, int64_t padded_inputs,
+                  const QuantizedRows& rows) {
+  const size_t tasks = TasksFor(static_cast<double>(rows.rows * padded_inputs) / kQuantizedPerNs);
+  Share(call, rows.rows, 1, tasks,
+        [&](int64_t begin, int64_t end) { quantize(x, inputs, padded_inputs, rows, begin, end); });
+}
+
+// Any weight whose product reads quantised rows; it takes weight_bytes.
+template <typename Weight, typename Product>
+void MultiplyQuantized(const Call& call, const float* x, int64_t rows, int64_t inputs, const Weight& weight,
+                       int64_t weight_bytes, Activation activation, float* out, QuantizeKernel quantize,
+                       Product product) {
+  const int64_t panels = RoundUp(weight.outputs, kPanel) / kPanel, padded = weight.padded_inputs;
+  if (rows >= 2 * kRowBlock && weight_bytes <= kCachedWeightBytes) {
+    Share(call, rows, kRowBlock, kMaxTasks, [&](int64_t begin, int64_t end) {
+      const QuantizedBuffer buffer(end - begin, padded);
+      quantize(x + begin * inputs, inputs, padded, buffer.rows(), 0, end - begin);
+      product(buffer.rows(), weight, activation, 0, panels, out + begin * weight.outputs, weight.outputs);
+    });
+    return;
+  }
+  const QuantizedBuffer buffer(rows, padded);
+  QuantizeRows(call, quantize, x, inputs, padded, buffer.rows());
+  const double macs = static_cast<double>(rows) * static_cast<double>(panels * kPanel * padded);
+  const size_t tasks = TasksFor(std::max(macs / kQuantizedMacsPerNs, static_cast<double>(weight_bytes) / kBytesPerNs));
+  Share(call, panels, 2, tasks, [&](int64_t begin, int64_t end) {
+    product(buffer.rows(), weight, activation, begin, end, out + begin * kPanel, weight.outputs);
+  });
+}
+
 }  // namespace
 
 size_t TasksFor(double nanoseconds) {
@@ -79,6 +111,18 @@ QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const 
           outputs};
 }
 
+NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
+                           const Tensor& bias, int64_t inputs, int64_t outputs) {
+  Require(inputs <= kMaxInputs, "inputs", inputs, "it must be at most " + std::to_string(kMaxInputs));
+  const int64_t columns = RoundUp(outputs, kPanel), padded = RoundUp(inputs, kDepth);
+  CheckDims(weight, "weight", {columns / kPanel, padded / 8, kPanel, 4});
+  CheckDims(ratios, "ratios", {columns / kPanel, padded / kNibbleGroup, kPanel});
+  CheckDims(scales, "scales", {columns});
+  CheckDims(offsets, "offsets", {columns});
+  return {weight.as<uint8_t>(), ratios.as<uint16_t>(), scales.as<float>(),    offsets.as<float>(),
+          CheckedBias(bias, outputs), padded, outputs};
+}
+
 QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs)
     : data_(static_cast<size_t>(RoundUp(rows, kPanel) * padded_inputs)),
       steps_(static_cast<size_t>(rows)),
@@ -86,11 +130,7 @@ QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs)
       rows_{data_.data(), steps_.data(), zeros_.data(), rows} {}
 
 void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows) {
-  const Kernels& kernels = ActiveKernels();
-  const size_t tasks = TasksFor(static_cast<double>(rows.rows * padded_inputs) / kQuantizedPerNs);
-  Share(call, rows.rows, 1, tasks, [&](int64_t begin, int64_t end) {
-    kernels.quantize(x, inputs, padded_inputs, rows, begin, end);
-  });
+  QuantizeRows(call, ActiveKernels().quantize, x, inputs, padded_inputs, rows);
 }
 
 void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
@@ -115,24 +155,17 @@ void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight&
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const QuantizedWeight& weight,
               Activation activation, float* out) {
   const Kernels& kernels = ActiveKernels();
-  const int64_t panels = RoundUp(weight.outputs, kPanel) / kPanel;
-  const int64_t weight_bytes = panels * kPanel * weight.padded_inputs;
-  if (rows >= 2 * kRowBlock && weight_bytes <= kCachedWeightBytes) {
-    Share(call, rows, kRowBlock, kMaxTasks, [&](int64_t begin, int64_t end) {
-      const QuantizedBuffer buffer(end - begin, weight.padded_inputs);
-      kernels.quantize(x + begin * inputs, inputs, weight.padded_inputs, buffer.rows(), 0, end - begin);
-      kernels.quantized_product(buffer.rows(), weight, activation, 0, panels, out + begin * weight.outputs,
-                                weight.outputs);
-    });
-    return;
-  }
-  const QuantizedBuffer buffer(rows, weight.padded_inputs);
-  QuantizeAll(call, x, inputs, weight.padded_inputs, buffer.rows());
-  const double macs = static_cast<double>(rows) * static_cast<double>(weight_bytes);
-  const size_t tasks = TasksFor(std::max(macs / kQuantizedMacsPerNs, static_cast<double>(weight_bytes) / kBytesPerNs));
-  Share(call, panels, 2, tasks, [&](int64_t begin, int64_t end) {
-    kernels.quantized_product(buffer.rows(), weight, activation, begin, end, out + begin * kPanel, weight.outputs);
-  });
+  const int64_t bytes = RoundUp(weight.outputs, kPanel) * weight.padded_inputs;
+  MultiplyQuantized(call, x, rows, inputs, weight, bytes, activation, out, kernels.quantize,
+                    kernels.quantized_product);
+}
+
+void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const NibbleWeight& weight,
+              Activation activation, float* out) {
+  const Kernels& kernels = ActiveKernels();
+  const int64_t bytes = RoundUp(weight.outputs, kPanel) * (weight.padded_inputs / 2 + weight.padded_inputs / 16);
+  MultiplyQuantized(call, x, rows, inputs, weight, bytes, activation, out, kernels.quantize_by_row,
+                    kernels.nibble_product);
 }
 
 }  // namespace antiphon

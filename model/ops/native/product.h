@@ -17,11 +17,15 @@ Activation ActivationNamed(const std::string& name);
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs);
 QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
                               int64_t inputs, int64_t outputs);
+NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
+                           const Tensor& bias, int64_t inputs, int64_t outputs);
 
 // out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided so that no task waits for another.
 void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
               float* out);
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const QuantizedWeight& weight,
+              Activation activation, float* out);
+void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const NibbleWeight& weight,
               Activation activation, float* out);
 
 // Quantised rows and the memory they lie in.

@@ -1,0 +1,71 @@
+"""int4: integers of -8 to 7, with a scale for each 32 inputs of an output.
+
+Torch-free. The scale puts the group's largest weight at -8, or somewhat beyond the range: the one of _FACTORS with the
+smallest squared error is taken. Over the products of the English-German model that comes with Antiphon the error, root
+mean square over that of the weights, is 7.8 % (9.3 % with -7 to 7 and no choice; 8.6 % with groups of 64, 6.9 % of 16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+GROUP = 32
+_LOWEST, _HIGHEST = -8, 7
+_FACTORS = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8, 0.75)
+_OUTPUTS = 1024  # at a time: a weight may be large
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """integers s8 [O, K], ratios [O, K / 32 rounded up] float16, scales [O] float32.
+
+    weight ~ integer * ratio * scale, the ratio in -1 .. 1 that of the integer's group.
+    """
+
+    integers: NDArray[np.int8]
+    ratios: NDArray[np.float16]
+    scales: Floats
+
+    def weight(self) -> Floats:
+        """What the integers stand for, [O, K]."""
+        steps = (self.ratios.astype(np.float32) * self.scales[:, None]).repeat(GROUP, axis=1)
+        return self.integers * steps[:, : self.integers.shape[1]]
+
+
+def quantize_groups(weight: Floats) -> Groups:
+    """weight [O, K] float32."""
+    parts = [_quantize(weight[begin : begin + _OUTPUTS]) for begin in range(0, len(weight), _OUTPUTS)]
+    return Groups(
+        integers=np.concatenate([part.integers for part in parts]),
+        ratios=np.concatenate([part.ratios for part in parts]),
+        scales=np.concatenate([part.scales for part in parts]),
+    )
+
+
+def _quantize(weight: Floats) -> Groups:
+    inputs = weight.shape[1]
+    groups = np.pad(weight, [(0, 0), (0, -inputs % GROUP)]).reshape(len(weight), -1, GROUP)
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)[..., 0]
+    errors, chosen = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
+    for factor in _FACTORS:
+        step = extreme / np.float32(_LOWEST) * np.float32(factor)
+        error = ((_rounded(groups, step) * step[..., None] - groups) ** 2).sum(axis=2)
+        chosen, errors = np.where(error < errors, step, chosen), np.minimum(error, errors)
+    scales = np.abs(chosen).max(axis=1, initial=0)
+    scales = np.where(scales > 0, scales, 1.0).astype(np.float32)
+    ratios = (chosen / scales[:, None]).astype(np.float16)
+    integers = _rounded(groups, ratios.astype(np.float32) * scales[:, None])
+    held = integers.reshape(len(weight), -1)[:, :inputs].astype(np.int8)
+    return Groups(integers=held, ratios=ratios, scales=scales)
+
+
+def _rounded(groups: Floats, step: Floats) -> Floats:
+    """Integers nearest to groups [O, G, 32] in units of step [O, G]; 0 where a step is 0."""
+    inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)
+    rounded: Floats = np.clip(np.rint(groups * inverse[..., None]), _LOWEST, _HIGHEST)
+    return rounded

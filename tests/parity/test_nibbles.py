@@ -1,0 +1,31 @@
+"""Bundles with 4-bit weights. The operator that reads them: test_native_nibbles.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.model.export import ExportError, export_bundle
+from antiphon.model.random_model import random_transformer
+from antiphon.model.verify import verify
+from tests.parity.conftest import VARIANTS
+from tests.parity.exports import small_config, write_checkpoint
+
+
+def test_graphs_of_int4_agree_with_pytorch_and_are_smaller(tmp_path: Path) -> None:
+    """T5's unscaled scores show what 4 bits lose at its largest; the other variants lose a third of it."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**VARIANTS["t5"]))
+    nibbles = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int8", "int4"), explain=False)
+    graphs = nibbles.graph_set("int4")
+    verify(nibbles.path, graphs, random_transformer(nibbles.manifest.model), seed=7)
+    sizes = {name: nibbles.manifest.files[f"weights.native.{name}.bin"].size for name in ("int8", "int4")}
+    assert sizes["int4"] < 0.8 * sizes["int8"]
+    assert (graphs.cache, graphs.explain) == ("float16", None)
+    assert nibbles.graph_set().precision == "int8"
+
+
+def test_int4_has_native_graphs_only(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config())
+    with pytest.raises(ExportError, match="precision='int4' does not fit lowering='contrib'"):
+        export_bundle(checkpoint, tmp_path / "bundle", precisions=("int4",), lowerings=("native", "contrib"))
