@@ -116,6 +116,9 @@ pictures need matplotlib; the server's bundle needs an explain graph, which anti
         examples="""\
   antiphon train tatoeba-en-de --data DATA            a recipe that comes with Antiphon; DATA holds the files it names
   antiphon train my-recipe.toml --data DATA --output runs/mine
+  antiphon train mlm-small --data DATA                an encoder, pre-trained on plain text
+  antiphon train snips --init runs/mlm-small/averaged --data DATA         fine-tuned; wnut17 tags words
+  antiphon train snips --init CHECKPOINT --freeze-encoder --data DATA     only the new head learns
   torchrun --nproc-per-node 4 -m antiphon.cli train my-recipe.toml --data DATA
 
 killed, the same command resumes from the last checkpoint; the averaged checkpoint it ends with is what export wants""",
@@ -145,10 +148,11 @@ what it writes was compared with the original in transformers, in float32, befor
     "evaluate": Subcommand(
         module="antiphon.service.evaluate",
         extra="server,train",
-        summary="score translations of a test set",
+        summary="score a model on a test set",
         examples="""\
   antiphon evaluate BUNDLE --recipe tatoeba-en-de --data DATA             the part held out before training
   antiphon evaluate BUNDLE --source news.en --reference news.de --output news.hyp
+  antiphon evaluate BUNDLE --recipe snips --data DATA                     accuracy of an encoder's labels; wnut17: F1
   antiphon evaluate CHECKPOINT --ctranslate2 --source a --reference b     PyTorch, and CTranslate2 with the same weights
 
 sacreBLEU and chrF; --json for one object a system""",

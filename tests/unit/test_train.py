@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from antiphon.cli import main
 from antiphon.model.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.model.greedy import greedy
 from antiphon.model.group import Group
+from antiphon.model.prune import prune
 from antiphon.model.recipe import Recipe, RecipeError, TrainConfig
 from antiphon.model.train import Trainer, learning_rate
 from antiphon.model.translation_task import TranslationTask
@@ -26,6 +28,7 @@ WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree"
 
 WORKER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from safetensors.torch import save_file
 from antiphon.model.checkpoint import weights_of
@@ -242,3 +245,30 @@ def test_wrong_argument_ends_with_exit_code_2(
     assert main(["train", *arguments, "--output", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_training_goes_on_from_a_pruned_checkpoint(tmp_path: Path) -> None:
+    """--init takes shape, tokenizer and weights, whatever the recipe's model: what pruning cost is learned again."""
+    recipe = make_recipe(tmp_path, max_steps=200, peak_lr=1e-2, checkpoint_every_steps=100)
+    group = Group(rank=0, size=1, device=torch.device("cpu"))
+    averaged = Trainer(recipe, tmp_path, tmp_path / "run", group).run()
+    assert averaged is not None
+    whole = load_checkpoint(averaged)
+    pruning = prune(whole, [("red house", "rot Haus"), ("old tree", "alt Baum")], num_heads=2)
+    init = replace(whole, config=pruning.model.config, model=pruning.model)
+    trainer = Trainer(recipe, tmp_path, tmp_path / "again", group, init=init)
+    assert trainer.model_config.num_heads == 2
+    for name, tensor in pruning.model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], tensor), name
+    before = trainer.validate()
+    trainer.run()
+    assert trainer.validate() < before
+    assert load_checkpoint(tmp_path / "again/averaged").provenance == whole.provenance
+
+
+def test_training_from_an_encoder_alone_is_refused(tmp_path: Path) -> None:
+    init = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
+    config = init.config.model_copy(update={"architecture": "encoder", "decoder_layers": 0})
+    group = Group(rank=0, size=1, device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="architecture='encoder' cannot learn to translate"):
+        Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", group, init=replace(init, config=config))
