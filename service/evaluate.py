@@ -36,6 +36,7 @@ from antiphon.service.evaluate_labels import evaluate_labels
 from antiphon.service.languages import RequestLanguages, named_languages
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
+from antiphon.service.quality import record_bleu
 from antiphon.service.request import Request, SamplingParams
 from antiphon.service.runner import Runner
 from antiphon.service.runners import open_runner
@@ -103,6 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
     parser.add_argument("--ctranslate2", action="store_true", help="for a checkpoint: also CTranslate2, same weights")
+    parser.add_argument(
+        "--record", action="store_true", help="score every precision of a bundle, and write the BLEU into its manifest"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="with --record: what the bundle was exported from, if it has no float32 graphs"
+    )
     parser.add_argument("--output", type=Path, help="write the translations here, one a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object a system instead of a table")
 
@@ -121,7 +128,10 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError("--ctranslate2 compares a checkpoint's weights; give the checkpoint, not a bundle")
         if args.output is not None and not args.output.parent.is_dir():
             raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
-        scores = _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
+        if args.record:
+            scores = _record(args, test_set)
+        else:
+            scores = _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
     except (EvaluationError, RecipeError, BundleError, TokenizerError, GraphError, WorkspaceError, OSError) as error:
         print(f"antiphon evaluate: {error}", file=sys.stderr)
         return 2
@@ -182,6 +192,31 @@ def _read(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path} cannot be read: {error}") from None
     return text.removesuffix("\n").split("\n")
+
+
+def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+    """Score every precision of a bundle and write what it scores into the manifest. Nothing is written if one fails."""
+    if args.recipe or args.precision or args.output:
+        raise EvaluationError("--record scores every precision on --source and --reference; leave out the rest")
+    bundle = load_bundle(args.model)
+    if bundle.manifest.model.architecture != "encoder-decoder":
+        raise EvaluationError(f"--record scores translations; {args.model} is {bundle.manifest.model.architecture!r}")
+    precisions = list(dict.fromkeys(graphs.precision for graphs in bundle.manifest.graphs))
+    if "float32" not in precisions and args.checkpoint is None:
+        raise EvaluationError(
+            f"{args.model} has no float32 graphs to compare with; --checkpoint names what it was exported from"
+        )
+    options = vars(args)
+    scores = [
+        _evaluate_bundle(argparse.Namespace(**{**options, "precision": name}), test_set)[0] for name in precisions
+    ]
+    exact = scores[precisions.index("float32")] if "float32" in precisions else None
+    if exact is None:
+        exact = _evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
+        scores.append(exact)
+    found = {name: score.bleu for name, score in zip(precisions, scores, strict=False)}
+    record_bleu(bundle, found, exact.bleu, (args.source, args.reference))
+    return scores
 
 
 def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import sacrebleu
 
 from antiphon.cli import main
-from antiphon.model.bundle import Bundle
+from antiphon.model.bundle import Bundle, load_bundle, write_manifest
 from antiphon.model.checkpoint import Checkpoint
 
 SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
@@ -44,6 +46,45 @@ def test_engine_pytorch_and_ctranslate2_translate_alike(
     assert engine["bleu"] == round(sacrebleu.corpus_bleu(hypotheses, [REFERENCES]).score, 2)
 
 
+def copy_of(bundle: Bundle, path: Path) -> Path:
+    shutil.copytree(bundle.path, path)
+    return path
+
+
+def test_recorded_quality_is_what_each_precision_scores(
+    bundle: Bundle, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_of(bundle, tmp_path / "copy")
+    before = load_bundle(copy).manifest
+    for _ in range(2):  # the second time replaces what the first one wrote
+        recorded = evaluate(capsys, str(copy), *files, "--record")
+    after = load_bundle(copy).manifest
+    assert after.model_copy(update={"quality": ()}) == before
+    alone = {name: evaluate(capsys, str(copy), *files, "--precision", name)[0]["bleu"] for name in ("float32", "int8")}
+    assert {score["system"]: score["bleu"] for score in recorded} == {f"antiphon {k}": v for k, v in alone.items()}
+    assert {held.precision: held.value for held in after.quality} == alone
+    together = hashlib.sha256((tmp_path / "source").read_bytes() + (tmp_path / "reference").read_bytes()).hexdigest()
+    for held in after.quality:
+        assert (held.measure, held.float32, held.file) == ("bleu", alone["float32"], "source and reference")
+        assert held.sha256 == together
+
+
+def test_bundle_without_float32_graphs_is_recorded_beside_its_checkpoint(
+    bundle: Bundle, checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_of(bundle, tmp_path / "copy")
+    manifest = load_bundle(copy).manifest
+    kept = tuple(graphs for graphs in manifest.graphs if graphs.precision == "int8")
+    write_manifest(copy, manifest.model_copy(update={"graphs": kept}))
+    assert main(["evaluate", str(copy), *files, "--record"]) == 2
+    assert "has no float32 graphs to compare with" in capsys.readouterr().err
+    assert not load_bundle(copy).manifest.quality
+    scores = evaluate(capsys, str(copy), *files, "--record", "--checkpoint", str(checkpoint.text_folder))
+    (held,) = load_bundle(copy).manifest.quality
+    assert [score["system"] for score in scores] == ["antiphon int8", "pytorch float32"]
+    assert (held.precision, held.value, held.float32) == ("int8", scores[0]["bleu"], scores[1]["bleu"])
+
+
 def test_source_beyond_the_limit_counts_as_untranslated(
     bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +109,7 @@ def test_source_beyond_the_limit_counts_as_untranslated(
             ["--source", __file__, "--reference", __file__, "--target-language", "de"],
             "--target-language is 'de'; it must be empty: this model takes none",
         ),
+        (["--record", "--precision", "int8", "--source", __file__, "--reference", __file__], "leave out the rest"),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],
 )
