@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
+import transformers
 
+from antiphon.client import Options, ServerError
 from antiphon.model.bundle import Bundle
 from antiphon.model.export import ExportError, export_bundle
 from antiphon.model.importer import ImportOptions, import_checkpoint
@@ -18,6 +21,8 @@ from antiphon.model.source_weights import SourceError
 from antiphon.model.verify import verify
 from antiphon.service.native_runner import NativeRunner
 from antiphon.service.request import Request, SamplingParams, Task, TokenEvent
+from antiphon.v1 import inference_pb2 as pb
+from tests.bundle_serving import serving_bundle
 from tests.parity.answers_together import answer, one_torch_thread
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.exports import export_random, small_config, write_checkpoint
@@ -56,6 +61,7 @@ class Imported:
     """A checkpoint as transformers runs it, and what serves its bundle."""
 
     theirs: Any
+    tokenizer: Any
     bundle: Bundle
     runner: NativeRunner
     prompts: Sequence[tuple[int, ...]]
@@ -77,7 +83,13 @@ def imported_from(folder: Path, name: str) -> Imported:
         tuple(torch.randint(3, config.vocab_size, (length,), generator=generator).tolist())
         for length in (1, 2, 7, 16, 17, config.max_target_len - 3)
     ]
-    return Imported(theirs=theirs, bundle=bundle, runner=NativeRunner(bundle, max_rows=40, threads=1), prompts=prompts)
+    return Imported(
+        theirs=theirs,
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "checkpoint"),
+        bundle=bundle,
+        runner=NativeRunner(bundle, max_rows=40, threads=1),
+        prompts=prompts,
+    )
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
@@ -196,3 +208,61 @@ def test_what_the_model_does_not_compute_is_refused_by_name(
     with pytest.raises(SourceError, match=message):
         import_checkpoint(ImportOptions(source=str(tmp_path / "checkpoint"), target=tmp_path / "bundle"))
     assert not (tmp_path / "bundle").exists()
+
+
+TEXTS = ("the cat sat on", "a cold", "eine kühle Brücke", " the", "")
+
+
+async def test_served_text_continues_the_prompt_as_in_transformers(imported: Imported) -> None:
+    """The text is what decoding all adds to decoding the prompt, leading space included; deltas join to it."""
+    # Of bytes that are no character transformers makes other signs; those of word-marked vocabularies are tokens.
+    byte_ids = [index for piece, index in imported.tokenizer.get_vocab().items() if piece.startswith("<0x")]
+    options = Options(max_new_tokens=8, ignore_eos=True, suppressed_ids=byte_ids)
+    async with serving_bundle(imported.bundle.path) as served:
+        for text in TEXTS:
+            prompt = imported.tokenizer(text)["input_ids"] or [imported.bundle.manifest.model.bos_id]
+            found = await served.client.generate_text(text, options)
+            deltas = [delta.text async for delta in served.client.generate(text, options)]
+            assert "".join(deltas) == found.text
+            assert found.usage.source_tokens == len(prompt)
+            decode = imported.tokenizer.decode
+            read = decode(prompt, skip_special_tokens=True)
+            assert read + found.text == decode([*prompt, *found.token_ids], skip_special_tokens=True)
+
+
+async def test_served_prompt_takes_prefix_stop_strings_and_scores(imported: Imported) -> None:
+    async with serving_bundle(imported.bundle.path) as served:
+        whole = await served.client.generate_text("the cat", Options(max_new_tokens=8, ignore_eos=True, num_logprobs=0))
+        ids = whole.token_ids
+        prefixed = Options(max_new_tokens=5, ignore_eos=True, prefix_ids=ids[:3])
+        after = await served.client.generate_text("the cat", prefixed)
+        assert after.token_ids == ids[3:]
+        assert after.text == whole.text[len(whole.text) - len(after.text) :]
+        judged = await served.client.score("the cat", ids)
+        shown = [one.logprob for one in judged.logprobs[:-1]]
+        assert shown == pytest.approx([one.logprob for one in whole.logprobs], abs=1e-5)
+        assert judged.usage.source_tokens == len(imported.tokenizer("the cat")["input_ids"])
+
+
+async def test_a_decoder_alone_refuses_by_field_and_by_ability(imported: Imported) -> None:
+    limit = imported.bundle.manifest.model.max_target_len
+    async with serving_bundle(imported.bundle.path) as served:
+        client = served.client
+        for source, field in (("the cat sat on the mat " * 20, "text"), ([5] * limit, "token_ids")):
+            error = await refused(client.generate_text(source))
+            assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        filled = await client.generate_text([5] * (limit - 2), Options(ignore_eos=True))
+        assert filled.usage.source_tokens + len(filled.token_ids) == limit
+        for call in (client.embed("a"), client.explain("a"), client.classify("a"), client.fill_mask("a")):
+            error = await refused(call)
+            assert error.code is grpc.StatusCode.UNIMPLEMENTED
+            assert "a decoder alone" in error.message
+        described = await client.get_model()
+        assert (described.architecture, list(described.tasks)) == (pb.ARCHITECTURE_DECODER, [])
+        assert (described.limits.max_source_len, described.limits.max_target_len) == (limit - 1, limit)
+
+
+async def refused(call: Any) -> ServerError:
+    with pytest.raises(ServerError) as caught:
+        await call
+    return caught.value

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from antiphon.client import AsyncClient
+from antiphon.client import AsyncClient, ServerError
+from antiphon.model.bundle import load_bundle
 from antiphon.model.importer import ImportOptions, import_checkpoint
+from antiphon.service.encoder_runner import EncoderRunner
+from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
+from tests.integration.process import antiphon
 from tests.parity.answers_together import one_torch_thread
 from tests.parity.encoder_checkpoints import write_checkpoint
 
@@ -30,7 +36,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pretraining": ("BertForPreTraining", {}),
     "classify": ("BertForSequenceClassification", dict(id2label={0: "low", 1: "middle", 2: "high"})),
     "tag": ("BertForTokenClassification", dict(id2label=NAMES)),
-    "base": ("BertModel", {}),
 }
 TEXTS = ("the big cat sat on the red mat", "a dog", "cats, dogs; the small blue mat!", "the the the")
 CLOSE: dict[str, Any] = dict(rel=2e-4, abs=2e-5)
@@ -155,11 +160,11 @@ def check_spans(answer: Any, expected: list[dict[str, Any]]) -> None:
 
 
 async def test_embeddings_are_the_originals_states(bundles: dict[str, Imported]) -> None:
-    original = bundles["base"]
+    original = bundles["pretraining"]
     with torch.no_grad():
-        made = original.model(**original.tokenizer(TEXTS[0], TEXTS[1], return_tensors="pt"))
+        made = original.model.bert(**original.tokenizer(TEXTS[0], TEXTS[1], return_tensors="pt"))
     states = made.last_hidden_state[0].numpy()
-    async with serving(bundles, "base") as served:
+    async with serving(bundles, "pretraining") as served:
 
         async def embed(**settings: Any) -> Any:
             return await served.client.embed(TEXTS[0], pair=TEXTS[1], **settings)
@@ -186,12 +191,82 @@ async def test_answers_are_the_same_bits_alone_and_in_a_crowd(bundles: dict[str,
         alone = [told(await one) for one in await ask_everything(served.client)]
         together = await asyncio.gather(*await ask_everything(served.client))
         assert alone == list(map(told, together))
-        batches = served.registry.get_sample_value("antiphon_encode_batch_size_sum", {"model_name": "bundle"})
-        runs = served.registry.get_sample_value("antiphon_encode_batch_size_count", {"model_name": "bundle"})
-        assert batches is not None
-        assert runs is not None
-        assert batches > runs  # some were encoded together
+
+
+def test_states_and_outputs_of_heads_are_the_same_bits_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
+    """Sources of unequal lengths and types, in one run and in a run each; so with states that a head reads."""
+    runner = EncoderRunner(load_bundle(bundles["pretraining"].bundle), max_rows=8, threads=1)
+    dice = np.random.default_rng(3)
+    sources = [dice.integers(5, 19, length).tolist() for length in (1, 31, 7, 16, 40)]
+    types = [[0] * (len(source) // 2) + [1] * (len(source) - len(source) // 2) for source in sources]
+    together = runner.encode(sources, 0, [], type_ids=types).memory
+    alone = [
+        runner.encode([source], 0, [], type_ids=[kinds]).memory for source, kinds in zip(sources, types, strict=True)
+    ]
+    assert together is not None
+    np.testing.assert_array_equal(together, np.concatenate([states for states in alone if states is not None]))
+    for task in runner.heads:
+        outputs = runner.run_head(task, together)
+        np.testing.assert_array_equal(
+            outputs, np.concatenate([runner.run_head(task, together[[row]]) for row in range(len(together))])
+        )
 
 
 def told(answer: Any) -> Any:
     return next(getattr(answer, name) for name in ("places", "labels", "vector") if hasattr(answer, name))
+
+
+async def test_refusals_name_the_field_or_what_the_model_has(bundles: dict[str, Imported]) -> None:
+    async with serving(bundles, "pretraining") as served:
+        client = served.client
+        await check_refused(client.generate_text("a cat"), "UNIMPLEMENTED", "an encoder alone")
+        await check_refused(client.score("a cat", "a dog"), "UNIMPLEMENTED", "an encoder alone")
+        await check_refused(client.explain("a cat"), "UNIMPLEMENTED", "an encoder alone")
+        await check_refused(
+            client.tag("a cat"), "UNIMPLEMENTED", "no tag head; it gives embeddings and has the heads fill"
+        )
+        await check_refused(client.fill_mask("a cat"), "INVALID_ARGUMENT", "with [MASK], token id 4, once", "text")
+        await check_refused(client.fill_mask([5, 6]), "INVALID_ARGUMENT", "without a mask token", "token_ids")
+        await check_refused(client.fill_mask("[MASK]", top_k=101), "INVALID_ARGUMENT", "0 to 100", "top_k")
+        await check_refused(
+            client.classify("a cat", next_sentence=True), "INVALID_ARGUMENT", "TASK_NEXT_SENTENCE", "text_pair"
+        )
+        await check_refused(client.embed("cat " * 50), "INVALID_ARGUMENT", "52 tokens long", "text")
+        described = await client.get_model()
+    assert described.architecture == pb.ARCHITECTURE_ENCODER
+    assert described.mask_token == "[MASK]"
+    tasks = {one.task: list(one.labels) for one in described.tasks}
+    assert tasks == {pb.TASK_FILL_MASK: [], pb.TASK_NEXT_SENTENCE: ["is_next", "not_next"], pb.TASK_POOL: []}
+    assert (described.limits.max_source_len, described.limits.max_target_len) == (40, 0)
+
+
+async def check_refused(call: Any, code: str, words: str, field: str | None = None) -> None:
+    with pytest.raises(ServerError) as caught:
+        await call
+    assert caught.value.code is grpc.StatusCode[code]
+    assert words in caught.value.message
+    assert caught.value.field == field
+
+
+async def test_commands_answer_each_line_with_a_line(bundles: dict[str, Imported]) -> None:
+    async with serving(bundles, "pretraining") as served:
+        where = ("--target", served.target)
+        lines = b"the [MASK] sat\n\nno mask\n"
+        filled = await asyncio.to_thread(antiphon, "fill-mask", "--top-k", "2", *where, stdin=lines)
+        best = (await served.client.fill_mask("the [MASK] sat", top_k=2)).places[0].fillings
+        pair = await asyncio.to_thread(antiphon, "classify", "--next-sentence", *where, "a cat\ta dog")
+        labels = (await served.client.classify("a cat", pair="a dog", next_sentence=True)).labels
+        whole = await asyncio.to_thread(antiphon, "fill-mask", "--json", *where, "a [MASK]")
+        tagged = await asyncio.to_thread(antiphon, "tag", *where, "a cat")
+    assert filled.stdout.decode() == "\t".join(f"{one.text} {one.score:.4f}" for one in best) + "\n\n\n"
+    assert filled.returncode == 1
+    assert "line 3: text is 'without a mask token'" in filled.stderr.decode()
+    assert pair.stdout.decode() == f"{labels[0].label} {labels[0].score:.4f}\n"
+    assert json.loads(whole.stdout)["places"][0]["position"] == 2
+    assert (tagged.returncode, tagged.stdout) == (2, b"")
+    assert "no tag head" in tagged.stderr.decode()
+    async with serving(bundles, "tag") as served:
+        text = "the big cat sat"
+        tagged = await asyncio.to_thread(antiphon, "tag", "--target", served.target, text)
+        spans = (await served.client.tag(text)).spans
+    assert tagged.stdout.decode() == "\t".join(f"{one.label}: {text[one.start : one.end]}" for one in spans) + "\n"
