@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 _ALIGNMENT = 64
@@ -38,7 +39,7 @@ class WeightsFile:
         ir.save(model, path)
 
     def _moved(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
-        raw = tensor.tobytes()
+        raw = np.ascontiguousarray(tensor.numpy()).data  # no copy of what may be a gigabyte
         digest = hashlib.sha256(raw).digest()
         if digest not in self._offsets:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))
@@ -47,7 +48,7 @@ class WeightsFile:
         return ir.ExternalTensor(
             self._path.name,
             self._offsets[digest],
-            len(raw),
+            raw.nbytes,
             tensor.dtype,
             shape=ir.Shape(tensor.shape.numpy()),
             name=tensor.name or "",

@@ -5,7 +5,8 @@ Knows no operator's meaning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,30 @@ class Editor:
 
     def constant(self, array: NDArray[Any], name: str | None = None) -> ir.Value:
         """An initialiser holding the array; the name is a wish, made unique."""
-        key = (str(array.dtype), array.shape, array.tobytes())
+        key = (str(array.dtype), array.shape, hashlib.sha256(np.ascontiguousarray(array).data).digest())
         if key not in self._constants:
-            wish = name or f"constant_{len(self._constants)}"
-            while wish in self.graph.initializers:
-                wish += "_"
-            tensor = ir.tensor(array, name=wish)
-            value = ir.Value(name=wish, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype))
-            value.const_value = tensor
-            self.graph.register_initializer(value)
-            self._constants[key] = value
+            self._constants[key] = self._initializer(ir.tensor(array), name)
         return self._constants[key]
+
+    def computed_constant(
+        self, compute: Callable[[], NDArray[np.float32]], shape: Sequence[int], name: str
+    ) -> ir.Value:
+        """An initialiser whose numbers are computed each time they are asked for, and held by nobody."""
+        tensor = ir.LazyTensor(
+            lambda: ir.tensor(compute()), dtype=ir.DataType.FLOAT, shape=ir.Shape(shape, frozen=True)
+        )
+        return self._initializer(tensor, name)
+
+    def _initializer(self, tensor: ir.TensorProtocol, name: str | None) -> ir.Value:
+        wish = name or f"constant_{len(self._constants)}"
+        while wish in self.graph.initializers:
+            wish += "_"
+        tensor.name = wish
+        shape = ir.Shape(tensor.shape.numpy())
+        value = ir.Value(name=wish, shape=shape, type=ir.TensorType(tensor.dtype))
+        value.const_value = tensor
+        self.graph.register_initializer(value)
+        return value
 
     def ints(self, *values: int) -> ir.Value:
         """A one-dimensional int64 constant."""

@@ -119,7 +119,7 @@ def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArra
 def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
     """The matrix with zeros behind, so that these numbers divide its rows and columns."""
     extra = [(0, -size % multiple) for size, multiple in zip(matrix.shape, (rows, columns), strict=True)]
-    return np.pad(matrix, extra)
+    return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
 
 # Of each operator with a weight: which input that is, and the attributes that say its [outputs, inputs].
@@ -141,7 +141,7 @@ class _Packer:
     def __init__(self, graph: ir.Graph, precision: Precision) -> None:
         self.edit = Editor(graph)
         self.precision = precision
-        self.packed: dict[tuple[int, Precision], tuple[ir.Value, ...]] = {}
+        self.packed: dict[tuple[int, tuple[int, ...], Precision], tuple[ir.Value, ...]] = {}
 
     def replace(self, node: ir.Node) -> None:
         """Put the operator that reads the packed weight in place of one that reads [O, K]."""
@@ -152,9 +152,10 @@ class _Packer:
         name, precision = node.op_type, self.precision
         if precision == "int4" and name != "Linear":
             precision = "int8"
-        if (id(value), precision) not in self.packed:
-            self.packed[id(value), precision] = _pack(self.edit, array, value.name or name, precision)
-        parts = self.packed[id(value), precision]
+        held = (array.ctypes.data, array.shape, precision)  # tied weights may be several initialisers of one tensor
+        if held not in self.packed:
+            self.packed[held] = _pack(self.edit, array, value.name or name, precision)
+        parts = self.packed[held]
         if precision != "float32":
             name = f"{'Quantized' if precision == 'int8' else 'Nibble'}{name}"
             parts = parts[:2] if node.op_type == "Embed" else parts
@@ -170,7 +171,9 @@ class _Packer:
 def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tuple[ir.Value, ...]:
     """The inputs that stand for a weight at a precision."""
     if precision == "float32":
-        return (edit.constant(pack_float(weight), f"{name}.packed"),)
+        # A model's weights are not held twice: each is packed as it is written.
+        shape = (-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
+        return (edit.computed_constant(lambda: pack_float(weight), shape, f"{name}.packed"),)
     if precision == "int4":
         held = pack_int4(weight)
         return (

@@ -1,0 +1,207 @@
+"""What the import command refuses: one line that says why and what to do, exit code 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from antiphon import cli
+from tests.parity.seq2seq_checkpoints import save
+
+
+@pytest.fixture(scope="module")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "checkpoint"
+    save(folder, "bart")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(_made: Path, tmp_path: Path) -> Path:
+    """A small BART that a test may spoil."""
+    folder = tmp_path / "in" / "checkpoint"
+    folder.mkdir(parents=True)
+    for file in _made.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def refused(source: Path | str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What the command says when it refuses; it must leave nothing behind."""
+    target = tmp_path / "out" / "bundle"
+    target.parent.mkdir(exist_ok=True)
+    assert cli.main(["import", str(source), str(target), "--no-explain", "--precision", "float32", *options]) == 2
+    assert not list(target.parent.iterdir())
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("antiphon import: ")]
+    assert len(said) == 1
+    return said[0]
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_tensors_are_named_with_the_family(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_tensors(checkpoint, lambda held: [held.pop(f"model.decoder.layers.1.fc{n}.weight") for n in (1, 2)])
+    said = refused(checkpoint, tmp_path, capsys)
+    assert "BART" in said
+    assert "2 missing: decoder.layers.1.fc1.weight, decoder.layers.1.fc2.weight" in said
+
+
+def test_unexpected_tensors_are_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_tensors(checkpoint, lambda held: held.update({f"adapter.{n}": torch.ones(1) for n in range(7)}))
+    said = refused(checkpoint, tmp_path, capsys)
+    assert "7 unexpected: adapter.0, adapter.1, adapter.2, adapter.3, adapter.4, ..." in said
+
+
+def test_tensors_of_another_shape_are_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_config(checkpoint, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    assert "of another shape: decoder.layers.0.fc1.bias [[44]] where [48]" in refused(checkpoint, tmp_path, capsys)
+
+
+def test_values_that_are_no_numbers_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_tensors(checkpoint, lambda held: held["model.encoder.layers.0.fc1.bias"].fill_(torch.nan))
+    said = refused(checkpoint, tmp_path, capsys, "--no-verify")
+    assert "encoder.layers.0.feed_forward.inner.bias" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model_type": "nllb-moe"}, r"model_type is 'nllb-moe'.*BART \(bart\).*Marian \(marian\)"),
+        ({"auto_map": {"AutoModel": "modeling.Own"}}, "auto_map asks for code of the checkpoint's own"),
+        ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'; supported are gelu"),
+        ({"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads 4"),
+        ({"d_model": "36"}, "d_model is '36', expected int"),
+        ({"encoder_layers": 0}, "encoder_layers=0 does not fit"),
+    ],
+    ids=["unknown", "remote_code", "activation", "heads", "type", "value"],
+)
+def test_settings_that_are_not_supported_are_named(
+    settings: dict[str, Any],
+    expected: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change_config(checkpoint, **settings)
+    assert re.search(expected, refused(checkpoint, tmp_path, capsys))
+
+
+def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert f"{weights} cannot be read" in refused(checkpoint, tmp_path, capsys)
+
+
+class _Code:
+    """What a pickle may hold: a call, made when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("as_zip", [True, False], ids=["zip", "legacy"])
+def test_code_in_a_pickle_is_never_run(
+    as_zip: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    held = {"shared.weight": _Code(tmp_path / "was_here")}
+    if as_zip:
+        torch.save(held, checkpoint / "pytorch_model.bin")
+    else:
+        (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(held, protocol=2))
+    said = refused(checkpoint, tmp_path, capsys)
+    assert "pytorch_model.bin holds more than tensors" in said
+    assert not (tmp_path / "was_here").exists()
+
+
+def test_a_missing_part_of_an_index_is_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names 'model-2.safetensors', which is not in its directory" in refused(checkpoint, tmp_path, capsys)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint / "tokenizer.json"
+    held = json.loads(path.read_text())
+    held["model"]["vocab"] |= {f"piece{index}": index for index in range(len(held["model"]["vocab"]), 300)}
+    path.write_text(json.dumps(held))
+    assert "the tokenizer has 300 tokens, and the model only 211" in refused(checkpoint, tmp_path, capsys)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refused(tmp_path / "empty", tmp_path, capsys)
+
+
+def test_a_hub_name_offline_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    said = refused("someone/something", tmp_path, capsys)
+    assert "someone/something is no directory here, is not in the cache, and the hub cannot be reached" in said
+
+
+def test_lengths_beyond_learned_positions_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(checkpoint, tmp_path, capsys, "--max-source-len", "41")
+    assert "--max-source-len is 41; the checkpoint has learned 40 positions" in said
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond 20 kB: writing the weights fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        said = refused(checkpoint, tmp_path, capsys, "--no-verify")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in said
+
+
+def test_a_target_that_exists_is_refused_first(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "bundle"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    assert cli.main(["import", str(checkpoint), str(target), "--overwrite"]) == 2
+    assert "is not a bundle" in capsys.readouterr().err
+    assert [path.name for path in target.iterdir()] == ["notes.txt"]
