@@ -146,18 +146,18 @@ class Provenance(_Strict):
 class GenerationDefaults(_Strict):
     """What an absent option takes with this model; None: the server's own default. Fields are GenerateOptions'."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    beam_width: int | None = Field(default=None, ge=1, le=16)
+    length_penalty: float | None = Field(default=None, ge=-10, le=10)
     early_stopping: Literal["heuristic", "first", "never"] | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    forced_first_id: int | None = None
-    suppressed_ids: tuple[int, ...] = ()
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
+    forced_first_id: int | None = Field(default=None, ge=0)
+    suppressed_ids: tuple[int, ...] = Field(default=(), max_length=1024)
 
 
 class Quality(_Strict):

@@ -5,6 +5,7 @@ What has no counterpart here is left out: forced_eos_token_id, renormalize_logit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from pydantic import ValidationError
 from antiphon.model.bundle import GenerationDefaults
 from antiphon.model.config import ModelConfig
 from antiphon.model.families.settings import read_json
-from antiphon.model.source_weights import SourceError
 from antiphon.model.text_format import TextFormat
 
 Settings = Mapping[str, Any]
@@ -42,7 +42,7 @@ def with_start_tokens(folder: Path, settings: Settings) -> Settings:
 def generation_defaults(folder: Path, settings: Settings, config: ModelConfig, text: TextFormat) -> GenerationDefaults:
     """Defaults of a checkpoint; an old one keeps them in config.json, whose `settings` these are.
 
-    Raises SourceError naming the setting.
+    What no server would take is left out, and told on standard error. Raises SourceError where the file is no JSON.
     """
     stated = read_json(folder / "generation_config.json")
     given = {name: value for name, value in (stated or settings).items() if value is not None}
@@ -51,10 +51,10 @@ def generation_defaults(folder: Path, settings: Settings, config: ModelConfig, t
     try:
         return GenerationDefaults.model_validate(kept)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise SourceError(
-            f"generation_config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
-        ) from None
+        refused = {str(problem["loc"][0]): problem for problem in error.errors()}
+    for name, problem in refused.items():
+        print(f"{folder}: {name} of its generation settings is left out: {problem['msg']}", file=sys.stderr)
+    return GenerationDefaults.model_validate({name: kept[name] for name in kept.keys() - refused.keys()})
 
 
 def _lengths(given: Settings, config: ModelConfig) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""generation_config.json of a checkpoint as a bundle's defaults; beams are compared in tests/parity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.model.bundle import GenerationDefaults
+from antiphon.model.config import preset
+from antiphon.model.generation_settings import generation_defaults
+from antiphon.model.text_format import TextFormat
+from antiphon.service.ranges import RANGES
+from antiphon.service.request import SamplingParams
+
+CONFIG = preset("tiny")  # 96 tokens, at most 64 of a target
+TEXT = TextFormat(template=("$text", 2), languages={"en_XX": 9})
+
+
+def defaults_of(folder: Path, **stated: Any) -> GenerationDefaults:
+    (folder / "generation_config.json").write_text(json.dumps({"transformers_version": "5.23.0", **stated}))
+    return generation_defaults(folder, {}, CONFIG, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, {}),
+        ({"max_length": 40}, {"max_new_tokens": 39}),
+        ({"max_length": 512, "min_length": 11}, {"max_new_tokens": 64, "min_new_tokens": 10}),
+        ({"max_new_tokens": 7}, {"max_new_tokens": 7}),
+        ({"length_penalty": 2.0, "early_stopping": True}, {}),  # of beams that there are none of
+        ({"num_beams": 5, "early_stopping": "never"}, {"beam_width": 5, "early_stopping": "never"}),
+        ({"do_sample": True, "top_p": 0.9}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}),
+        ({"temperature": 0.6, "top_p": 0.9}, {}),  # not asked to sample
+        ({"bad_words_ids": [[3], [4, 5]], "suppress_tokens": [8, 2, 500]}, {"suppressed_ids": (3, 8)}),
+        ({"forced_bos_token_id": 9}, {}),  # a language
+        ({"forced_bos_token_id": 7}, {"forced_first_id": 7}),
+    ],
+)
+def test_settings_become_what_absent_options_take(
+    stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert defaults_of(tmp_path, **stated) == GenerationDefaults(**expected)
+
+
+def test_an_old_checkpoint_has_its_settings_in_config_json(tmp_path: Path) -> None:
+    found = generation_defaults(tmp_path, {"num_beams": 6, "max_length": 20, "d_model": 8}, CONFIG, TEXT)
+    assert found == GenerationDefaults(beam_width=6, max_new_tokens=19)
+
+
+def test_what_no_server_takes_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"num_beams": 40, "repetition_penalty": 1.2}))
+    assert generation_defaults(tmp_path, {}, CONFIG, TEXT) == GenerationDefaults(repetition_penalty=1.2)
+    assert "beam_width of its generation settings is left out" in capsys.readouterr().err
+
+
+def test_a_bundles_defaults_have_the_ranges_of_the_options() -> None:
+    holds = {one.field: one.holds for one in RANGES}
+    for name, field in GenerationDefaults.model_fields.items():
+        assert name in SamplingParams.__dataclass_fields__
+        for bound in field.metadata:
+            for inside in filter(None, (getattr(bound, limit, None) for limit in ("ge", "le"))):
+                assert name not in holds or holds[name](inside)
+            for outside in filter(None, (getattr(bound, "le", None),)):
+                assert not holds[name](outside + 1)
