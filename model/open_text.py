@@ -57,17 +57,17 @@ def _open_backend(folder: Path, text: TextFormat) -> Opened:
     path = folder / (text.source or "")
     described = _read_json(path)
     special = set(text.special_ids)
-    for token in described.get("added_tokens", ()):
-        if token["special"]:
-            special.add(token["id"])
-            token["special"] = not (token["id"] == text.mask_id or may_be_typed(token["content"]))
     try:
+        for token in described.get("added_tokens", ()):
+            if token["special"]:
+                special.add(token["id"])
+                token["special"] = not (token["id"] == text.mask_id or may_be_typed(token["content"]))
         backend = Tokenizer.from_str(json.dumps(described))
         reading = reading_of(described.get("decoder"))
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
     except Exception as error:  # the Rust library raises bare Exception for any defect of the file
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
+        raise TokenizerError(f"{path} cannot be read: {error!r}") from None
     _add_missing(backend, text, path)
     backend.no_truncation()
     backend.no_padding()
@@ -119,10 +119,11 @@ def _own_ids(processor: Any, text: TextFormat) -> tuple[Segmenter, TokenTable]:
 
 def _mapped_ids(processor: Any, text: TextFormat, path: Path) -> tuple[Segmenter, TokenTable]:
     """Ids are those of a vocabulary beside the model, by spelling."""
-    vocabulary: dict[str, int] = _read_json(path)
+    vocabulary = _read_json(path)
     unk_id = vocabulary.get(processor.id_to_piece(processor.unk_id()))
-    if unk_id is None:
-        raise TokenizerError(f"{path}: the vocabulary has no {processor.id_to_piece(processor.unk_id())}")
+    if unk_id is None or not all(isinstance(index, int) and index >= 0 for index in vocabulary.values()):
+        unknown = processor.id_to_piece(processor.unk_id())
+        raise TokenizerError(f"{path} is no vocabulary of tokens to ids, {unknown} among them")
     special = frozenset({*text.special_ids, unk_id})
     segmenter = Pieces(
         processor,

@@ -92,6 +92,10 @@ class Tokenizer:
         """A number of tokens that `encode` cannot stay below, found without tokenising all of a long text."""
         return self._opened.source.min_tokens(text)
 
+    def min_target_tokens(self, text: str) -> int:
+        """As `min_tokens`, of a target."""
+        return self._opened.target.min_tokens(text)
+
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 bytes that tokens stand for, leading space included; special tokens stand for none."""
         return self._table.bytes_of(ids)

@@ -35,6 +35,7 @@ HasSource = (
 )
 HasTarget = pb.ScoreRequest | pb.ExplainRequest
 
+_SOURCE_FIELDS = ("text", "text_pair")
 _NO_LANGUAGES = RequestLanguages()
 
 
@@ -140,13 +141,14 @@ class Inputs:
         await self._refuse_endless(field, given, limit, shortest)
         if not isinstance(given, str):
             return tuple(given)
-        is_source = field in ("text", "text_pair")
-        return tuple(await (self.encode(given) if is_source else self._encode_target(given)))
+        return tuple(await (self.encode(given) if field in _SOURCE_FIELDS else self._encode_target(given)))
 
     async def _refuse_endless(self, field: str, given: str | Sequence[int], limit: int, shortest: int) -> None:
         least = len(given)
         if isinstance(given, str):
-            least = await asyncio.to_thread(self._tokenizer.min_tokens, given) if least > MAX_INLINE_LEN else 0
+            is_source = field in _SOURCE_FIELDS
+            bound = self._tokenizer.min_tokens if is_source else self._tokenizer.min_target_tokens
+            least = await asyncio.to_thread(bound, given) if least > MAX_INLINE_LEN else 0
         if least > limit:
             raise InvalidArgument(field, f"at least {least} tokens long", f"{shortest} to {limit} tokens long")
 

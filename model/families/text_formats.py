@@ -77,12 +77,15 @@ def tokenizers_format(
             "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers writes it"
         )
     settings = _settings(folder)
-    held = _vocabulary(described)
+    try:
+        held = _vocabulary(described)
+        special = {token["id"] for token in described.get("added_tokens", ()) if token["special"]}
+        names, start = _templates(described.get("post_processor"), settings)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise TokenizerError(f"{path} is not what `tokenizers` writes: {error!r}") from None
     added = {token: index for token, index in settings.added.items() if token not in held}
     ids = held | added
-    special = {token["id"] for token in described.get("added_tokens", ()) if token["special"]}
     special |= {index for token, index in added.items() if token in settings.special}
-    names, start = _templates(described.get("post_processor"), settings)
     single: Sequence[str | int] = template or names[0]
     pair: Sequence[str | int] = pair_template or names[1]
     return _format(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,36 @@ def test_decoder_that_looks_beyond_a_token_is_refused(tmp_path: Path) -> None:
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: its decoder 'BPEDecoder'"):
         open_tokenizer(tmp_path, tokenizers_format(tmp_path))
+
+
+DEFECTS: list[dict[str, Any]] = [
+    {"added_tokens": [{}]},
+    {"added_tokens": 5},
+    {"model": []},
+    {"model": {"vocab": [[]]}},
+    {"post_processor": {"type": "BertProcessing"}},
+    {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x"}}], "special_tokens": {}}},
+    {"decoder": {"type": "Strip"}},
+    {"decoder": 7},
+]
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=str)
+def test_tokenizer_that_is_none_is_named(defect: dict[str, Any], tmp_path: Path) -> None:
+    KINDS["GPT-2"].build(tmp_path).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | defect))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        open_tokenizer(tmp_path, tokenizers_format(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"<unk>": "x"}', '{"<unk>": -1}'])
+def test_vocabulary_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    KINDS["Marian"].build(tmp_path)
+    text = KINDS["Marian"].describe(tmp_path)
+    (tmp_path / "vocab.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"vocab\.json is no vocabulary"):
+        open_tokenizer(tmp_path, text)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
