@@ -22,7 +22,7 @@ from torch import Tensor
 from antiphon.model.bundle import GenerationDefaults, Provenance
 from antiphon.model.config import ModelConfig
 from antiphon.model.text_format import TextFormat
-from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.model.tokenizer import Tokenizer, byte_bpe_format, open_tokenizer
 from antiphon.model.transformer import Transformer
 
 CHECKPOINT_VERSION = 1
@@ -70,13 +70,15 @@ def save_checkpoint(
     weights: dict[str, Tensor],
     tokenizer: Tokenizer,
     text: TextFormat | None = None,
+    text_folder: Path | None = None,
     provenance: Provenance | None = None,
     extra: dict[str, dict[str, Tensor]] | None = None,
     state: dict[str, object] | None = None,
 ) -> None:
     """Write a checkpoint directory; a reader sees the old one, the new one, or none.
 
-    text: how texts become tokens, where not as in our translation models (byte_bpe_format).
+    text: how texts become tokens, where not as in our translation models (byte_bpe_format); text_folder holds the files
+        that it names, None where they are the tokenizer's own.
     extra: further safetensors files by stem (optimiser state); state: progress of a run, as JSON.
     """
     temporary = path.with_name(f".{path.name}.tmp")
@@ -85,7 +87,11 @@ def save_checkpoint(
     described = {"version": CHECKPOINT_VERSION, "model": config.model_dump()}
     (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     save_file(weights, temporary / "model.safetensors")
-    tokenizer.save(temporary / "tokenizer.json")
+    if text is None or text_folder is None:
+        tokenizer.save(temporary / "tokenizer.json")
+    else:
+        for name in text.files:
+            shutil.copyfile(text_folder / name, temporary / name)
     if text is not None:
         (temporary / TEXT_NAME).write_text(text.model_dump_json(indent=2) + "\n", encoding="utf-8")
     if provenance is not None:
@@ -103,8 +109,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     config = _read_config(path / "config.json")
     model = Transformer(config)
     load_weights(model, path / "model.safetensors")
-    tokenizer = Tokenizer.load(path / "tokenizer.json")
-    if tokenizer.vocab_size != config.vocab_size:
+    text = _read_if_there(path / TEXT_NAME, TextFormat)
+    tokenizer = Tokenizer.load(path / "tokenizer.json") if text is None else open_tokenizer(path, text)
+    is_own = text is None or text.kind == "byte_bpe"  # vocabularies of others are padded at times
+    if tokenizer.vocab_size > config.vocab_size or (is_own and tokenizer.vocab_size != config.vocab_size):
         raise CheckpointError(
             f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, "
             f"config.json says vocab_size={config.vocab_size}"
@@ -113,7 +121,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         config=config,
         model=model.eval(),
         tokenizer=tokenizer,
-        text=_read_if_there(path / TEXT_NAME, TextFormat) or byte_bpe_format(tokenizer),
+        text=text or byte_bpe_format(tokenizer),
         text_folder=path,
         provenance=_read_if_there(path / "provenance.json", Provenance),
     )

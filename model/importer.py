@@ -95,6 +95,15 @@ def import_checkpoint(options: ImportOptions) -> Bundle:
         )
 
 
+def open_original(source: str, text_folder: Path) -> Checkpoint:
+    """Somebody else's checkpoint as one of ours, to train on; nothing is compared. Its text files come to text_folder.
+
+    Raises SourceError or TokenizerError.
+    """
+    options = ImportOptions(source=source, target=text_folder, verify=False)
+    return _checkpoint(_understand(options), options, text_folder)
+
+
 def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> Checkpoint:
     """The whole as a checkpoint of ours; its text files, linked or written, lie in text_folder."""
     text = source.family.text(source.folder, source.settings, source.config)

@@ -69,7 +69,7 @@ class PretrainTask:
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
         self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents))
-        self.text = encoder_format(self.tokenizer)
+        self.text = encoder_format(self.tokenizer) if folders.init is None else folders.init.text
         self.config = self._config()
         self.tasks = tuple(head.task for head in self.config.heads)
         self.num_losses = len(self.tasks)
@@ -87,14 +87,15 @@ class PretrainTask:
             plain = self.recipe.model_config_for(self.tokenizer.vocab_size)
             heads = pretraining_heads(plain.d_model, pairs=bool(self.recipe.data.ordered))
             return self.recipe.model_config_for(self.tokenizer.vocab_size, heads)
-        if "fill_mask" not in (tasks := [head.task for head in init.config.heads]):
-            raise CheckpointError(f"{init.text_folder}: heads={tasks} have no fill_mask to go on training")
-        return init.config
+        kept = tuple(head for head in init.config.heads if head.task in ("fill_mask", "next_sentence"))
+        if "fill_mask" not in [head.task for head in kept]:
+            raise CheckpointError("--init: the model has no fill_mask head to go on training")
+        return ModelConfig.model_validate({**init.config.model_dump(), "heads": kept})
 
     def _masking(self) -> Masking:
-        mask_id = self.tokenizer.mask_id
+        mask_id = self.text.mask_id
         if mask_id is None:
-            raise CheckpointError(f"{self.folders.run / 'tokenizer.json'} has no {MASK_TOKEN} token")
+            raise CheckpointError(f"{self.folders.run}: the vocabulary has no mask token")
         return Masking(
             self.recipe.masking,
             vocab_size=self.tokenizer.vocab_size,
@@ -124,9 +125,8 @@ class PretrainTask:
         return parts
 
     def _pairs(self, part: Part, seed: int) -> list[EncoderExample]:
-        if not self.documents[part]:
+        if not self.documents[part] or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
-        assert self.text.pair_template is not None
         room = self.config.max_source_len - len(self.text.pair_template) + 2
         examples = []
         for pair in sentence_pairs(self.documents[part], room, seed):

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ from antiphon.model.recipe import (
     TrainConfig,
     load_any_recipe,
 )
+from antiphon.model.source_weights import SourceError
 from antiphon.model.tokenizer import TokenizerError
 from antiphon.model.training_task import AnyBatch, RunFolders, TrainingTask
 from antiphon.model.translation_task import TranslationTask
@@ -157,6 +159,7 @@ class Trainer:
             index: {part: saved[f"{index}.{part}"] for part in ("step", "exp_avg", "exp_avg_sq")}
             for settings in state["param_groups"]
             for index in settings["params"]
+            if f"{index}.step" in saved  # not of what no label reached
         }
         self.optimizer.load_state_dict(state)
         self.progress = Progress(**json.loads((newest / "state.json").read_text()))
@@ -193,6 +196,7 @@ class Trainer:
             weights=weights,
             tokenizer=self.task.tokenizer,
             text=self.task.text,
+            text_folder=self.folder,
             provenance=self.task.provenance,
             extra=extra,
             state=state,
@@ -318,9 +322,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder that holds the files the recipe names")
     parser.add_argument("--output", type=Path, help="run folder; resumes the run found there (default runs/RECIPE)")
-    parser.add_argument(
-        "--init", type=Path, metavar="CHECKPOINT", help="start from its weights, shape and tokenizer (fine-tuning)"
-    )
+    parser.add_argument("--init", type=Path, metavar="CHECKPOINT", help="start from its weights, shape and tokenizer")
     parser.add_argument(
         "--random-weights", action="store_true", help="of --init take shape and tokenizer only: the baseline to compare"
     )
@@ -332,7 +334,7 @@ def run(args: argparse.Namespace) -> int:
     """Entry point of `antiphon train`; returns the exit code."""
     try:
         averaged = _trainer(args).run()
-    except (RecipeError, CheckpointError, TokenizerError, OSError) as error:
+    except (RecipeError, CheckpointError, SourceError, TokenizerError, OSError) as error:
         print(f"antiphon train: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -355,9 +357,21 @@ def _trainer(args: argparse.Namespace) -> Trainer:
         raise RecipeError("--random-weights needs --init, whose shape and tokenizer it takes")
     if args.freeze_encoder:
         recipe = frozen(recipe)
-    init = load_checkpoint(args.init) if args.init is not None else None
     folder = args.output or Path("runs") / recipe.name
-    return Trainer(recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights)
+    # Texts of other people's checkpoints may have to be written anew; what the run needs is copied to its own folder.
+    with tempfile.TemporaryDirectory() as texts:
+        init = None if args.init is None else open_init(args.init, Path(texts))
+        return Trainer(recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights)
+
+
+def open_init(path: Path, text_folder: Path) -> Checkpoint:
+    """A checkpoint of ours, or of the Hugging Face libraries. Raises CheckpointError, SourceError or TokenizerError."""
+    config = path / "config.json"
+    if config.is_file() and b'"model_type"' in config.read_bytes():
+        from antiphon.model.importer import open_original
+
+        return open_original(str(path), text_folder)
+    return load_checkpoint(path)
 
 
 def frozen(recipe: AnyRecipe) -> AnyRecipe:

@@ -22,7 +22,7 @@ from antiphon.model.group import Group
 from antiphon.model.recipe import AnyRecipe
 from antiphon.model.text_files import Part
 from antiphon.model.text_format import TextFormat
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.tokenizer import Tokenizer, open_tokenizer
 from antiphon.model.transformer import Transformer
 
 
@@ -94,24 +94,29 @@ class TrainingTask(Protocol):
 
 def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer]) -> Tokenizer:
     """The run folder's tokenizer: the one found there, the initial checkpoint's, or one trained now by one process."""
-    path = folders.run / "tokenizer.json"
-    if not path.is_file() and folders.group.rank == 0:
+    init = folders.init
+    if folders.group.rank == 0:
         folders.run.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        if folders.init is not None:
-            shutil.copyfile(folders.init.text_folder / path.name, unfinished)
-        else:
-            train().save(unfinished)
-        unfinished.replace(path)
+        for name in ("tokenizer.json",) if init is None else init.text.files:
+            path = folders.run / name
+            unfinished = path.with_name(f".{name}.tmp")
+            if path.is_file():
+                continue
+            if init is None:
+                train().save(unfinished)
+            else:
+                shutil.copyfile(init.text_folder / name, unfinished)
+            unfinished.replace(path)
     folders.group.wait()
-    return Tokenizer.load(path)
+    return Tokenizer.load(folders.run / "tokenizer.json") if init is None else open_tokenizer(folders.run, init.text)
 
 
 def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> Transformer:
-    """A model of random weights, or of the initial checkpoint's, which has the same configuration."""
+    """A model of random weights, or of the initial checkpoint's, whose configuration differs in heads left out only."""
     model = Transformer(config, attention_backend=backend)
     if folders.init is not None and folders.keep_weights:
-        model.load_state_dict(folders.init.model.state_dict())
+        weights = folders.init.model.state_dict()
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
     return model
 
 

@@ -85,9 +85,10 @@ class TranslationTask:
         init = self.folders.init
         if init is None:
             return self.recipe.model_config_for(self.tokenizer.vocab_size)
-        if init.config.architecture != "encoder-decoder":
+        if init.config.architecture != "encoder-decoder" or init.text.kind != "byte_bpe":
             raise CheckpointError(
-                f"{init.text_folder}: architecture={init.config.architecture!r} cannot learn to translate"
+                f"--init: architecture={init.config.architecture!r}, texts of kind {init.text.kind!r}: "
+                "only encoder-decoders that were trained here go on learning to translate"
             )
         return init.config
 

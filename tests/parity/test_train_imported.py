@@ -1,0 +1,93 @@
+"""Training goes on from other people's checkpoints: a BERT of transformers, its tokenizer and its heads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from antiphon.cli import main
+from antiphon.model.checkpoint import load_checkpoint
+from antiphon.model.export import export_bundle
+from antiphon.model.text_template import fill
+from tests.parity.encoder_checkpoints import write_checkpoint
+
+torch.set_num_threads(1)  # arrays this small lose time to threads
+
+TEXTS = ["the cat sat on the mat", "a big dog ran", "small red cats", "the dog", "blue mat a cat sat", "dogs ran on"]
+CONFIG = dict(
+    vocab_size=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+    max_position_embeddings=24,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A random BERT with a vocabulary padded beyond its tokenizer's, and the model itself."""
+    folder = tmp_path_factory.mktemp("bert")
+    return folder, write_checkpoint(folder, transformers.BertConfig(**CONFIG), "BertForPreTraining")  # type: ignore[arg-type]
+
+
+def write_recipe(folder: Path, task: str) -> Path:
+    """Which animal a text is about, or masked tokens of the same texts."""
+    lines = "".join(f"{text}\t{'dog' if 'dog' in text else 'cat'}\n" for text in TEXTS * 40)
+    (folder / "texts.tsv").write_text(lines)
+    file = f'{{ path = "texts.tsv", format = "tsv", sha256 = "{hashlib.sha256(lines.encode()).hexdigest()}" }}'
+    parts = f"train = [{file}]\nvalid = [{file}]\ntest = [{file}]" if task == "classify" else f"sentences = [{file}]"
+    model = "" if task == "classify" else 'vocab_size = 300\nmodel = { architecture = "encoder", d_model = 8, '
+    model += "" if task == "classify" else "encoder_layers = 1, decoder_layers = 0, num_heads = 1, d_ff = 8 }"
+    train = 'batch_tokens = 128\nmax_steps = 30\nwarmup_steps = 5\npeak_lr = 1e-2\nbf16 = false\nschedule = "linear"'
+    path = folder / f"{task}.toml"
+    path.write_text(
+        f'name = "{task}"\ntask = "{task}"\n{model}\n[data]\norigin = "made up"\nlicence = "CC0"\n'
+        f'attribution = "nobody"\n{parts}\n[train]\n{train}\ncheckpoint_every_steps = 30\n'
+    )
+    return path
+
+
+def train(folder: Path, init: Path, task: str, *flags: str) -> Path:
+    arguments = [str(write_recipe(folder, task)), "--data", str(folder), "--output", str(folder / "run")]
+    assert main(["train", *arguments, "--init", str(init), *flags]) == 0
+    return folder / "run/averaged"
+
+
+def test_fine_tuned_bert_reads_as_the_original_did(original: tuple[Path, Any], tmp_path: Path) -> None:
+    """With the encoder frozen, its states after training, saving and loading are those of transformers."""
+    folder, model = original
+    checkpoint = load_checkpoint(train(tmp_path, folder, "classify", "--freeze-encoder"))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert checkpoint.text.kind == "tokenizers"
+    for text in TEXTS:
+        ids, _ = fill(checkpoint.text, checkpoint.tokenizer.encode(text))
+        assert list(ids) == [2, *theirs(text, add_special_tokens=False)["input_ids"], 3]
+        with torch.no_grad():
+            expected = model.bert(torch.tensor([ids])).last_hidden_state
+            found = checkpoint.model.encode(torch.tensor([ids]))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_fine_tuned_bert_learns_and_is_exported(original: tuple[Path, Any], tmp_path: Path) -> None:
+    averaged = train(tmp_path, original[0], "classify")
+    assert json.loads((averaged / "scores.json").read_text())["accuracy"] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        bundle = export_bundle(load_checkpoint(averaged), tmp_path / "bundle", precisions=("float32",))
+    (head,) = bundle.manifest.model.heads
+    assert head.labels == ("cat", "dog")
+    assert bundle.manifest.text == load_checkpoint(averaged).text
+
+
+def test_pretraining_of_bert_goes_on(original: tuple[Path, Any], tmp_path: Path) -> None:
+    """Its own vocabulary, mask token and fill_mask head, whatever the recipe's model."""
+    averaged = train(tmp_path, original[0], "pretrain")
+    checkpoint = load_checkpoint(averaged)
+    assert [head.task for head in checkpoint.config.heads] == ["fill_mask", "next_sentence"]
+    assert checkpoint.config.vocab_size == CONFIG["vocab_size"]
+    losses = [json.loads(line) for line in (averaged.parent / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1]["valid_loss"] < 3
