@@ -7,9 +7,11 @@ its cache, though a block is resident only once it was used; and what its runs m
 from __future__ import annotations
 
 import math
+import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -112,13 +114,17 @@ def _weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
     own = {
         name for name in (graphs.encoder, graphs.decoder, graphs.explain, *graphs.heads.values()) if name is not None
     }
-    texts = [bundle.file(name).read_bytes() for name in own if listed[name].size < _MOST_GRAPH_BYTES]
-    external = {name for name in listed.keys() - own if any(name.encode() in text for text in texts)}
+    rest = {name.encode(): name for name in listed.keys() - own}
+    external = {rest[found] for name in own for found in _find(bundle.file(name), rest)}
     return sum(listed[name].size for name in own | external)
 
 
-# A graph above it holds its weights itself: protobuf allows no more than 2 GiB, and names of files come in small ones.
-_MOST_GRAPH_BYTES = 64 << 20
+def _find(path: Path, texts: Iterable[bytes]) -> list[bytes]:
+    """Those of some texts that a file, of any size, contains."""
+    if not path.stat().st_size:
+        return []
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return [text for text in texts if content.find(text) >= 0]
 
 
 def _workspace_bytes(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> int:
