@@ -57,6 +57,16 @@ class _Settings:
         return _content(self.described.get(name))
 
 
+@dataclass(frozen=True, slots=True)
+class _TokenizersFile:
+    """What a tokenizer.json says: every token's id, special ids, and templates, single and of pairs."""
+
+    ids: dict[str, int]
+    special: set[int]
+    templates: _Templates
+    pair_start: int | None
+
+
 def tokenizers_format(
     folder: Path,
     *,
@@ -70,36 +80,21 @@ def tokenizers_format(
     Raises TokenizerError naming the file.
     """
     path = folder / "tokenizer.json"
-    described = _read(path)
-    if not described:
-        raise TokenizerError(
-            f"{folder} has no tokenizer.json, which its tokenizer needs; "
-            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers writes it"
-        )
-    settings = _settings(folder)
-    try:
-        held = _vocabulary(described)
-        special = {token["id"] for token in described.get("added_tokens", ()) if token["special"]}
-        names, start = _templates(described.get("post_processor"), settings)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise TokenizerError(f"{path} is not what `tokenizers` writes: {error!r}") from None
-    added = {token: index for token, index in settings.added.items() if token not in held}
-    ids = held | added
-    special |= {index for token, index in added.items() if token in settings.special}
-    single: Sequence[str | int] = template or names[0]
-    pair: Sequence[str | int] = pair_template or names[1]
+    settings, file = _settings(folder), _read_tokenizers(path)
+    added = {token: index for token, index in settings.added.items() if token not in file.ids}
+    special = file.special | {index for token, index in added.items() if token in settings.special}
     return _format(
         path,
         settings,
-        ids,
+        file.ids | added,
         languages,
         kind="tokenizers",
         source=path.name,
         added_tokens=added,
         special_ids=tuple(sorted(special)),
-        template=single,
-        pair_template=pair,
-        pair_start=start if not pair_template else None,
+        template=template or file.templates[0],
+        pair_template=pair_template or file.templates[1],
+        pair_start=None if pair_template else file.pair_start,
     )
 
 
@@ -128,16 +123,13 @@ def sentencepiece_format(
     pieces, control = _own_pieces(folder / model, id_offset)
     if vocabulary is not None:
         pieces = _read(folder / vocabulary)
-    added = {**(added_tokens or {})}
-    for token, index in settings.added.items():
-        if token not in pieces:
-            added.setdefault(token, index)
+    given = added_tokens or {}
+    added = {token: index for token, index in settings.added.items() if token not in pieces} | dict(given)
     _number_the_rest((*settings.listed, *special_tokens), pieces, added)
     ids = {**pieces, **added}
-    special = {*settings.special, *special_tokens, *(added_tokens or {}), *control}
-    path = folder / model
+    special = {*settings.special, *special_tokens, *given, *control}
     return _format(
-        path,
+        folder / model,
         settings,
         ids,
         languages,
@@ -222,6 +214,21 @@ def _by_id(path: Path, template: Sequence[str | int], ids: Mapping[str, int], co
             index = ids[name] if isinstance(name, str) else name
             elements.append("$source_language" if index in languages else index)
     return tuple(elements)
+
+
+def _read_tokenizers(path: Path) -> _TokenizersFile:
+    described = _read(path)
+    if not described:
+        raise TokenizerError(
+            f"{path.parent} has no tokenizer.json, which its tokenizer needs; "
+            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers writes it"
+        )
+    try:
+        templates, pair_start = _templates(described.get("post_processor"), _settings(path.parent))
+        special = {token["id"] for token in described.get("added_tokens", ()) if token["special"]}
+        return _TokenizersFile(_vocabulary(described), special, templates, pair_start)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise TokenizerError(f"{path} is not what `tokenizers` writes: {error!r}") from None
 
 
 def _vocabulary(described: Mapping[str, Any]) -> dict[str, int]:
