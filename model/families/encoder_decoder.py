@@ -88,6 +88,7 @@ def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
         weights.fill(model.output.weight, OUTPUT)
     if config.output_bias and "final_logits_bias" in weights:
         weights.fill(model.output.bias[None], "final_logits_bias")
+    weights.ignore("*coder.version")  # fairseq's mark in old files
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         _load_stack(stack, weights, name, config)
 

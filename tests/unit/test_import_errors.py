@@ -110,6 +110,17 @@ def test_settings_that_are_not_supported_are_named(
     assert re.search(expected, refused(checkpoint, tmp_path, capsys))
 
 
+def test_a_model_that_computes_something_else_than_the_original_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers reads a table of sines where one is stored, whatever it holds; ours is computed."""
+    save(tmp_path / "marian", "marian")
+    tables = {f"model.{side}.embed_positions.weight": torch.zeros(40, 36) for side in ("encoder", "decoder")}
+    change_tensors(tmp_path / "marian", lambda held: held.update(tables))
+    said = refused(tmp_path / "marian", tmp_path, capsys)
+    assert re.search(r"not the original: its (encoder states|logits) are off by .*, at most 1e-04", said)
+
+
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
