@@ -13,12 +13,15 @@ import dataclasses
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.model.bundle import Bundle, Precision
+from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.export import export_bundle
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metric_families import MetricFamilies
@@ -227,6 +230,15 @@ def test_requests_get_the_bits_they_get_alone_with_every_kind_of_positions(
     alone = NativeRunner(variant, max_rows=MAX_WIDTH, threads=1, precision=precision)
     for seed in range(-(-ROUNDS // 4)):
         check_against_alone(run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 4), alone)
+
+
+def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
+    checkpoint: Checkpoint, tmp_path: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int4",), explain=False)
+    crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=2)
+    alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1)
+    check_against_alone(run_mix(crowded, random.Random(0), loop, NUM_REQUESTS // 4), alone)
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
