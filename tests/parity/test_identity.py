@@ -120,7 +120,7 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
         return made
     target = ids(dice.randint(1, runner.max_target_len)) if task is Task.SCORE else ()
     params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
-    pooling = dice.choice(list(Pooling))
+    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # an encoder alone has that
     return dataclasses.replace(made, prefix_ids=(), task=task, target_ids=target, params=params, pooling=pooling)
 
 
