@@ -158,14 +158,15 @@ def _open_words(folder: Path, text: TextFormat) -> Opened:
 
 def _open_list(path: Path, text: TextFormat) -> tuple[Segmenter, TokenTable]:
     try:
-        words = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        words = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")  # a carriage return is a character
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
-    ids = {word: index for index, word in enumerate(words)}
+    tokens = [(word, index) for index, word in enumerate(words)]
+    ids = dict(reversed(tokens))  # of equal words the first one
     unknown = next((ids[word] for word in _UNKNOWN_WORDS if word in ids), None)
     if unknown is None:
         raise TokenizerError(f"{path}: the vocabulary has no {' or '.join(_UNKNOWN_WORDS)}")
-    table = table_of(ids.items(), spaced, text.special_ids, first=str.encode)
+    table = table_of(tokens, spaced, text.special_ids, first=str.encode)
     return Words(ids, unknown), table
 
 

@@ -35,10 +35,10 @@ from antiphon.model.config import preset
 from antiphon.model.ctranslate2_file import ModelFile
 from antiphon.model.ctranslate2_twin import save_twin, translate, twin_specification
 from antiphon.model.greedy import greedy
-from antiphon.model.importer import ImportOptions, _understand, import_checkpoint, load_model
+from antiphon.model.importer import ImportOptions, _Source, _understand, import_checkpoint, load_model
 from antiphon.model.quantize import quantize_rows
 from antiphon.model.source_weights import SourceError
-from antiphon.model.tokenizer import open_tokenizer
+from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
@@ -349,3 +349,35 @@ def test_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shared_vocabulary.json").write_text(json.dumps([str(index) for index in range(299)]))
     with pytest.raises(SourceError, match="embeds 300 tokens; its vocabulary has 299"):
         _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+
+
+def test_words_are_looked_up_as_ctranslate2_does(tmp_path: Path) -> None:
+    """Of equal tokens the first one; a token may end with a carriage return; what is no token is unknown."""
+    checkpoint = random_checkpoint(preset("tiny", vocab_size=300), seed=1)
+    save_twin(checkpoint, tmp_path)
+    tokens = [str(index) for index in range(300)]
+    tokens[9], tokens[11] = "7", "x\r"
+    (tmp_path / "shared_vocabulary.json").write_text(json.dumps(tokens))
+    source = _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+    folder = tmp_path / "text"
+    folder.mkdir()
+    with pytest.raises(TokenizerError, match="the vocabulary has no <unk>"):
+        written(source, folder)
+    tokens[3] = "<unk>"
+    (tmp_path / "shared_vocabulary.json").write_text(json.dumps(tokens))
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, "unk_token": "<unk>"}))
+    tokenizer = written(_understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")), folder)
+    assert tokenizer.encode("7 8 nothing") == [7, 8, 3]
+    assert tokenizer.decode([9, 11, 12]) == "7 x\r 12"
+    found = greedy(checkpoint.model, [[7, 8, 3]], 24)
+    translator = ctranslate2.Translator(str(tmp_path), compute_type="float32", intra_threads=1)
+    (result,) = translator.translate_batch(
+        [["7", "8", "nothing"]], beam_size=1, max_decoding_length=24, min_decoding_length=0
+    )
+    assert [tokens[index] for index in found[0]] == result.hypotheses[0]
+
+
+def written(source: _Source, folder: Path) -> Tokenizer:
+    source.family.write_text(source.folder, source.settings, folder)
+    return open_tokenizer(folder, source.family.text(source.folder, source.settings, source.config))
