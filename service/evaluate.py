@@ -221,6 +221,8 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
 
 def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
+    if (architecture := bundle.manifest.model.architecture) != "encoder-decoder":
+        raise EvaluationError(f"{args.model} is a model with architecture={architecture!r}, which translates nothing")
     text = bundle.manifest.text
     languages = _languages(text, args)
     limit = bundle.manifest.model.max_source_len
