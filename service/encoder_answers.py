@@ -16,12 +16,12 @@ from antiphon.v1 import inference_pb2 as pb
 _OUTSIDE = "O"
 # Scripts that part no words by spaces: Thai and Lao, Myanmar, Khmer, kana and ideographs. Each character is a word.
 _UNSPACED = (
-    (0x0E00, 0x0EFF),
-    (0x1000, 0x109F),
-    (0x1780, 0x17FF),
-    (0x2E80, 0x9FFF),
-    (0xF900, 0xFAFF),
-    (0x20000, 0x3FFFF),
+    range(0x0E00, 0x0F00),
+    range(0x1000, 0x10A0),
+    range(0x1780, 0x1800),
+    range(0x2E80, 0xA000),
+    range(0xF900, 0xFB00),
+    range(0x20000, 0x40000),
 )
 
 
