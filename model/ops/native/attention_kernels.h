@@ -95,19 +95,27 @@ ANTIPHON_INLINE void AddPositionQueries(const PackedHead& head, int64_t first, i
   for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, Load(scores + (key + k) * kLanes) + sums[k]);
 }
 
+// to[lane] += scores[offsets[lane] + lane]
+ANTIPHON_INLINE void AddDiagonal(const float* scores, const int32_t* offsets, float* to) {
+  float added[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) added[lane] = scores[offsets[lane] + lane];
+  Store(to, Load(to) + Load(added));
+}
+
 // Adds the scores of relative positions to those of `count` queries and all keys: scores [keys][16].
 ANTIPHON_INLINE void AddPositions(const PackedHead& head, int64_t first, int64_t count, int64_t keys, const float* tile,
                                   float* scores) {
   const RelativeScores& relative = head.relative;
   if (relative.keys != nullptr) {
-    const int64_t lowest = RowOf(relative, first - (keys - 1));
+    const int64_t low = first - (keys - 1), lowest = RowOf(relative, low);
     ScorePositions(head, lowest, RowOf(relative, first + count - 1) - lowest + 1, tile);
+    // Where a distance's scores lie, looked up once for all keys; lanes beyond the sequence read the first.
+    for (int64_t index = 0; index < keys - 1 + kLanes; ++index) {
+      const bool is_met = index < keys - 1 + count;
+      relative.offsets[index] = is_met ? static_cast<int32_t>((RowOf(relative, low + index) - lowest) * kLanes) : 0;
+    }
     for (int64_t key = 0; key < keys; ++key) {
-      float added[kLanes] = {};
-      for (int64_t lane = 0; lane < count; ++lane) {
-        added[lane] = relative.scores[(RowOf(relative, first + lane - key) - lowest) * kLanes + lane];
-      }
-      Store(scores + key * kLanes, Load(scores + key * kLanes) + Load(added));
+      AddDiagonal(relative.scores, relative.offsets + (keys - 1 - key), scores + key * kLanes);
     }
   }
   if (relative.queries != nullptr) {

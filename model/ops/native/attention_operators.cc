@@ -96,10 +96,13 @@ class PackedHeads {
     const int64_t num_pairs = IsLong(length) ? 2 * length * width_ : 0, num_scores = length * kQueryTile;
     const int64_t num_tile = RoundUp(width_, kPanel) * kQueryTile, num_spread = width_ * met.columns;
     const int64_t num_met = relative.keys == nullptr ? 0 : relative.Span(1 - length, length - 1) * kQueryTile;
-    const Scratch<float> room(static_cast<size_t>(num_pairs + num_scores + num_tile + num_spread + num_met));
+    const int64_t num_offsets = num_met == 0 ? 0 : length + kQueryTile;  // as wide as floats
+    const Scratch<float> room(
+        static_cast<size_t>(num_pairs + num_scores + num_tile + num_spread + num_met + num_offsets));
     float* scores = room.data() + num_pairs;
     float* spread = scores + num_scores + num_tile;
     met.scores = spread + num_spread;
+    met.offsets = reinterpret_cast<int32_t*>(met.scores + num_met);
     for (int32_t head = task.head; head < task.head + task.num_heads; ++head) {
       PackedHead view = Head(biases, out, task.sequence, head);
       if (num_pairs > 0) Gather(room.data(), &view);
@@ -123,7 +126,8 @@ class PackedHeads {
     met.stride = relative.width;
     met.lowest = first - (length - 1);
     const int64_t highest = first + RoundUp(end - first, kQueryTile) - 1;
-    met.columns = relative.queries == nullptr ? 0 : RoundUp(highest - met.lowest + 1, kQueryTile);
+    // An odd multiple of 16: at a power of two the rows that are read together would share a few sets of the cache.
+    met.columns = relative.queries == nullptr ? 0 : RoundUp(highest - met.lowest + 1, kQueryTile) | kQueryTile;
     return met;
   }
 

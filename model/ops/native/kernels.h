@@ -73,7 +73,8 @@ struct RelativeScores {
   int64_t stride;
   int64_t lowest;
   int64_t columns;
-  float* scores;  // room for 16 floats of every row that a query of the sequence can meet
+  float* scores;     // room for 16 floats of every row that a query of the sequence can meet
+  int32_t* offsets;  // room for the length of the sequence and 15 more
 };
 
 // One head of one packed sequence: query t at query + t * stride, key t at key + t * kv_stride, values likewise.
