@@ -22,6 +22,7 @@ from tqdm import tqdm
 from antiphon.model.bundle import Bundle, BundleError, CacheType, Precision, Provenance
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.config import ModelConfig
+from antiphon.model.convert_tokenizer import convert_tokenizer
 from antiphon.model.export import ALL_PRECISIONS, CACHE_TYPES, PRECISIONS, ExportError, check_target, export_bundle
 from antiphon.model.families.family import Family, Settings, family_in
 from antiphon.model.families.settings import describe
@@ -30,6 +31,7 @@ from antiphon.model.hub import find_checkpoint
 from antiphon.model.ops.contrib_lowering import LoweringError
 from antiphon.model.original import compare_with_original, random_batches, run_original
 from antiphon.model.source_weights import SourceError
+from antiphon.model.text_format import NoTokenizersFile, TextFormat
 from antiphon.model.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.transformer import Transformer
 from antiphon.model.verify import VerificationError
@@ -106,8 +108,7 @@ def open_original(source: str, text_folder: Path) -> Checkpoint:
 
 def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> Checkpoint:
     """The whole as a checkpoint of ours; its text files, linked or written, lie in text_folder."""
-    text = source.family.text(source.folder, source.settings, source.config)
-    source.family.write_text(source.folder, source.settings, text_folder)
+    text = _text(source, text_folder)
     for file in text.files:
         if (source.folder / file).is_file() and not (text_folder / file).exists():
             (text_folder / file).symlink_to((source.folder / file).resolve())
@@ -128,6 +129,16 @@ def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> C
         provenance=_provenance(options, source.folder),
         generation=generation,
     )
+
+
+def _text(source: _Source, text_folder: Path) -> TextFormat:
+    """How its texts become ids; files that the checkpoint has in another form are written to text_folder."""
+    source.family.write_text(source.folder, source.settings, text_folder)
+    try:
+        return source.family.text(source.folder, source.settings, source.config)
+    except NoTokenizersFile:
+        convert_tokenizer(source.folder, text_folder)
+        return source.family.text(text_folder, source.settings, source.config)
 
 
 def _understand(options: ImportOptions) -> _Source:

@@ -18,6 +18,10 @@ class TokenizerError(Exception):
     """A tokenizer file cannot be used; the message names it."""
 
 
+class NoTokenizersFile(TokenizerError):
+    """A checkpoint has no tokenizer.json; its other files may do to make one."""
+
+
 class TextFormat(BaseModel):
     """Files and rules of one model's text.
 

@@ -45,6 +45,6 @@ FAMILY = Family(
     configure=configure,
     settle=partial(encoder_only.settle, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
-    text=lambda folder, settings, config: encoder_only.text(folder, config, "BERT", "[MASK]"),
+    text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",
 )

@@ -137,6 +137,6 @@ FAMILY = Family(
     configure=configure,
     settle=settle,
     load=load,
-    text=lambda folder, _, config: encoder_only.text(folder, config, "DeBERTa", "[MASK]"),
+    text=lambda folder, _, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",
 )

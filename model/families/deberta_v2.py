@@ -50,7 +50,7 @@ def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: st
 def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
     """tokenizer.json, or the SentencePiece model that most of these checkpoints have alone."""
     if (folder / "tokenizer.json").is_file() or not (folder / _PIECES).is_file():
-        return encoder_only.text(folder, config, "DeBERTa v2", "[MASK]")
+        return encoder_only.text(folder, config, "[MASK]")
     return sentencepiece_format(
         folder,
         _PIECES,

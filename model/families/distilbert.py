@@ -49,6 +49,6 @@ FAMILY = Family(
     configure=configure,
     settle=partial(encoder_only.settle, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
-    text=lambda folder, settings, config: encoder_only.text(folder, config, "DistilBERT", "[MASK]"),
+    text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",
 )

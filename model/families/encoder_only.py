@@ -21,7 +21,6 @@ from antiphon.model.families.settings import (
     read_json,
     refuse_unless,
     setting,
-    tokenizers_file,
 )
 from antiphon.model.families.text_formats import tokenizers_format
 from antiphon.model.head_config import HeadActivation, Scores, Task
@@ -272,12 +271,11 @@ def _load_head(model: Transformer, weights: SourceWeights, names: HeadNames) -> 
     weights.fill_tied(head.output.bias, *(names.output_biases or (f"{names.output}.bias",)))
 
 
-def text(folder: Path, config: ModelConfig, family: str, mask: str) -> TextFormat:
+def text(folder: Path, config: ModelConfig, mask: str) -> TextFormat:
     """The format of a tokenizer.json; `mask` is the token to be filled where no file says which."""
-    path = tokenizers_file(folder, family)
     found = tokenizers_format(folder)
     changes: dict[str, Any] = {} if config.token_types else {"pair_start": None}
     if found.mask_id is None:
-        added = read_json(path).get("added_tokens") or []
+        added = read_json(folder / "tokenizer.json").get("added_tokens") or []
         changes["mask_id"] = next((token["id"] for token in added if token["content"] == mask), None)
     return found.model_copy(update=changes)

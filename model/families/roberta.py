@@ -42,6 +42,6 @@ FAMILY = Family(
     configure=configure,
     settle=partial(encoder_only.settle, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
-    text=lambda folder, settings, config: encoder_only.text(folder, config, "RoBERTa", "<mask>"),
+    text=lambda folder, settings, config: encoder_only.text(folder, config, "<mask>"),
     reference="AutoModel",
 )

@@ -42,17 +42,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return held
 
 
-def tokenizers_file(folder: Path, family: str) -> Path:
-    """tokenizer.json. Raises SourceError saying how to get one."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise SourceError(
-            f"{folder} has no tokenizer.json, which {family}'s tokenizer needs; "
-            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers writes it"
-        )
-    return path
-
-
 def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = None) -> _T:
     """One setting of this type; `default` where it is absent or null. Raises SourceError naming it."""
     value = settings.get(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from antiphon.model.open_text import read_pieces
-from antiphon.model.text_format import Slot, Template, TextFormat, TokenizerError
+from antiphon.model.text_format import NoTokenizersFile, Slot, Template, TextFormat, TokenizerError
 
 # How public checkpoints spell the tokens of languages. A group is the code as users say it.
 _LANGUAGE_TOKEN = re.compile(
@@ -219,10 +219,7 @@ def _by_id(path: Path, template: Sequence[str | int], ids: Mapping[str, int], co
 def _read_tokenizers(path: Path) -> _TokenizersFile:
     described = _read(path)
     if not described:
-        raise TokenizerError(
-            f"{path.parent} has no tokenizer.json, which its tokenizer needs; "
-            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers writes it"
-        )
+        raise NoTokenizersFile(f"{path.parent} has no tokenizer.json, which its tokenizer needs")
     try:
         templates, pair_start = _templates(described.get("post_processor"), _settings(path.parent))
         special = {token["id"] for token in described.get("added_tokens", ()) if token["special"]}

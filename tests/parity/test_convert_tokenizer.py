@@ -1,0 +1,86 @@
+"""Checkpoints with the tokenizer files of older days: read as the tokenizers they were written by read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.convert_tokenizer import convert_tokenizer
+from antiphon.model.families.family import family_of
+from antiphon.model.text_format import NoTokenizersFile, TokenizerError
+from antiphon.model.tokenizer import open_tokenizer
+from tests.parity.tokenizer_checkpoints import TEXTS, pieces
+
+AWKWARD = ["", "the cat's  mat", "Größe über naïve café", "hello, WORLD!?", "der Hund läuft 🙂"]
+
+
+def word_pieces(folder: Path) -> Callable[[str], list[int]]:
+    """vocab.txt, as bert-base-uncased was first published."""
+    written = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    written.normalizer = normalizers.BertNormalizer(lowercase=True)
+    written.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    written.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special))
+    by_id = sorted(written.get_vocab().items(), key=lambda item: item[1])
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token, _ in by_id), encoding="utf-8")
+    describe(folder, "bert", tokenizer_class="BertTokenizer", do_lower_case=True)
+    return lambda text: written.encode(text).ids
+
+
+def merges(folder: Path) -> Callable[[str], list[int]]:
+    """vocab.json and merges.txt, as GPT-2 was."""
+    written = Tokenizer(models.BPE())
+    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    written.train_from_iterator(TEXTS, trainer)
+    written.model.save(str(folder))
+    describe(folder, "gpt2", tokenizer_class="GPT2Tokenizer")
+    return lambda text: written.encode(text).ids
+
+
+def shifted_pieces(folder: Path) -> Callable[[str], list[int]]:
+    """sentencepiece.bpe.model alone, as mBART-50 is: its ids but for four are SentencePiece's, one further on."""
+    pieces(folder / "sentencepiece.bpe.model", add_dummy_prefix=True)
+    describe(folder, "mbart", tokenizer_class="MBart50Tokenizer", src_lang="en_XX", tgt_lang="de_DE")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
+    return lambda text: [index + 1 if index else 3 for index in processor.encode(text)]
+
+
+def describe(folder: Path, model_type: str, **settings: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("write", [word_pieces, merges, shifted_pieces])
+def test_older_files_read_as_what_wrote_them(
+    write: Callable[[Path], Callable[[str], list[int]]], tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    reference = write(old)
+    settings = json.loads((old / "config.json").read_bytes())
+    config = ModelConfig(
+        architecture="decoder", vocab_size=400, d_model=8, encoder_layers=0, decoder_layers=1, num_heads=1, d_ff=8,
+        bos_id=2,
+    )  # fmt: skip
+    family = family_of(settings)
+    with pytest.raises(NoTokenizersFile, match=r"tokenizer\.json"):
+        family.text(old, settings, config)
+    convert_tokenizer(old, new)
+    tokenizer = open_tokenizer(new, family.text(new, settings, config))
+    for text in [*AWKWARD, *TEXTS[:8]]:
+        assert tokenizer.encode(text) == reference(text)
+
+
+def test_folder_without_any_tokenizer_is_refused(tmp_path: Path) -> None:
+    describe(tmp_path, "bert")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        convert_tokenizer(tmp_path, tmp_path / "new")
