@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from antiphon.model.config import Disentangled
 from antiphon.model.disentangled import table_rows
+from antiphon.model.families import deberta_v2
 from antiphon.model.importer import ImportOptions, import_checkpoint
 from antiphon.model.native_encoder import NativeEncoder
 from antiphon.model.source_weights import SourceError
+from antiphon.model.text_template import fill
+from antiphon.model.tokenizer import open_tokenizer
 from tests.parity.encoder_checkpoints import read_checkpoint
+from tests.parity.exports import small_config
 from tests.parity.test_import_encoders import CLOSE, LABELS, Case, random_batch, run_theirs, write
 
 SIZES: dict[str, Any] = dict(
@@ -126,6 +132,25 @@ def test_a_checkpoint_as_its_authors_store_it_is_read(tmp_path: Path) -> None:
     with torch.no_grad():
         states = model.encode(batch.ids, batch.lens)
     torch.testing.assert_close(states[batch.mask], run_theirs(original, case, config, batch)["states"], **CLOSE)
+
+
+def test_texts_of_a_sentencepiece_model_alone_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Most checkpoints of v2 and v3 have no tokenizer.json; [MASK] is no piece of their model."""
+    special: dict[str, Any] = dict(pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the small cat and a big dog ran {number}" for number in range(60)]),
+        model_prefix=str(tmp_path / "spm"), vocab_size=30, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2,
+        **special,
+    )  # fmt: skip
+    tokens = {name.replace("piece", "token"): token for name, token in special.items()}
+    described = {**tokens, "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    theirs = transformers.DebertaV2Tokenizer.from_pretrained(tmp_path)
+    format_ = deberta_v2.text(tmp_path, {}, small_config())
+    assert format_.mask_id == theirs.mask_token_id
+    tokenizer = open_tokenizer(tmp_path, format_)
+    for text in ("the small cat", "a big  dog", "A [MASK] ran", "", "dog\u00e9 7"):
+        assert list(fill(format_, tokenizer.encode_source(text).ids)[0]) == theirs(text).input_ids
 
 
 @pytest.mark.parametrize(
