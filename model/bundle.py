@@ -158,6 +158,7 @@ class GenerationDefaults(_Strict):
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     forced_first_id: int | None = Field(default=None, ge=0)
     suppressed_ids: tuple[int, ...] = Field(default=(), max_length=1024)
+    stop_ids: tuple[int, ...] = Field(default=(), max_length=16)
 
 
 class Quality(_Strict):

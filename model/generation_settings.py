@@ -99,4 +99,14 @@ def _tokens(given: Settings, config: ModelConfig, text: TextFormat) -> dict[str,
     banned = [words[0] for words in given.get("bad_words_ids", ()) if len(words) == 1]
     banned += given.get("suppress_tokens", ())
     known = sorted({index for index in banned if 0 <= index < config.vocab_size and index != config.eos_id})
-    return dict(forced_first_id=forced, suppressed_ids=tuple(known) or None)
+    return dict(
+        forced_first_id=forced, suppressed_ids=tuple(known) or None, stop_ids=_further_ends(given, config) or None
+    )
+
+
+def _further_ends(given: Settings, config: ModelConfig) -> tuple[int, ...]:
+    """What ends an output beside the end token: chat models name several."""
+    ends = given.get("eos_token_id")
+    if not isinstance(ends, list):
+        return ()
+    return tuple(dict.fromkeys(end for end in ends if 0 <= end < config.vocab_size and end != config.eos_id))

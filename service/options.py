@@ -50,6 +50,7 @@ def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.Generate
         if field.name != "seed" and isinstance(value, bool | int | float):
             setattr(defaults, field.name, value)
     defaults.suppressed_ids.extend(params.suppressed_ids)
+    defaults.stop_ids.extend(params.stop_ids)
     return defaults
 
 

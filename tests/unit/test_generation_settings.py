@@ -36,6 +36,8 @@ def defaults_of(folder: Path, **stated: Any) -> GenerationDefaults:
         ({"do_sample": True, "top_p": 0.9}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}),
         ({"temperature": 0.6, "top_p": 0.9}, {}),  # not asked to sample
         ({"bad_words_ids": [[3], [4, 5]], "suppress_tokens": [8, 2, 500]}, {"suppressed_ids": (3, 8)}),
+        ({"eos_token_id": [2, 41, 40, 41, 960]}, {"stop_ids": (41, 40)}),  # 2 is the end token, 960 no token
+        ({"eos_token_id": 2}, {}),
         ({"forced_bos_token_id": 9}, {}),  # a language
         ({"forced_bos_token_id": 7}, {"forced_first_id": 7}),
     ],
