@@ -32,6 +32,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Precision = Literal["float32", "int8", "int4"]
 Lowering = Literal["native", "contrib", "eager"]
 CacheType = Literal["float32", "float16"]
+Measure = Literal["bleu", "perplexity", "accuracy", "f1"]
 
 
 class BundleError(Exception):
@@ -165,7 +166,7 @@ class Quality(_Strict):
     """What one graph set scores on a file, beside the float32 model: what a narrower format costs."""
 
     precision: Precision
-    measure: Literal["bleu", "perplexity", "accuracy", "f1"]
+    measure: Measure
     value: float
     float32: float
     file: str

@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-from tqdm import tqdm
-
-from antiphon.model.bundle import Bundle
+from antiphon.model.bundle import Bundle, Measure
 from antiphon.model.recipe import FineTuneRecipe, RecipeError
 from antiphon.model.span_f1 import span_score
 from antiphon.model.text_files import Labelled, Part, Tagged, part_of, read_labelled, read_parts, read_tagged
@@ -22,11 +19,8 @@ from antiphon.model.text_template import fill, num_before
 from antiphon.model.tokenizer import open_tokenizer
 from antiphon.model.word_tags import first_tags, words_of_tokens
 from antiphon.service.encoder_runner import EncoderRunner
-from antiphon.service.engine import Engine, EngineConfig
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import Metrics
+from antiphon.service.offline import answer_all
 from antiphon.service.request import Readout, Request, SamplingParams, Task
-from antiphon.service.stream import OutputStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +34,11 @@ class LabelScore:
     recall: float | None = None
     texts: int
     seconds: float
+
+    @property
+    def quality(self) -> tuple[Measure, float]:
+        """What a manifest records of it."""
+        return ("accuracy" if self.measure == "accuracy" else "f1"), self.value
 
     @property
     def row(self) -> str:
@@ -127,20 +126,6 @@ class _Reading:
             )
             requests.append(request)
         started = time.perf_counter()
-        return asyncio.run(_readouts(self._runner, requests)), time.perf_counter() - started
-
-
-async def _readouts(runner: EncoderRunner, requests: Sequence[Request]) -> list[Readout]:
-    """Answers in the order of the requests, all asked for at once."""
-    tokens = sum(len(request.source_ids) for request in requests)
-    config = EngineConfig(max_queued_requests=len(requests) + 1, max_queued_tokens=tokens + 1)
-    engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
-    engine.start()
-    try:
-        streams = [OutputStream(request.request_id) for request in requests]
-        for request, stream in zip(requests, streams, strict=True):
-            engine.submit(replace(request, arrival_s=engine.clock()), stream)
-        found = [(await stream.collect())[0].readout for stream in tqdm(streams, unit="text", disable=None)]
-        return [readout for readout in found if readout is not None]
-    finally:
-        await asyncio.to_thread(engine.stop)
+        events = asyncio.run(answer_all(self._runner, requests, unit="text"))
+        seconds = time.perf_counter() - started
+        return [event.readout for event in events if event.readout is not None], seconds

@@ -9,12 +9,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from antiphon.model.bundle import Bundle, Precision, Quality, write_manifest
+from antiphon.model.bundle import Bundle, Measure, Precision, Quality, write_manifest
 
 
 def file_name(paths: Sequence[Path]) -> str:
-    """The names of the files that a score is of: sources, then references."""
-    return " and ".join(path.name for path in paths)
+    """The names of the files that a score is of, in their order: of translations sources, then references."""
+    *others, last = (path.name for path in paths)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def digest(paths: Sequence[Path]) -> str:
@@ -25,19 +26,21 @@ def digest(paths: Sequence[Path]) -> str:
     return found.hexdigest()
 
 
-def record_bleu(bundle: Bundle, scores: Mapping[Precision, float], float32: float, paths: Sequence[Path]) -> None:
-    """Write BLEU of each precision, in place of what was recorded of them on the same files; atomically.
+def record(
+    bundle: Bundle, measure: Measure, scores: Mapping[Precision, float], float32: float, paths: Sequence[Path]
+) -> None:
+    """Write what each precision scores, in place of what was recorded of the same measure and files; atomically.
 
     float32: of the model whose weights these precisions round. Other entries and every file's hash stay.
     """
     name, sha256 = file_name(paths), digest(paths)
     added = tuple(
-        Quality(precision=precision, measure="bleu", value=value, float32=float32, file=name, sha256=sha256)
+        Quality(precision=precision, measure=measure, value=value, float32=float32, file=name, sha256=sha256)
         for precision, value in scores.items()
     )
     kept = tuple(
         held
         for held in bundle.manifest.quality
-        if held.measure != "bleu" or held.sha256 != sha256 or held.precision not in scores
+        if held.measure != measure or held.sha256 != sha256 or held.precision not in scores
     )
     write_manifest(bundle.path, bundle.manifest.model_copy(update={"quality": (*kept, *added)}))

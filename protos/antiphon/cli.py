@@ -154,6 +154,7 @@ what it writes was compared with the original in transformers, in float32, befor
   antiphon evaluate BUNDLE --source news.en --reference news.de --output news.hyp
   antiphon evaluate BUNDLE --recipe snips --data DATA                     accuracy of an encoder's labels; wnut17: F1
   antiphon evaluate BUNDLE --source news.en --reference news.de --record      BLEU of every precision, into its manifest
+  antiphon evaluate BUNDLE --text news.en --record                        so too a decoder's perplexity, a line a text
   antiphon evaluate CHECKPOINT --ctranslate2 --source a --reference b     PyTorch, and CTranslate2 with the same weights
 
 sacreBLEU and chrF; --json for one object a system""",

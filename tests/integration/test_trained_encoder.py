@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import shlex
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +15,12 @@ import grpc
 import pytest
 import torch
 
+from antiphon.cli import main
 from antiphon.model.bundle import load_bundle
 from antiphon.model.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.export import export_bundle
 from antiphon.model.head_config import Task
+from antiphon.model.recipe import FineTuneRecipe
 from antiphon.model.text_template import fill
 from antiphon.model.train import Trainer
 from antiphon.service.encoder_runner import EncoderRunner
@@ -38,6 +42,7 @@ class Trained:
 
     folder: Path
     checkpoints: dict[str, Checkpoint]
+    ready_line: str
     stub: InferenceServiceStub
 
 
@@ -57,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
             export_bundle(checkpoint, folder / "bundles" / name, precisions=("float32",))
     models = [part for name in paths for part in ("--model", f"{name}={folder / 'bundles' / name}")]
     with ServerProcess(None, models) as server, grpc.insecure_channel(server.target) as channel:
-        yield Trained(folder, checkpoints, InferenceServiceStub(channel))
+        yield Trained(folder, checkpoints, server.ready_line, InferenceServiceStub(channel))
 
 
 def texts(count: int) -> list[str]:
@@ -74,6 +79,14 @@ def scores(checkpoint: Checkpoint, task: Task, ids: tuple[int, ...], types: tupl
 
 def labels_of(checkpoint: Checkpoint, task: Task) -> tuple[str, ...]:
     return next(head.labels for head in checkpoint.config.heads if head.task == task)
+
+
+def test_what_the_ready_line_suggests_runs(trained: Trained) -> None:
+    """Of the default model, which has words to fill in."""
+    suggested = shlex.split(trained.ready_line.partition("; next: antiphon ")[2])
+    assert suggested[0] == "fill-mask"
+    ended = antiphon(*suggested)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_classify_answers_as_pytorch(trained: Trained) -> None:
@@ -142,6 +155,45 @@ def test_evaluate_scores_the_bundle_as_training_scored_the_model(
     assert (score.precision, score.recall) == tuple(
         pytest.approx(expected[part]) if part in expected else None for part in ("precision", "recall")
     )
+
+
+def written(recipe: FineTuneRecipe, path: Path) -> str:
+    """The recipe as a TOML file: of its values, JSON's spelling is TOML's."""
+
+    def inline(value: object) -> str:
+        if isinstance(value, dict):
+            return f"{{ {', '.join(f'{key} = {inline(one)}' for key, one in value.items())} }}"
+        return f"[{', '.join(map(inline, value))}]" if isinstance(value, list) else json.dumps(value)
+
+    held = recipe.model_dump(mode="json", exclude_none=True)
+    path.write_text("".join(f"{key} = {inline(value)}\n" for key, value in held.items()), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "task", "measure"), [("intents", "classify", "accuracy"), ("entities", "tag", "f1")])
+def test_recorded_quality_is_what_each_precision_scores(
+    trained: Trained, tmp_path: Path, name: str, task: str, measure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        bundle = export_bundle(trained.checkpoints[name], tmp_path / "bundle")
+    recipe = written(fine_tune_recipe(trained.folder, task), tmp_path / "recipe.toml")
+    asked = ["evaluate", str(bundle.path), "--recipe", recipe, "--data", str(trained.folder), "--json"]
+    alone = {}
+    for precision in ("float32", "int8"):
+        assert main([*asked, "--precision", precision]) == 0
+        alone[precision] = json.loads(capsys.readouterr().out)["value"]
+    assert main([*asked, "--record"]) == 0
+    quality = load_bundle(bundle.path).manifest.quality
+    assert {held.precision: held.value for held in quality} == alone
+    expected = json.loads((trained.folder / name / "averaged/scores.json").read_text())[measure]
+    file = trained.folder / f"{task}.test"
+    for held in quality:
+        assert (held.measure, held.file) == (measure, file.name)
+        assert held.float32 == pytest.approx(expected)
+        assert held.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert main([*asked, "--record", "--part", "valid"]) == 2
+    assert "leave out --part valid" in capsys.readouterr().err
 
 
 def test_evaluate_names_the_head_that_is_missing(trained: Trained) -> None:

@@ -1,0 +1,35 @@
+"""Requests answered by an engine of their own, without the network: what `antiphon evaluate` measures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+from tqdm import tqdm
+
+from antiphon.service.engine import Engine, EngineConfig
+from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.metrics import Metrics
+from antiphon.service.request import Request, TokenEvent
+from antiphon.service.runners import AnyRunner
+from antiphon.service.stream import OutputStream
+
+
+async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: str) -> list[TokenEvent]:
+    """The event that ends each request's first output, in their order; all are asked at once.
+
+    unit: what the progress bar counts. Raises what the engine refuses a request with.
+    """
+    tokens = sum(request.num_source_tokens for request in requests)
+    config = EngineConfig(max_queued_requests=len(requests) + 1, max_queued_tokens=tokens + 1)
+    engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
+    engine.start()
+    try:
+        streams = [OutputStream(request.request_id) for request in requests]
+        for request, stream in zip(requests, streams, strict=True):
+            engine.submit(replace(request, arrival_s=engine.clock()), stream)
+        return [(await stream.collect())[0] for stream in tqdm(streams, unit=unit, disable=None)]
+    finally:
+        await asyncio.to_thread(engine.stop)
