@@ -110,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
 def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
     """The bundle asked for, or graphs of a random model for as long as they are measured."""
     if args.bundle:
-        yield load_bundle(args.bundle)
+        bundle = load_bundle(args.bundle)
+        if bundle.manifest.model.architecture == "decoder":
+            raise ProfileError(f"{args.bundle} is a decoder alone; encoders are what is measured")
+        yield bundle
         return
     from antiphon.model.export import LOWERINGS, write_graphs
     from antiphon.model.random_model import random_transformer

@@ -34,6 +34,7 @@ from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.models import Models, Served
 from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
+from antiphon.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -184,8 +185,23 @@ def _ready_line(
     return (
         f"antiphon: ready: {', '.join(f'{one.name} ({one.precision})' for one in served)} on {address}, "
         f"metrics on http://{_address(config.metrics_host, metrics_port)}/metrics{admin}; "
-        f'next: antiphon generate {target}"How are you?"'
+        f"next: antiphon {first_command(served[0].description, target)}"
     )
+
+
+def first_command(model: pb.Model, target: str) -> str:
+    """What to type first, of what the default model can do."""
+    text = "How are you?"
+    if model.architecture != pb.ARCHITECTURE_ENCODER:
+        return f'generate {target}"{text}"'
+    tasks = {description.task for description in model.tasks}
+    if pb.TASK_CLASSIFY in tasks:
+        return f'classify {target}"{text}"'
+    if pb.TASK_TAG in tasks:
+        return f'tag {target}"{text}"'
+    if pb.TASK_FILL_MASK in tasks and model.mask_token:
+        return f'fill-mask {target}"How are {model.mask_token}?"'
+    return f"models list {target}".rstrip()
 
 
 def _stop_on_signals() -> asyncio.Event:
