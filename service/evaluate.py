@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         type=Path,
+        metavar="FILE",
         help="or, of a decoder alone: a file to take the perplexity of, plain or .gz. A line is a text whose first "
         "token (the begin token if the model has one there) is given and the others judged, long ones in windows "
         "of the model's length; blank lines and single tokens are skipped",
