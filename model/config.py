@@ -5,7 +5,7 @@ Vaswani et al. 2017 with the variants its successors added. Torch-free: the serv
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,6 +46,42 @@ class Disentangled(BaseModel):
         return self
 
 
+class LinearScaling(BaseModel):
+    """Rotary angles grow slower by `factor`: positions interpolated (Chen et al. 2023, section 2.3)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["linear"] = "linear"
+    factor: float = Field(ge=1, le=65536)
+
+
+class Llama3Scaling(BaseModel):
+    """Rotary angles as Llama 3.1 scales them: by how often one turns within the length that was trained on first.
+
+    From high_freq_factor turns on an angle stays as it is, up to low_freq_factor it grows slower by `factor`, and
+    between the two by their mix. Names as in config.json; lengths in tokens. See `rotary_rates` of positions.py.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(ge=1, le=65536)
+    low_freq_factor: float = Field(gt=0, le=65536)
+    high_freq_factor: float = Field(gt=0, le=65536)
+    original_max_position_embeddings: int = Field(ge=1, le=2**24)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+            )
+        return self
+
+
+RopeScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="kind")]
+
+
 class ModelConfig(BaseModel):
     """Every choice that defines the network; a wrong value is refused with the field's name.
 
@@ -81,6 +117,7 @@ class ModelConfig(BaseModel):
     relative_buckets: int = Field(default=32, ge=4, le=1024)
     relative_max_distance: int = Field(default=128, ge=2, le=65536)
     rope_theta: float = Field(default=10000.0, gt=1)
+    rope_scaling: RopeScaling | None = Field(default=None, description="Rotary angles made slower for longer texts.")
     tie_source_target: bool = Field(default=True, description="Encoder and decoder share one embedding.")
     tie_output: bool = Field(default=True, description="The output projection is the target embedding, transposed.")
     output_bias: bool = Field(default=False, description="A bias on the logits, as Marian and BART have.")
@@ -144,6 +181,8 @@ class ModelConfig(BaseModel):
     def _check_positions(self) -> Self:
         if self.positions == "rope" and self.resolved_head_dim % 2:
             raise ValueError(f"head_dim={self.resolved_head_dim} must be even for rotary positions")
+        if self.positions != "rope" and self.rope_scaling is not None:
+            raise ValueError(f"rope_scaling={self.rope_scaling.kind!r} does not fit positions={self.positions!r}")
         if self.positions == "t5_relative" and self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} must be above half of "

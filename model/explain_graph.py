@@ -102,7 +102,7 @@ def _self_attention(
     """hidden [1, T, M] -> the update [1, T, M] and the weights [1, H, T, T]."""
     query, key, value = (part.unflatten(-1, attention.heads) for part in attention.qkv(hidden).chunk(3, dim=-1))
     if attention.rope_theta is not None:
-        cos, sin = rotary_tables(positions, attention.heads[1], attention.rope_theta)
+        cos, sin = rotary_tables(positions, attention.heads[1], attention.rope_theta, attention.rope_scaling)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     weights = _weights(query, key, bias, scale=attention.scale, causal=attention.causal)
     return _mixed(attention.out, weights, value), weights

@@ -74,6 +74,7 @@ class SelfAttention(nn.Module):
         self.scale = config.resolved_attention_scale
         self.causal = causal
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
+        self.rope_scaling = config.rope_scaling
         self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
         self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
         self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
@@ -83,7 +84,7 @@ class SelfAttention(nn.Module):
     def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (part.unflatten(-1, self.heads) for part in self.qkv(hidden).chunk(3, dim=-1))
         if self.rope_theta is not None:
-            cos, sin = rotary_tables(positions, self.heads[1], self.rope_theta)
+            cos, sin = rotary_tables(positions, self.heads[1], self.rope_theta, self.rope_scaling)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return query, key, value
 

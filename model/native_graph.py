@@ -26,6 +26,10 @@ from antiphon.model.transformer import Stack, Transformer
 Sublayer = Callable[[Tensor], Tensor]
 
 
+def _rotary_table(config: ModelConfig, max_len: int) -> Tensor:
+    return rotary_table(max_len, config.resolved_head_dim, config.rope_theta, config.rope_scaling)
+
+
 class _PackedStack(nn.Module):
     """What both halves share: a Stack's weights and its tables, and its residual stream over packed tokens."""
 
@@ -40,8 +44,7 @@ class _PackedStack(nn.Module):
         relative = stack.relative_bias
         table = relative.by_distance(min(config.relative_max_distance, max_len))
         slopes = relative.get_buffer("slopes") if config.positions == "alibi" else None
-        is_rotary = config.positions == "rope"
-        rotary = rotary_table(max_len, config.resolved_head_dim, config.rope_theta) if is_rotary else None
+        rotary = _rotary_table(config, max_len) if config.positions == "rope" else None
         self.register_buffer("bias_table", table, persistent=False)
         self.register_buffer("slopes", slopes, persistent=False)
         self.register_buffer("rotary_table", rotary, persistent=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from antiphon.model.config import ModelConfig, Sinusoids
+from antiphon.model.config import LinearScaling, ModelConfig, RopeScaling, Sinusoids
 
 
 def sinusoidal_table(length: int, width: int, layout: Sinusoids = "interleaved") -> Tensor:
@@ -62,16 +62,30 @@ class AbsolutePositions(nn.Module):
         return embedded + functional.embedding(positions, self.vectors).to(embedded.dtype)
 
 
-def rotary_tables(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_rates(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """[width / 2] float32: radians that each angle grows by from a position to the next (Su et al. 2021, section 3.4).
+
+    llama3 as Llama 3.1 has it: what turns often within the original length keeps its rate, what hardly turns is slower.
+    """
+    rate = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    if scaling is None:
+        return rate
+    if isinstance(scaling, LinearScaling):
+        return rate / scaling.factor
+    turns = rate * (scaling.original_max_position_embeddings / (2 * math.pi))
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return rate * (kept + (1 - kept) / scaling.factor)
+
+
+def rotary_tables(positions: Tensor, width: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
     """cos and sin, each [..., 1, width / 2] float32, for rotary embeddings (Su et al. 2021, section 3.4)."""
-    rate = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
-    angle = positions[..., None].float() * rate
+    angle = positions[..., None].float() * rotary_rates(width, theta, scaling, positions.device)
     return angle.cos()[..., None, :], angle.sin()[..., None, :]
 
 
-def rotary_table(length: int, width: int, theta: float) -> Tensor:
+def rotary_table(length: int, width: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """[length, width] float32: of each position cos of its width / 2 angles, then sin, as `rotary_tables`."""
-    cos, sin = rotary_tables(torch.arange(length), width, theta)
+    cos, sin = rotary_tables(torch.arange(length), width, theta, scaling)
     return torch.cat((cos, sin), dim=-1)[:, 0]
 
 

@@ -1,6 +1,7 @@
 """Llama and its relatives: a decoder alone with rotary positions, RMSNorm and a gated feed-forward.
 
-Touvron et al. 2023; Mistral within its window (Jiang et al. 2023), Qwen2 with biases on queries, keys and values.
+Touvron et al. 2023, with the scaled rotary positions of Llama 3.1 and linear ones; Mistral within its window (Jiang et
+al. 2023), Qwen2 with biases on queries, keys and values.
 Grouped-query attention (Ainslie et al. 2023): each key and value head is repeated for the query heads that share it, so
 that caches and projections take as much as without grouping: heads over key-value heads times what they need.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from antiphon.model.config import ModelConfig
+from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig
 from antiphon.model.families.family import Family
 from antiphon.model.families.settings import Settings, activation, describe, setting
 from antiphon.model.families.text_formats import tokenizers_format
@@ -23,6 +24,8 @@ from antiphon.model.transformer import Transformer
 
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 _MAX_LEN = 65536  # the longest that a ModelConfig takes
+_DEFAULT_LEN = 2048
+_SCALED: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
 
 
 def settle(settings: Settings, weights: SourceWeights) -> Settings:
@@ -34,7 +37,7 @@ def settle(settings: Settings, weights: SourceWeights) -> Settings:
 
 def configure(settings: Settings) -> ModelConfig:
     """Biases are all or none here: those that a checkpoint lacks beside others are zeros."""
-    _check_rotation(settings)
+    rotation = _rotation(settings)
     width, heads = setting(settings, "hidden_size", int), setting(settings, "num_attention_heads", int)
     eos_id = _first(settings, "eos_token_id", default=2)
     return describe(
@@ -52,7 +55,8 @@ def configure(settings: Settings) -> ModelConfig:
         activation=activation(settings, "hidden_act"),
         gated=True,
         positions="rope",
-        rope_theta=_rotation(settings).get("rope_theta", 10000.0),
+        rope_theta=rotation["rope_theta"],
+        rope_scaling=_scaling(settings, rotation),
         scale_embeddings=False,
         tie_output=setting(settings, "tie_word_embeddings", bool, default=False),
         bias=setting(settings, "has_bias", bool, default=False),
@@ -66,28 +70,33 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def _rotation(settings: Settings) -> Settings:
-    """`rope_parameters` of transformers 5, or what older files say beside each other."""
-    found = settings.get("rope_parameters")
-    if isinstance(found, dict):
-        return found
-    return {"rope_theta": setting(settings, "rope_theta", float, default=10000.0)} | (
-        settings.get("rope_scaling") or {}
-    )
-
-
-def _check_rotation(settings: Settings) -> None:
-    rotation = _rotation(settings)
-    kind = rotation.get("rope_type", rotation.get("type", "default"))
-    if kind != "default":
-        raise SourceError(f"config.json: rope scaling is of type {kind!r}; only 'default', which is none, is supported")
-    factor = rotation.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    """`rope_scaling` of older files or `rope_parameters` of transformers 5, which reads the former where both are."""
+    found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise SourceError(f"config.json: rope_scaling or rope_parameters is {found!r}, expected an object")
+    factor = found.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
     if factor != 1.0:
         raise SourceError(f"config.json: partial_rotary_factor is {factor!r}; only 1.0 is supported")
+    return {"rope_theta": setting(settings, "rope_theta", float, default=10000.0)} | found
+
+
+def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None:
+    """RopeScaling's fields, as far as they are there; the length trained on first may stand in three places."""
+    kind = rotation.get("rope_type", rotation.get("type", "default"))
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in _SCALED:
+        known = ", ".join(map(repr, ("default", *_SCALED)))
+        raise SourceError(f"config.json: rope scaling is of type {kind!r}; supported are {known}")
+    name = "original_max_position_embeddings"
+    length = settings.get("max_position_embeddings", _DEFAULT_LEN)
+    held = {**rotation, "kind": kind, name: settings.get(name, rotation.get(name, length))}
+    return {key: held[key] for key in _SCALED[kind].model_fields if key in held}
 
 
 def _longest(settings: Settings) -> int:
     """Within a sliding window attention is the same with and without one."""
-    longest = setting(settings, "max_position_embeddings", int, default=2048)
+    longest = setting(settings, "max_position_embeddings", int, default=_DEFAULT_LEN)
     window = setting(settings, "sliding_window", int, default=longest)
     is_used = setting(settings, "use_sliding_window", bool, default=True)
     return min(longest, window if is_used else longest, _MAX_LEN)

@@ -9,7 +9,12 @@ from antiphon.model.checkpoint import Checkpoint
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 VARIANTS: dict[str, dict[str, object]] = {
-    "pre_norm_rms_rope": dict(norm="rmsnorm", norm_placement="pre", activation="gelu", positions="rope", bias=False),
+    "pre_norm_rms_rope": dict(
+        norm="rmsnorm", norm_placement="pre", activation="gelu", positions="rope", bias=False,
+        rope_scaling=dict(
+            kind="llama3", factor=6.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+        ),
+    ),
     "t5": dict(
         norm="rmsnorm", norm_placement="pre", activation="gelu_tanh", gated=True, positions="t5_relative", bias=False,
         tie_output=False, scale_embeddings=False, attention_scale=1.0, head_dim=24,

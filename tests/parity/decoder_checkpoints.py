@@ -26,6 +26,18 @@ DECODERS: dict[str, tuple[str, dict[str, object]]] = {
         "LlamaForCausalLM",
         GROUPED | dict(head_dim=10, rope_parameters=dict(rope_type="default", rope_theta=5e3)),
     ),
+    # Wavelengths of 6, 16, 40, 100 and 251 positions: one kept, one between, three slower.
+    "llama3": (
+        "LlamaForCausalLM",
+        GROUPED | dict(head_dim=10, rope_parameters=dict(
+            rope_type="llama3", rope_theta=1e2, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        )),
+    ),
+    "llama_linear": (
+        "LlamaForCausalLM",
+        GROUPED | dict(head_dim=10, rope_parameters=dict(rope_type="linear", rope_theta=5e3, factor=4.0)),
+    ),
     "mistral": ("MistralForCausalLM", GROUPED | dict(sliding_window=32)),
     "qwen2": ("Qwen2ForCausalLM", GROUPED | dict(tie_word_embeddings=True)),
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,11 @@ def threads() -> Iterator[None]:
         yield
 
 
-def imported_from(folder: Path, name: str) -> Imported:
+def imported_from(folder: Path, name: str, rewrite: Callable[[Path], None] | None = None) -> Imported:
+    """rewrite: changes the checkpoint's files before they are imported, and nothing that they mean."""
     theirs = write_decoder(folder / "checkpoint", name)
+    if rewrite is not None:
+        rewrite(folder / "checkpoint")
     options = ImportOptions(source=str(folder / "checkpoint"), target=folder / "bundle", precisions=("float32",))
     bundle = import_checkpoint(options)
     config = bundle.manifest.model
@@ -151,6 +155,35 @@ def test_relatives_of_llama_go_on_as_in_transformers(tmp_path: Path, name: str) 
     check_together(imported_from(tmp_path, name), SamplingParams(max_new_tokens=12))
 
 
+@pytest.mark.parametrize("name", ["llama3", "llama_linear"])
+@pytest.mark.parametrize("is_old", [False, True], ids=["rope_parameters", "rope_scaling"])
+def test_scaled_rotary_positions_go_on_as_in_transformers(tmp_path: Path, name: str, is_old: bool) -> None:
+    """Written by transformers 5, and as Llama 3.1's own config.json has it."""
+    imported = imported_from(tmp_path, name, said_as_before_version_5 if is_old else None)
+    kept = kept_rates(imported.theirs)
+    assert kept == ([1.0, "between", 1 / 8, 1 / 8, 1 / 8] if name == "llama3" else [1 / 4] * 5)
+    check_together(imported, SamplingParams(max_new_tokens=12))
+    check_scores(imported)
+
+
+def said_as_before_version_5(folder: Path) -> None:
+    """rope_theta and rope_scaling beside each other; linear's kind was named `type`."""
+    settings = json.loads((folder / "config.json").read_text())
+    rotation = settings.pop("rope_parameters")
+    settings["rope_theta"] = rotation.pop("rope_theta")
+    kind = rotation.pop("rope_type")
+    settings["rope_scaling"] = rotation | {"type" if kind == "linear" else "rope_type": kind}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def kept_rates(theirs: Any) -> list[float | str]:
+    """Of each angle's rate the share that transformers' scaling leaves, `between` what some other angles have."""
+    unscaled = theirs.config.rope_parameters["rope_theta"] ** (-torch.arange(0, 10, 2) / 10)
+    shares: list[float] = (theirs.model.rotary_emb.inv_freq / unscaled).tolist()
+    ends = 1.0, 1 / theirs.config.rope_parameters["factor"]
+    return [next((end for end in ends if share == pytest.approx(end)), "between") for share in shares]
+
+
 def check_together(imported: Imported, params: SamplingParams, **theirs: Any) -> None:
     answers = answer(
         imported.runner, [prompted(str(index), prompt, params) for index, prompt in enumerate(imported.prompts)]
@@ -162,6 +195,10 @@ def check_together(imported: Imported, params: SamplingParams, **theirs: Any) ->
 
 
 def test_scores_are_the_log_probabilities_of_transformers(imported: Imported) -> None:
+    check_scores(imported)
+
+
+def check_scores(imported: Imported) -> None:
     target = (5, 4, 3)
     requests = [prompted(str(index), prompt, SamplingParams(), target) for index, prompt in enumerate(imported.prompts)]
     answers = answer(imported.runner, requests)
@@ -194,10 +231,21 @@ def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> N
     assert len({event.token_ids for events in together.values() for event in events}) > len(requests)
 
 
+STRETCHED: dict[str, Any] = dict(factor=2.0, rope_theta=1e4)
+ORIGINAL: dict[str, Any] = dict(original_max_position_embeddings=32)
+FACTORS: dict[str, Any] = dict(short_factor=[1.0] * 5, long_factor=[2.0] * 5)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("llama", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)), "type 'linear'"),
+        ("llama", dict(rope_parameters=dict(rope_type="dynamic", **STRETCHED)), "type 'dynamic'"),
+        ("llama", dict(rope_parameters=dict(rope_type="yarn", **STRETCHED, **ORIGINAL)), "type 'yarn'"),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_type="longrope", **STRETCHED, **ORIGINAL, **FACTORS)),
+            "type 'longrope'",
+        ),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositio
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 from antiphon.model.activations import ACTIVATIONS
-from antiphon.model.config import ModelConfig, preset
+from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, preset
 from antiphon.model.layers import DecoderLayer, EncoderLayer
 from antiphon.model.positions import (
     AbsolutePositions,
@@ -175,14 +175,28 @@ def test_t5_shape_equals_transformers() -> None:
         torch.testing.assert_close(model(source, target, lens), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_rotary_positions_equal_llamas() -> None:
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize(
+    ("rope_parameters", "scaling"),
+    [
+        (dict(rope_type="default"), None),
+        (dict(rope_type="linear", factor=3.0), LinearScaling(factor=3.0)),
+        (dict(rope_type="llama3", **LLAMA3), Llama3Scaling.model_validate(LLAMA3)),
+    ],
+    ids=["default", "linear", "llama3"],
+)
+def test_rotary_positions_equal_llamas(rope_parameters: dict[str, Any], scaling: RopeScaling | None) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 9, 4, 8, generator=generator) for _ in range(2))
     positions = torch.arange(3, 12)[None].expand(2, -1)
-    llama = LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=8)
+    llama = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=rope_parameters | dict(rope_theta=1e4)
+    )
     theirs_cos, theirs_sin = LlamaRotaryEmbedding(llama)(query, positions)
     expected = apply_rotary_pos_emb(query, key, theirs_cos, theirs_sin, unsqueeze_dim=2)
-    cos, sin = rotary_tables(positions, 8, theta=10000.0)
+    cos, sin = rotary_tables(positions, 8, 1e4, scaling)
     torch.testing.assert_close((rotate(query, cos, sin), rotate(key, cos, sin)), expected, atol=1e-5, rtol=1e-5)
 
 

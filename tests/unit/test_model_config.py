@@ -54,6 +54,36 @@ def test_settings_of_position_tables_need_a_table() -> None:
         preset("tiny", positions="learned", sinusoids="halves")
 
 
+LLAMA3 = dict(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (dict(kind="yarn", factor=2.0), r"rope_scaling\n.*'yarn'.*'linear', 'llama3'"),
+        (dict(kind="linear"), r"rope_scaling\.linear\.factor\n.*required"),
+        (dict(kind="linear", factor=0.5), r"rope_scaling\.linear\.factor\n.*greater than or equal to 1"),
+        (dict(kind="linear", factor=float("inf")), r"rope_scaling\.linear\.factor\n.*less than or equal to 65536"),
+        (dict(kind="linear", factor="2"), r"rope_scaling\.linear\.factor\n.*valid number"),
+        (dict(kind="linear", factor=2.0, low_freq_factor=1.0), r"rope_scaling\.linear\.low_freq_factor\n"),
+        ({**LLAMA3, "low_freq_factor": 0.0}, r"rope_scaling\.llama3\.low_freq_factor\n.*greater than 0"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, r"high_freq_factor=1\.0 must be above low_freq_factor=1\.0"),
+        (
+            {**LLAMA3, "original_max_position_embeddings": 0},
+            r"rope_scaling\.llama3\.original_max_position_embeddings\n.*greater than or equal to 1",
+        ),
+    ],
+)
+def test_scaling_of_rotary_positions_names_the_wrong_field(scaling: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        preset("tiny", positions="rope", rope_scaling=scaling)
+
+
+def test_scaling_needs_rotary_positions() -> None:
+    with pytest.raises(ValidationError, match="rope_scaling='llama3' does not fit positions='sinusoidal'"):
+        preset("tiny", rope_scaling=LLAMA3)
+
+
 def test_unknown_preset_is_named_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"preset='huge'.*base, big, tiny"):
         preset("huge")
@@ -84,7 +114,7 @@ def test_causal_decoder_alone_does_not_see_ahead() -> None:
 
 
 def test_config_survives_json() -> None:
-    config = preset("base", positions="rope", attention_scale=0.5)
+    config = preset("base", positions="rope", attention_scale=0.5, rope_scaling=LLAMA3)
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 
 
