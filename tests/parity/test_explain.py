@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +39,18 @@ TARGET = [21, 22, 23]
 ODD: dict[str, object] = dict(d_model=72, head_dim=20, num_heads=3, d_ff=90, vocab_size=270)
 
 
-def observed_values(model: Transformer) -> dict[str, torch.Tensor]:
-    """What each attention layer hands its output projection in the model's own forward pass."""
+def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, torch.Tensor]:
+    """What each attention layer hands its output projection while `run` runs; later runs leave it as it is."""
     held: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if name.endswith("attention.out"):
-            module.register_forward_pre_hook(lambda _, given, name=name: held.update({name: given[0].detach()}))
+    hooks = [
+        module.register_forward_pre_hook(lambda _, given, name=name: held.update({name: given[0].detach()}))
+        for name, module in model.named_modules()
+        if name.endswith("attention.out")
+    ]
     with torch.no_grad():
-        model(torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]]))
+        run()
+    for hook in hooks:
+        hook.remove()
     return held
 
 
@@ -53,16 +58,11 @@ def observed_values(model: Transformer) -> dict[str, torch.Tensor]:
 def test_explain_module_weighs_values_as_the_model_does(overrides: dict[str, object]) -> None:
     """Weights times values must be what the model's attention puts out, with its own (other) code."""
     model = random_transformer(small_config(**overrides))
-    expected = observed_values(model)
+    given = torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]])
+    expected = observed_values(model, lambda: model(*given))
+    found = observed_values(model, lambda: ExplainModule(model)(*given))
     with torch.no_grad():
-        maps = ExplainModule(model)(torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]]))
-    found: dict[str, torch.Tensor] = {}
-    hooks = ExplainModule(model)
-    for name, module in hooks.named_modules():
-        if name.endswith("attention.out"):
-            module.register_forward_pre_hook(lambda _, given, name=name: found.update({name: given[0].detach()}))
-    with torch.no_grad():
-        hooks(torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]]))
+        maps = ExplainModule(model)(*given)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0, msg=name)
