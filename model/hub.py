@@ -36,7 +36,7 @@ def _download(name: str, revision: str | None) -> Path:
 
     revised = f" at revision {revision}" if revision else ""
     try:
-        patterns = [*_TEXT_FILES, *_WEIGHTS[_kind_of_weights(name, revision)]]
+        patterns = [*_TEXT_FILES, *_WEIGHTS[_kind_of_weights(_files_of(name, revision))]]
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise SourceError(
@@ -49,25 +49,33 @@ def _download(name: str, revision: str | None) -> Path:
             f"{name} is no directory here, and the hub has no public checkpoint of that name; "
             "for a private one `hf auth login` or set HF_TOKEN"
         ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:  # those of the HTTP client below the library, which share no other base
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise SourceError(
-            f"{name}{revised} is no directory here, is not in the cache, and the hub cannot be reached: "
-            f"{str(error).splitlines()[0]}"
+            f"{name}{revised} is no directory here, is not whole in the cache, and the hub gives no answer: {reason}"
         ) from None
 
 
-def _kind_of_weights(name: str, revision: str | None) -> str:
-    """Safetensors where the hub, or offline the cache, has them; else CTranslate2's file, or PyTorch's."""
+def _files_of(name: str, revision: str | None) -> list[str]:
+    """Names of a checkpoint's files on the hub, or in the cache where the hub cannot be reached."""
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        files = huggingface_hub.list_repo_files(name, revision=revision)
-    except errors.RepositoryNotFoundError:
+        found = huggingface_hub.HfApi().model_info(name, revision=revision).siblings or []
+        return [file.rfilename for file in found]
+    except (errors.GatedRepoError, errors.RevisionNotFoundError, errors.RepositoryNotFoundError):
         raise
-    except (errors.OfflineModeIsEnabled, OSError):
-        cached = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
-        files = [path.name for path in Path(cached).iterdir()]
+    except Exception:  # offline, as set or as found
+        # With patterns, for without them a snapshot that lacks what import never reads counts as incomplete.
+        cached = huggingface_hub.snapshot_download(
+            name, revision=revision, local_files_only=True, allow_patterns=[*_TEXT_FILES]
+        )
+        return [path.name for path in Path(cached).iterdir()]
+
+
+def _kind_of_weights(files: list[str]) -> str:
+    """Safetensors where there are any; else CTranslate2's file, or PyTorch's."""
     if any(file.startswith("model") and file.endswith(".safetensors") for file in files):
         return "safetensors"
     return "ctranslate2" if "model.bin" in files else "bin"

@@ -184,7 +184,7 @@ def test_a_hub_name_offline_says_so(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     said = refused("someone/something", tmp_path, capsys)
-    assert "someone/something is no directory here, is not in the cache, and the hub cannot be reached" in said
+    assert "someone/something is no directory here, is not whole in the cache, and the hub gives no answer" in said
 
 
 def test_lengths_beyond_learned_positions_are_refused(

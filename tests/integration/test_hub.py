@@ -1,0 +1,147 @@
+"""Checkpoints by their names on a hub: the real library against a small hub on the loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import huggingface_hub.constants
+import pytest
+
+from antiphon.model.hub import find_checkpoint
+from antiphon.model.source_weights import SourceError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "model.safetensors": b"tensors",
+    "pytorch_model.bin": b"a pickle",
+    "modeling_own.py": b"raise SystemExit",
+    "README.md": b"---\nlicense: mit\n---\n",
+}
+OLD_FILES = {"config.json": b"{}", "vocab.txt": b"a\n", "pytorch_model.bin": b"a pickle", "tf_model.h5": b"no"}
+REPOSITORIES = {"someone/new": FILES, "someone/old": OLD_FILES, "someone/gated": FILES}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of a hub's interface as a download asks for."""
+
+    requests: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        Hub.requests.append(path)
+        if path.startswith("/api/models/"):
+            self._tell(path.removeprefix("/api/models/").split("/"))
+        else:
+            owner, name, _, _, file = path.strip("/").split("/")
+            self._give(f"{owner}/{name}", file)
+
+    def _tell(self, parts: list[str]) -> None:
+        name = "/".join(parts[:2])
+        asked, revision = parts[2:4] if len(parts) > 3 else ("", "")
+        if name not in REPOSITORIES:
+            self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("", "main", COMMIT):
+            self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif asked == "tree":
+            files = REPOSITORIES[name].items()
+            self._json([dict(type="file", path=path, size=len(held), oid=etag(held)) for path, held in files])
+        else:
+            self._json(dict(id=name, sha=COMMIT, siblings=[dict(rfilename=path) for path in REPOSITORIES[name]]))
+
+    def _give(self, name: str, file: str) -> None:
+        if name == "someone/gated":
+            self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
+            return
+        held = REPOSITORIES[name][file]
+        self._answer(200, held, {"ETag": f'"{etag(held)}"', "X-Repo-Commit": COMMIT})
+
+    def _json(self, value: Any) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def etag(content: bytes) -> str:
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    Hub.requests.clear()
+    yield server
+    close(server)
+    thread.join()
+
+
+def close(server: ThreadingHTTPServer) -> None:
+    server.shutdown()
+    server.server_close()
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_only_what_is_read_is_downloaded(hub: ThreadingHTTPServer) -> None:
+    wanted = {name: content for name, content in FILES.items() if not name.endswith((".bin", ".py"))}
+    assert held(find_checkpoint("someone/new", None)) == wanted
+    assert not any(path.endswith((".bin", ".py")) for path in Hub.requests)
+
+
+def test_pytorch_weights_are_taken_where_there_are_no_others(hub: ThreadingHTTPServer) -> None:
+    wanted = {name: content for name, content in OLD_FILES.items() if name != "tf_model.h5"}
+    assert held(find_checkpoint("someone/old", "main")) == wanted
+
+
+def test_the_cache_answers_when_the_hub_does_not(hub: ThreadingHTTPServer) -> None:
+    first = find_checkpoint("someone/new", COMMIT)
+    close(hub)
+    assert find_checkpoint("someone/new", COMMIT) == first
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "said"),
+    [
+        ("someone/gated", None, "is gated: accept its terms"),
+        ("someone/nobody", None, "no public checkpoint of that name"),
+        ("someone/new", "v9", "has no revision v9"),
+    ],
+)
+def test_what_a_hub_refuses_is_said(hub: ThreadingHTTPServer, name: str, revision: str | None, said: str) -> None:
+    with pytest.raises(SourceError, match=said):
+        find_checkpoint(name, revision)
+
+
+def test_a_hub_that_cannot_be_reached_is_said(hub: ThreadingHTTPServer) -> None:
+    close(hub)
+    with pytest.raises(SourceError, match=r"someone/new is no directory here, .* the hub gives no answer"):
+        find_checkpoint("someone/new", None)
