@@ -53,7 +53,8 @@ def scores_of(outputs: NDArray[np.float32], scores: Scores) -> NDArray[np.float6
     if scores == "none":
         return values
     if scores == "sigmoid":
-        return 1.0 / (1.0 + np.exp(-values))
+        with np.errstate(over="ignore"):  # what is far below zero scores 0
+            return 1.0 / (1.0 + np.exp(-values))
     raised = np.exp(values - values.max(axis=1, keepdims=True))
     return np.asarray(raised / raised.sum(axis=1, keepdims=True))
 

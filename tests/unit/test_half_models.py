@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import HeadConfig, Scores
 from antiphon.service.errors import InvalidArgument, Unsupported
+from antiphon.service.readout import scores_of
 from antiphon.service.request import FinishReason, Pooling, Request, SamplingParams, Task
 from tests.fakes import EOS_ID, FIRST_WORD_ID, request_of, source_of
 from tests.parity.transformers_reference import Reference, generate
@@ -258,3 +259,9 @@ def test_what_a_decoder_cannot_do_is_refused_by_name(loop: asyncio.AbstractEvent
     bench = Bench(loop, has_encoder=False)
     with pytest.raises(Unsupported, match="this model is a decoder alone and encodes nothing"):
         bench.ask(reading("a", Task.EMBED, ()))
+
+
+@pytest.mark.parametrize(("scores", "expected"), [("sigmoid", [0.0, 0.5, 1.0]), ("softmax", [0.0, 0.0, 1.0])])
+def test_scores_of_far_outputs_are_no_overflow(scores: Scores, expected: list[float]) -> None:
+    found = scores_of(np.array([[-2000.0, 0.0, 2000.0]], np.float32), scores)
+    np.testing.assert_array_equal(found, [expected])
