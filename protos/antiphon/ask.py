@@ -6,7 +6,6 @@ A client; loads no model. What is asked of the server, and how an answer reads, 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import json
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 
 from antiphon.client import DEFAULT_TARGET, AsyncClient, ServerError
+from antiphon.interrupt import run_interruptible
 from antiphon.lines import (
     EXIT_SOME_FAILED,
     EXIT_USER_ERROR,
@@ -68,7 +68,7 @@ def run_command(arguments: argparse.Namespace, command: Command) -> int:
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
     try:
-        return asyncio.run(_run(arguments, command))
+        return run_interruptible(_run(arguments, command))
     except Stopped as stopped:
         print(f"antiphon {command.name}: {stopped}", file=sys.stderr)
         return EXIT_USER_ERROR

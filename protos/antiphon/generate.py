@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import json
 import sys
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 import grpc
 
 from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
+from antiphon.interrupt import run_interruptible
 from antiphon.lines import (
     EXIT_SOME_FAILED,
     EXIT_USER_ERROR,
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
     try:
-        return asyncio.run(_run(arguments, read_option_flags(arguments)))
+        return run_interruptible(_run(arguments, read_option_flags(arguments)))
     except Stopped as stopped:
         print(f"antiphon generate: {stopped}", file=sys.stderr)
         return EXIT_USER_ERROR
