@@ -18,17 +18,13 @@ import grpc
 from antiphon.client import DEFAULT_TARGET, AsyncClient, ServerError
 from antiphon.interrupt import run_interruptible
 from antiphon.lines import (
-    EXIT_SOME_FAILED,
     EXIT_USER_ERROR,
-    STDIN,
     Line,
     Stopped,
-    lines_of,
+    answer_lines,
     one_line,
     positive,
 )
-from antiphon.ordered import ordered_map
-from antiphon.progress import Progress, remaining_bytes
 
 # No other line will fare better.
 _HOPELESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
@@ -99,20 +95,10 @@ async def _answer_lines(client: AsyncClient, arguments: argparse.Namespace, comm
     async def answer(line: Line) -> _Answer:
         return await _answer(client, arguments, command, line)
 
-    progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
-    num_failed = 0
-    try:
-        async for answered in ordered_map(lines_of(STDIN), answer, concurrency=arguments.concurrency):
-            if sys.stdout.isatty() or answered.problem is not None:
-                progress.clear()
-            if answered.problem is not None:
-                num_failed += 1
-                print(f"antiphon {command.name}: line {answered.line.number}: {answered.problem}", file=sys.stderr)
-            print(answered.printed, flush=True)
-            progress.advance(len(answered.line.raw) + 1)
-    finally:
-        progress.finish()
-    return EXIT_SOME_FAILED if num_failed else 0
+    def write(answered: _Answer) -> None:
+        print(answered.printed, flush=True)
+
+    return await answer_lines(command.name, answer, write, concurrency=arguments.concurrency)
 
 
 async def _answer(client: AsyncClient, arguments: argparse.Namespace, command: Command, line: Line) -> _Answer:

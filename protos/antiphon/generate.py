@@ -14,18 +14,14 @@ import grpc
 from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
 from antiphon.interrupt import run_interruptible
 from antiphon.lines import (
-    EXIT_SOME_FAILED,
     EXIT_USER_ERROR,
-    STDIN,
     Line,
     Stopped,
-    lines_of,
+    answer_lines,
     one_line,
     positive,
 )
 from antiphon.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
-from antiphon.ordered import ordered_map
-from antiphon.progress import Progress, remaining_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,20 +105,10 @@ async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, o
     async def answer(line: Line) -> Answer:
         return await _answer(client, arguments.target, options, line)
 
-    progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
-    num_failed = 0
-    try:
-        async for answered in ordered_map(lines_of(STDIN), answer, concurrency=arguments.concurrency):
-            if sys.stdout.isatty() or answered.problem is not None:
-                progress.clear()
-            if answered.problem is not None:
-                num_failed += 1
-                print(f"antiphon generate: line {answered.line.number}: {answered.problem}", file=sys.stderr)
-            _print_lines(answered.outputs, options, is_json=arguments.json)
-            progress.advance(len(answered.line.raw) + 1)
-    finally:
-        progress.finish()
-    return EXIT_SOME_FAILED if num_failed else 0
+    def write(answered: Answer) -> None:
+        _print_lines(answered.outputs, options, is_json=arguments.json)
+
+    return await answer_lines("generate", answer, write, concurrency=arguments.concurrency)
 
 
 async def _answer(client: AsyncClient, target: str, options: Options, line: Line) -> Answer:

@@ -1,4 +1,4 @@
-"""Lines of standard input for commands that answer each with one line of output, and what ends such a command."""
+"""Lines of standard input for commands that answer each of them in order, and what ends such a command."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import os
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from antiphon.ordered import ordered_map
+from antiphon.progress import Progress, remaining_bytes
 
 EXIT_SOME_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -28,6 +33,44 @@ class Line:
 
 class Stopped(Exception):
     """No further line can succeed; the message says why."""
+
+
+class Answered(Protocol):
+    """What a line came to, as far as all commands have it."""
+
+    @property
+    def line(self) -> Line:
+        """Which line."""
+
+    @property
+    def problem(self) -> str | None:
+        """What went wrong with it; None where nothing did."""
+
+
+A = TypeVar("A", bound=Answered)
+
+
+async def answer_lines(
+    command: str, answer: Callable[[Line], Awaitable[A]], write: Callable[[A], None], *, concurrency: int
+) -> int:
+    """Answer the lines of standard input, so many at once, and write the answers in order; returns the exit code.
+
+    A line's problem goes to standard error, named by its number. Raises what `answer` does.
+    """
+    progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
+    num_failed = 0
+    try:
+        async for answered in ordered_map(lines_of(STDIN), answer, concurrency=concurrency):
+            if sys.stdout.isatty() or answered.problem is not None:
+                progress.clear()
+            if answered.problem is not None:
+                num_failed += 1
+                print(f"antiphon {command}: line {answered.line.number}: {answered.problem}", file=sys.stderr)
+            write(answered)
+            progress.advance(len(answered.line.raw) + 1)
+    finally:
+        progress.finish()
+    return EXIT_SOME_FAILED if num_failed else 0
 
 
 async def lines_of(descriptor: int) -> AsyncIterator[Line]:
