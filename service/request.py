@@ -42,6 +42,13 @@ class EarlyStopping(enum.Enum):
     NEVER = "never"  # no live beam could score better even at its best length
 
 
+class Priority(enum.Enum):
+    """Who goes first while requests wait."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class Task(enum.Enum):
     """What is to be done with a source."""
 
@@ -152,6 +159,7 @@ class Request:
     target_ids: of a SCORE, the tokens to judge, end token included. pooling, normalize: of an EMBED.
     type_ids: token types of the source; empty where all are 0.
     picks: source positions whose states a head reads. num_fillings: of a FILL_MASK, tokens to propose for each.
+    client: who asks, as `caller.py` names it: those who wait share by it. priority: who goes first.
     """
 
     request_id: str
@@ -171,6 +179,8 @@ class Request:
     type_ids: tuple[int, ...] = ()
     picks: tuple[int, ...] = ()
     num_fillings: int = 0
+    client: str = ""
+    priority: Priority = Priority.INTERACTIVE
 
     @property
     def has_target(self) -> bool:

@@ -21,6 +21,7 @@ from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.attention_maps import Explains, explain_response
+from antiphon.service.caller import caller_of
 from antiphon.service.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.engine import Engine
 from antiphon.service.errors import InvalidArgument, Unsupported
@@ -30,7 +31,7 @@ from antiphon.service.model_defaults import NO_DEFAULTS
 from antiphon.service.options import as_option, read_options
 from antiphon.service.pacing import Pacing
 from antiphon.service.ranges import check_vocabulary
-from antiphon.service.request import Pooling, Readout, Request, SamplingParams, Task, TokenEvent, head_of
+from antiphon.service.request import Pooling, Priority, Readout, Request, SamplingParams, Task, TokenEvent, head_of
 from antiphon.service.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 
@@ -50,6 +51,11 @@ _CLASSIFYING = {
     pb.TASK_UNSPECIFIED: Task.CLASSIFY,
     pb.TASK_CLASSIFY: Task.CLASSIFY,
     pb.TASK_NEXT_SENTENCE: Task.NEXT_SENTENCE,
+}
+_PRIORITIES = {
+    pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    pb.PRIORITY_BATCH: Priority.BATCH,
 }
 _ALONE = {"encoder": "an encoder alone", "decoder": "a decoder alone"}
 DEFAULT_FILLINGS = 5
@@ -109,7 +115,7 @@ class InferenceServicer:
     async def score(self, message: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
         """Return the log-probability of each token of a given target."""
         self._engine.check_ability(Task.SCORE)
-        arrival = self._arrival(context)
+        arrival = self._arrival(message, context)
         languages = languages_of(self._model.text, message)
         request = Request(
             **arrival,
@@ -133,7 +139,7 @@ class InferenceServicer:
         if pooling is None:
             raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
         self._engine.check_ability(Task.EMBED, pooling)
-        arrival = self._arrival(context)
+        arrival = self._arrival(message, context)
         source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
         picks = (0,) if pooling is Pooling.MODEL else ()
         asked = dict(task=Task.EMBED, picks=picks, pooling=pooling, normalize=message.normalize)
@@ -148,7 +154,7 @@ class InferenceServicer:
         self._engine.check_ability(task)
         if task is Task.NEXT_SENTENCE and not message.HasField("text_pair"):
             raise InvalidArgument("text_pair", None, "set where task is TASK_NEXT_SENTENCE")
-        arrival = self._arrival(context)
+        arrival = self._arrival(message, context)
         source = await self._inputs.source(message)
         readout, about = await self._read(message, source, arrival | dict(task=task, picks=(0,)))
         return pb.ClassifyResponse(labels=label_scores(readout, self._labels(task), message.top_k), **about)
@@ -156,7 +162,7 @@ class InferenceServicer:
     async def tag(self, message: pb.TagRequest, context: _Context) -> pb.TagResponse:
         """Return the label of every token of a text, and the spans they form."""
         self._engine.check_ability(Task.TAG)
-        arrival = self._arrival(context)
+        arrival = self._arrival(message, context)
         source = await self._inputs.text_source(message.text)
         picks = tuple(range(source.first, source.first + len(source.offsets)))
         readout, about = await self._read(message, source, arrival | dict(task=Task.TAG, picks=picks))
@@ -169,7 +175,7 @@ class InferenceServicer:
         self._engine.check_ability(Task.FILL_MASK)
         if message.top_k > MAX_FILLINGS:
             raise InvalidArgument("top_k", message.top_k, f"0 to {MAX_FILLINGS}")
-        arrival = self._arrival(context)
+        arrival = self._arrival(message, context)
         source = await self._inputs.source(message)
         mask_id = self._model.text.mask_id
         picks = tuple(position for position, token_id in enumerate(source.ids) if token_id == mask_id)
@@ -215,7 +221,7 @@ class InferenceServicer:
 
     async def _generation(self, message: _GenerateRequest, context: _Context) -> tuple[Request, Wording]:
         self._engine.check_ability(Task.GENERATE)
-        arrival = self._arrival(context)
+        arrival = self._arrival(message, context)
         languages = languages_of(self._model.text, message)
         controls = read_options(message.options, self._model.config.vocab_size, self._model.generation)
         prefix_ids = await self._inputs.prefix_ids(controls, languages)
@@ -254,13 +260,22 @@ class InferenceServicer:
     def _labels(self, task: Task) -> tuple[str, ...]:
         return next(head.labels for head in self._model.config.heads if head.task == head_of(task))
 
-    def _arrival(self, context: _Context) -> dict[str, Any]:
-        """A Request's id, arrival and deadline; to be taken before anything is tokenised."""
+    def _arrival(self, message: Asked | pb.ExplainRequest, context: _Context) -> dict[str, Any]:
+        """Whose request this is, its id, arrival and deadline; to be taken before anything is tokenised."""
+        priority = _PRIORITIES.get(message.priority)
+        if priority is None:
+            raise InvalidArgument("priority", message.priority, "PRIORITY_INTERACTIVE or PRIORITY_BATCH")
         arrival_s = self._engine.clock()
         # None without a deadline, which the published types leave out.
         remaining_s = cast("float | None", context.time_remaining())
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
-        return {"request_id": str(next(self._ids)), "arrival_s": arrival_s, "deadline_s": deadline_s}
+        return {
+            "request_id": str(next(self._ids)),
+            "arrival_s": arrival_s,
+            "deadline_s": deadline_s,
+            "client": caller_of(context),
+            "priority": priority,
+        }
 
     def _submit(self, message: Asked, request: Request) -> OutputStream:
         stream = OutputStream(request.request_id, coalesce_s=self._pacing.window_s)
@@ -287,7 +302,7 @@ class InferenceServicer:
         # One token less than the model could: a map has a row for the begin token too.
         params = SamplingParams(max_new_tokens=max(1, self._model.description.limits.max_target_len - 1))
         request = Request(
-            **self._arrival(context),
+            **self._arrival(message, context),
             source_ids=source_ids,
             begin_id=languages.begin_id,
             params=languages.params(params, ()),
