@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from antiphon.service.admission import admit, check_ability, limits_of
+from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
-from antiphon.service.request import Pooling, Request, Task
+from antiphon.service.request import ANSWERED, Pooling, Request, Task
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import EncodeReport, Runner
 from antiphon.service.scheduler import SchedulerLimits
@@ -60,7 +60,7 @@ class Engine:
         self._admission = limits_of(runner, max_num_seqs)
         self._queue = _queue(config)
         self._live: dict[str, SequenceGroup] = {}
-        self._cancelled: deque[str] = deque()
+        self._cancellations = Cancellations()
         self._metrics = metrics
         self._clock = clock
         parts = StepParts(
@@ -71,6 +71,7 @@ class Engine:
             metrics=metrics,
             live=self._live,
             clock=clock,
+            cancellations=self._cancellations,
         )
         self._stepper: Stepper | None = Stepper(parts)
         self._wake = threading.Condition()
@@ -136,12 +137,19 @@ class Engine:
             self._metrics.refused(error.reason)
             raise
 
-    def cancel(self, request_id: str) -> None:
-        """End a request within one step; unknown and finished ids are ignored."""
-        if request_id in self._live:
-            with self._wake:
-                self._cancelled.append(request_id)
-                self._wake.notify()
+    def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
+        """End a request within one step; False where it is unknown or has ended."""
+        if request_id not in self._live:
+            return False
+        with self._wake:
+            self._cancellations.put(request_id, cause)
+            self._wake.notify()
+        return True
+
+    def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
+        """Cancel an accepted request; one that was answered already is counted as given up on the answer's way."""
+        if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
+            self._metrics.left_unread(cause)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those accepted, then stop; what is left after the timeout ends at once.
@@ -197,7 +205,7 @@ class Engine:
         assert stepper is not None
         try:
             while self._await_work(stepper):
-                stepper.step(self._take_cancelled())
+                stepper.step()
         except Exception:
             log.exception("the engine stopped on a fault of its own")
             end = _failed
@@ -209,15 +217,11 @@ class Engine:
     def _await_work(self, stepper: Stepper) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
         with self._wake:
-            while not (self._is_stopping or self._cancelled or stepper.has_work):
+            while not (self._is_stopping or stepper.has_work):
                 if self._is_draining:
                     return False
                 self._wake.wait()
             return not self._is_stopping
-
-    def _take_cancelled(self) -> list[str]:
-        # popleft, not a swap: cancel may append meanwhile.
-        return [self._cancelled.popleft() for _ in range(len(self._cancelled))]
 
 
 def _shutting_down() -> AntiphonError:

@@ -57,8 +57,15 @@ class MetricFamilies:
         )
         self.request_errors = self._counter("request_errors", "Requests ended by a fault or a shutdown.", "stage")
         self.requests_refused = self._counter("requests_refused", "Requests refused at submit.", "reason")
-        self.cancellations = self._counter("cancellations", "Requests cancelled by the client.", "stage")
-        self.deadline_misses = self._counter("deadline_misses", "Requests whose deadline passed.", "stage")
+        self.cancellations = self._counter(
+            "cancellations",
+            "Requests given up, by why and where: waiting, encoding, running; streaming: answered, but not read.",
+            "stage",
+            "cause",
+        )
+        self.deadline_misses = self._counter(
+            "deadline_misses", "Requests whose deadline passed: at submit, or in a stage of cancellations.", "stage"
+        )
 
     def _latencies(self) -> None:
         self.time_to_first_token = self._histogram(

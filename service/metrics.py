@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter
 
+from antiphon.service.cancellation import CancelCause
 from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.request import FinishReason, Timing
+from antiphon.service.request import ANSWERED, FinishReason, Timing
 from antiphon.service.runner import EncodeReport
 
 
@@ -23,9 +24,6 @@ class CacheUse:
     num_cross: int
     num_free: int
     block_bytes: int
-
-
-_ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
 
 
 class Metrics:
@@ -86,22 +84,29 @@ class Metrics:
         if num_repeated:
             self._inter_token_latency.observe(gap_s, num_repeated)
 
-    def finished(self, reason: FinishReason, stage: str, timing: Timing) -> None:
-        """Note a request's end, in the stage (waiting or running) where it came."""
+    def finished(self, reason: FinishReason, stage: str, timing: Timing, *, cause: CancelCause | None = None) -> None:
+        """Note a request's end, in the stage (waiting, encoding or running) where it came; cause: if cancelled, why."""
         families = self._families
-        if reason in _ANSWERED:
+        if reason in ANSWERED:
             self._count(families.request_success, reason.value)
             self._e2e_latency.observe(timing.total_s)
         elif reason is FinishReason.CANCELLED:
-            self._count(families.cancellations, stage)
+            self._count(families.cancellations, stage, (cause or CancelCause.CLIENT).value)
         elif reason is FinishReason.DEADLINE:
             self.deadline_missed(stage)
         else:
             self._count(families.request_errors, stage)
 
     def deadline_missed(self, stage: str) -> None:
-        """Count a deadline that passed at submit, while waiting or while running."""
+        """Count a deadline that passed at submit, or in a stage of `finished` or `left_unread`."""
         self._count(self._families.deadline_misses, stage)
+
+    def left_unread(self, cause: CancelCause) -> None:
+        """Count a request that the engine had finished, and whose answer was not read to its end."""
+        if cause is CancelCause.DEADLINE:
+            self.deadline_missed("streaming")
+        else:
+            self._count(self._families.cancellations, "streaming", cause.value)
 
     def occupied(self, num_running: int, cache: CacheUse) -> None:
         """Note how many sequences run and what the cache holds."""
@@ -113,9 +118,9 @@ class Metrics:
             blocks.set(num_blocks)
             num_bytes.set(num_blocks * cache.block_bytes)
 
-    def _count(self, family: Counter, label: str) -> None:
+    def _count(self, family: Counter, *labels: str) -> None:
         if not self._is_removed:  # the family would make the label set anew
-            family.labels(self._name, label).inc()
+            family.labels(self._name, *labels).inc()
 
     def _note_workspace(self, report: EncodeReport) -> None:
         measured, predicted = report.peak_workspace_bytes, report.predicted_fused_bytes

@@ -34,6 +34,10 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the engine failed; the stream ends with INTERNAL
 
 
+ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
+"""Ends that are answers, whole or as far as was asked."""
+
+
 class EarlyStopping(enum.Enum):
     """When a beam search ends; the values are those of transformers' `early_stopping`."""
 

@@ -9,15 +9,17 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from antiphon.service.cancellation import CancelCause
 from antiphon.service.logit_edits import LogitEdits
 from antiphon.service.request import Request, StopMatcher, Task, Timing
 from antiphon.service.stream import OutputStream, TokenSink
 
 
 class SequenceState(enum.Enum):
-    """Where a group is on its way; it only moves forward."""
+    """Where a group is on its way: the stages of metrics."""
 
     WAITING = "waiting"
+    ENCODING = "encoding"  # it has its blocks; its source is being encoded
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -69,6 +71,7 @@ class SequenceGroup:
     blocks: every block it still holds.
     source_len: tokens to encode, end token included; 0 for a decoder alone.
     num_generated: target tokens produced for its finished outputs.
+    cancel_cause: why it was given up, if it was.
     """
 
     request: Request
@@ -85,6 +88,7 @@ class SequenceGroup:
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_generated: int = 0
+    cancel_cause: CancelCause | None = None
     source_len: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ from antiphon.service.model_defaults import NO_DEFAULTS
 from antiphon.service.options import as_option, read_options
 from antiphon.service.pacing import Pacing
 from antiphon.service.ranges import check_vocabulary
+from antiphon.service.reading import reading
 from antiphon.service.request import Pooling, Priority, Readout, Request, SamplingParams, Task, TokenEvent, head_of
 from antiphon.service.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
@@ -98,14 +99,11 @@ class InferenceServicer:
         request, wording = await self._generation(message, context)
         answer = Answer(request, wording)
         stream = self._submit(message, request)
-        try:
-            with self._pacing.stream():
-                async for event in stream:
-                    response = answer.delta(event)
-                    if response is not None:
-                        await context.write(response)
-        finally:
-            self._engine.cancel(request.request_id)
+        with self._pacing.stream(), reading(self._engine, request, stream):
+            async for event in stream:
+                response = answer.delta(event)
+                if response is not None:
+                    await context.write(response)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: _Context) -> pb.GenerateUnaryResponse:
         """Return the outputs whole."""
@@ -287,10 +285,8 @@ class InferenceServicer:
 
     async def _collect(self, message: Asked, request: Request) -> Sequence[TokenEvent]:
         stream = self._submit(message, request)
-        try:
+        with reading(self._engine, request, stream):
             return await stream.collect()
-        finally:
-            self._engine.cancel(request.request_id)
 
     async def _greedy_answer(
         self,

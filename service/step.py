@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from antiphon.service.beam_rows import BeamRows
+from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.commit import Ended, commit
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.service.kv_cache import BlockPool, blocks_for
@@ -36,7 +37,10 @@ Told = tuple[tuple[TokenSink, ...], list[Item]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What a stepper works with. `live` holds every group without its last event, by request id."""
+    """What a stepper works with. `live` holds every group without its last event, by request id.
+
+    cancellations: those of the requests in `live` that are to be ended first.
+    """
 
     runner: Runner
     queue: RequestQueue
@@ -45,6 +49,7 @@ class StepParts:
     metrics: Metrics
     live: dict[str, SequenceGroup]
     clock: Callable[[], float]
+    cancellations: Cancellations = field(default_factory=Cancellations)
 
 
 class Stepper:
@@ -58,11 +63,11 @@ class Stepper:
         self._metrics = parts.metrics
         self._live = parts.live
         self._clock = parts.clock
+        self._cancellations = parts.cancellations
         self._rows = _empty_rows(parts)
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
-        self._lost: list[str] = []
         self._last_decode_s = 0.0
         self._num_running = 0
         self._num_cross_blocks = 0
@@ -78,11 +83,11 @@ class Stepper:
     @property
     def has_work(self) -> bool:
         """Whether a step now would do anything without a new command."""
-        return bool(self._rows) or bool(self._queue) or bool(self._lost)
+        return bool(self._rows) or bool(self._queue) or bool(self._cancellations)
 
-    def step(self, cancelled: Iterable[str] = ()) -> None:
-        """Run one step; `cancelled` are request ids to end first, unknown ones ignored."""
-        self._drop_cancelled(cancelled)
+    def step(self) -> None:
+        """Run one step."""
+        self._drop_cancelled()
         self._drop_expired()
         num_before = len(self._rows)
         self._admit()
@@ -98,24 +103,46 @@ class Stepper:
         self._report_occupancy()
         self._publish((), [])
 
-    def _drop_cancelled(self, cancelled: Iterable[str]) -> None:
-        lost, self._lost = self._lost, []
-        for request_id in (*cancelled, *lost):
-            group = self._live.get(request_id)
-            if group is not None:
-                self._fail_group(group, FinishReason.CANCELLED)
+    def _drop_cancelled(self) -> None:
+        for request_id, cause in self._cancellations.take():
+            if (group := self._live.get(request_id)) is not None:
+                self._cancel(group, cause)
 
     def _drop_expired(self) -> None:
         now_s = self._clock()
-        for group in (*self._queue.expired(now_s), *self._rows.expired(now_s)):
+        self._expire((*self._queue.expired(now_s), *self._rows.expired(now_s)), now_s)
+
+    def _drop_encoded(self, groups: Iterable[SequenceGroup]) -> None:
+        """End those whose client or time went while they were encoded, before anything is decoded for them."""
+        for request_id, cause in self._cancellations.take():
+            group = self._live.get(request_id)
+            if group is not None and group.state is SequenceState.ENCODING:
+                self._cancel(group, cause)
+            else:  # this step counts on the rows that there are
+                self._cancellations.put(request_id, cause)
+        now_s = self._clock()
+        self._expire((group for group in groups if group.expires_s <= now_s), now_s)
+
+    def _expire(self, groups: Iterable[SequenceGroup], now_s: float) -> None:
+        for group in groups:
             deadline_s = group.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
-                error = DeadlineExceeded("the deadline passed before the answer")
-                self._fail_group(group, FinishReason.DEADLINE, error)
+                self._miss_deadline(group)
             elif group.is_beam_search and group.state is SequenceState.RUNNING:
                 self._end_search(group, FinishReason.TIME_LIMIT)
             else:
                 self._close(group, FinishReason.TIME_LIMIT, time_limit_events(group))
+
+    def _cancel(self, group: SequenceGroup, cause: CancelCause) -> None:
+        if cause is CancelCause.DEADLINE:
+            self._miss_deadline(group)
+        else:
+            group.cancel_cause = cause
+            self._fail_group(group, FinishReason.CANCELLED)
+
+    def _miss_deadline(self, group: SequenceGroup) -> None:
+        error = DeadlineExceeded("the deadline passed before the answer")
+        self._fail_group(group, FinishReason.DEADLINE, error)
 
     def _admit(self) -> None:
         if not self._queue or len(self._rows) == self._limits.max_num_seqs:
@@ -160,14 +187,19 @@ class Stepper:
                 self._encode((group,))
             return
         self._metrics.encoded(report, sum(map(len, sources)))
+        self._drop_encoded(groups)
         self._append(groups)
         for group in groups:
             if group.request_id in found:
                 self._end_read(group, found[group.request_id])
 
     def _append(self, groups: Iterable[SequenceGroup]) -> None:
-        self._rows.append((one for group in groups for one in group.sequences), self._runner.bos_id)
-        for group in groups:
+        """Give rows to those that have not ended meanwhile."""
+        joining = [group for group in groups if group.state is not SequenceState.FINISHED]
+        for group in joining:
+            group.state = SequenceState.RUNNING
+        self._rows.append((one for group in joining for one in group.sequences), self._runner.bos_id)
+        for group in joining:
             if group.is_beam_search:
                 self._beams.add(group)
 
@@ -183,7 +215,7 @@ class Stepper:
         group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
         group.sequences = tuple(self._sequence(group, index) for index in range(group.num_rows))
         group.blocks = {*group.cross_block_table}.union(*(one.self_block_table for one in group.sequences))
-        group.state = SequenceState.RUNNING
+        group.state = SequenceState.ENCODING
         group.admitted_s = now_s
         self._num_running += 1
         self._num_cross_blocks += group.num_cross_blocks
@@ -293,14 +325,15 @@ class Stepper:
             return
         stage = group.state
         group.state = SequenceState.FINISHED
+        group.stream.end_reason = reason
         self._release(group)
-        if stage is SequenceState.RUNNING:
+        if stage is not SequenceState.WAITING:
             self._num_running -= 1
             self._num_cross_blocks -= group.num_cross_blocks
         del self._live[group.request_id]
         timing = group.timing(self._clock())
         self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
-        self._metrics.finished(reason, stage.value, timing)
+        self._metrics.finished(reason, stage.value, timing, cause=group.cancel_cause)
 
     def _release(self, group: SequenceGroup) -> None:
         self._queue.remove(group.request_id)
@@ -344,8 +377,8 @@ class Stepper:
     def _publish(self, sinks: tuple[TokenSink, ...], items: list[Item]) -> None:
         finals, self._finals = self._finals, []
         if items or finals:
-            lost = self._publisher.publish(sinks, items, finals)
-            self._lost = [sink.request_id for sink in lost]
+            for sink in self._publisher.publish(sinks, items, finals):
+                self._cancellations.put(sink.request_id, CancelCause.LOST_LOOP)
 
 
 def _empty_rows(parts: StepParts) -> RunningRows:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Protocol
 
-from antiphon.service.request import TokenEvent, TokenLogprob
+from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
 
 Item = int | TokenLogprob
 """A new token: its id, and where log-probabilities are asked for, those too."""
@@ -39,6 +39,8 @@ class OutputStream:
 
     Iterating yields, of each output, at most one message per `coalesce_s` seconds; first tokens and terminal events at
     once. Unread tokens are kept, at most as many as the request may generate.
+
+    end_reason: how the engine ended the request; set by its thread, before the end is read.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class OutputStream:
             raise ValueError(f"coalesce_s is {coalesce_s}; it must be 0 or more")
         self.request_id = request_id
         self.loop = loop or asyncio.get_running_loop()
+        self.end_reason: FinishReason | None = None
         self._coalesce_s = coalesce_s
         self._pending: dict[int, list[Item]] = {0: []}
         self._first = self._pending[0]

@@ -23,6 +23,7 @@ from antiphon.model.bundle import Bundle, Precision
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.export import export_bundle
 from antiphon.service.admission import admit, limits_of
+from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
@@ -73,6 +74,7 @@ class Crowd:
         self.loop = loop
         self.live: dict[str, SequenceGroup] = {}
         self.groups: dict[str, SequenceGroup] = {}
+        self.cancellations = Cancellations()
         self.watcher = Watcher(runner)
         self.pool = BlockPool(runner.num_blocks, runner.block_size)
         self.queue = RequestQueue(QueueLimits(max_requests=1000, max_source_tokens=100_000))
@@ -86,6 +88,7 @@ class Crowd:
                 metrics=Metrics(MetricFamilies(CollectorRegistry()), "fake"),
                 live=self.live,
                 clock=FakeClock(),
+                cancellations=self.cancellations,
             )
         )
 
@@ -95,7 +98,9 @@ class Crowd:
         self.live[request.request_id] = self.groups[request.request_id] = group
 
     def step(self, *cancelled: str) -> None:
-        self.stepper.step(cancelled)
+        for request_id in cancelled:
+            self.cancellations.put(request_id, CancelCause.CLIENT)
+        self.stepper.step()
         assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
 
     def finish(self) -> None:

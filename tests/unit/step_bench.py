@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.admission import admit, limits_of
+from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
@@ -51,6 +52,7 @@ class Bench:
             heads=heads,
         )
         self.clock = FakeClock()
+        self.cancellations = Cancellations()
         self.pool = BlockPool(self.runner.num_blocks, BLOCK_SIZE)
         self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
         self.live: dict[str, SequenceGroup] = {}
@@ -65,6 +67,7 @@ class Bench:
                 metrics=Metrics(MetricFamilies(self.registry), "fake"),
                 live=self.live,
                 clock=self.clock,
+                cancellations=self.cancellations,
             )
         )
 
@@ -92,7 +95,9 @@ class Bench:
         return group
 
     def step(self, *cancelled: str) -> None:
-        self.stepper.step(cancelled)
+        for request_id in cancelled:
+            self.cancellations.put(request_id, CancelCause.CLIENT)
+        self.stepper.step()
         self.check()
 
     def finish(self) -> None:

@@ -151,7 +151,7 @@ async def test_engine_frees_blocks_of_a_running_request_within_one_step_when_can
     assert events[-1].finish_reason is FinishReason.CANCELLED
     assert tokens_of(events) == bench.runner.answer(source_of(target_len=20))[0][: events[-1].num_generated]
     assert tokens_of(await read(kept)) == bench.runner.answer(source_of(target_len=3))[0]
-    assert bench.sample("cancellations_total", stage="running") == 1
+    assert bench.sample("cancellations_total", stage="running", cause="client") == 1
 
 
 async def test_engine_ends_a_waiting_request_when_cancelled(bench: Bench, gate: Gate) -> None:
@@ -166,7 +166,7 @@ async def test_engine_ends_a_waiting_request_when_cancelled(bench: Bench, gate: 
     for stream in running:
         await read(stream)
     assert len(bench.runner.encoded) <= 4
-    assert bench.sample("cancellations_total", stage="waiting") == 1
+    assert bench.sample("cancellations_total", stage="waiting", cause="client") == 1
 
 
 async def test_engine_ignores_cancel_of_an_unknown_or_finished_request(bench: Bench) -> None:
@@ -350,4 +350,4 @@ async def test_engine_cancels_requests_whose_event_loop_is_gone(bench: Bench) ->
     gate.open()
     events = await read(bench.submit("next", source_of(target_len=31)))
     assert events[-1].finish_reason is FinishReason.LENGTH or events[-1].finish_reason is FinishReason.STOP
-    assert bench.sample("cancellations_total", stage="running") == 1
+    assert bench.sample("cancellations_total", stage="running", cause="lost_loop") == 1

@@ -79,7 +79,7 @@ def test_metrics_count_every_end_once(scrape: Scrape, reason: FinishReason) -> N
     scrape.metrics.finished(reason, "running", TIMING)
     counted = {
         "success": scrape("request_success_total", finished_reason=reason.value),
-        "cancelled": scrape("cancellations_total", stage="running"),
+        "cancelled": scrape("cancellations_total", stage="running", cause="client"),
         "late": scrape("deadline_misses_total", stage="running"),
         "failed": scrape("request_errors_total", stage="running"),
     }

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from antiphon.service.cancellation import CancelCause
 from antiphon.service.errors import DeadlineExceeded, EngineFault, QueueFull
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.request import FinishReason, SamplingParams
@@ -125,7 +126,41 @@ def test_step_never_encodes_a_request_cancelled_while_waiting(bench: Bench) -> N
     assert (event.finish_reason, event.num_generated) == (FinishReason.CANCELLED, 0)
     assert event.timing is not None
     assert event.timing.queued_s is None
-    assert bench.sample("cancellations_total", stage="waiting") == 1
+    assert bench.sample("cancellations_total", stage="waiting", cause="client") == 1
+
+
+def test_step_decodes_nothing_for_requests_given_up_while_they_were_encoded(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=6))
+    bench.step()
+    kept, cancelled = bench.add("kept", source_of(target_len=4)), bench.add("cancelled", source_of(target_len=20))
+    late = bench.add("late", source_of(target_len=20), within_s=1.0)
+
+    def hang_up(sources: object) -> None:
+        for request_id in ("cancelled", "running"):
+            bench.cancellations.put(request_id, CancelCause.CLIENT)
+        bench.clock.advance(1.0)
+
+    bench.runner.before_encode = hang_up
+    bench.step()
+    assert bench.runner.decoded_rows == [1, 2]
+    assert running.state is SequenceState.RUNNING  # its row was in use; it leaves before the next step
+    assert {group.stream.end_reason for group in (cancelled, late)} == {FinishReason.CANCELLED, FinishReason.DEADLINE}
+    assert bench.sample("cancellations_total", stage="encoding", cause="client") == 1
+    assert bench.sample("deadline_misses_total", stage="encoding") == 1
+    bench.runner.before_encode = lambda sources: None
+    bench.finish()
+    assert running.stream.end_reason is FinishReason.CANCELLED
+    assert bench.output(kept).token_ids == expected(bench, kept)[0]
+
+
+def test_step_counts_a_cancellation_by_a_deadline_as_a_deadline_miss(bench: Bench) -> None:
+    group = bench.add("a", source_of(target_len=20), within_s=1.0)
+    bench.step()
+    bench.cancellations.put("a", CancelCause.DEADLINE)
+    bench.step()
+    assert group.stream.end_reason is FinishReason.DEADLINE
+    assert bench.sample("deadline_misses_total", stage="running") == 1
+    assert bench.sample("cancellations_total", stage="running", cause="deadline") is None
 
 
 def test_step_ends_requests_whose_deadline_has_come(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,0 +1,51 @@
+"""An answer on its way to whoever asked: gives the request up where its reader leaves before the end, and says why.
+
+For every face of the server. Knows no message; what is written, and how, is the servicer's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import grpc.aio
+
+from antiphon.service.cancellation import CancelCause
+from antiphon.service.engine import Engine
+from antiphon.service.errors import AntiphonError
+from antiphon.service.request import Request
+from antiphon.service.stream import OutputStream
+
+# A client that gives up at its deadline may be heard before the deadline that it told us: grpc rounds that up to 1 %.
+_ROUNDING = 0.01
+_CLOCKS_APART_S = 0.02
+
+
+@contextlib.contextmanager
+def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[None]:
+    """Read a submitted request's stream and pass it on; an exception that leaves the context gives the request up.
+
+    An AntiphonError does not: it is how the engine ended it.
+    """
+    try:
+        yield
+    except AntiphonError:
+        raise
+    except asyncio.CancelledError:
+        is_late = _has_run_out(request, engine.clock())
+        engine.give_up(stream, CancelCause.DEADLINE if is_late else CancelCause.CLIENT)
+        raise
+    except grpc.aio.BaseError:  # a message could not be sent: the call is over
+        engine.give_up(stream, CancelCause.CLIENT)
+        raise
+    except Exception:
+        engine.give_up(stream, CancelCause.FAULT)
+        raise
+
+
+def _has_run_out(request: Request, now_s: float) -> bool:
+    if request.deadline_s is None:
+        return False
+    early_s = _ROUNDING * (request.deadline_s - request.arrival_s) + _CLOCKS_APART_S
+    return now_s >= request.deadline_s - early_s
