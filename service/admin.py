@@ -18,6 +18,7 @@ from antiphon.service.errors import BadBundle, InvalidArgument
 from antiphon.service.memory import MemoryBudget
 from antiphon.service.model_settings import ModelName, ModelSettings
 from antiphon.service.rpc import Context, InFlight, Method, handlers_of
+from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import admin_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
@@ -65,7 +66,7 @@ class AdminServicer:
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
 
-def build_admin_server(servicer: AdminServicer) -> grpc.aio.Server:
+def build_admin_server(servicer: AdminServicer, telemetry: Telemetry) -> grpc.aio.Server:
     """A gRPC server with the admin service and reflection, bound to no port yet."""
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
     server = grpc.aio.server(options=options)
@@ -74,7 +75,7 @@ def build_admin_server(servicer: AdminServicer) -> grpc.aio.Server:
         "UnloadModel": servicer.unload_model,
         "GetMemory": servicer.get_memory,
     }
-    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight()),))
+    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry)),))
     reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), server)
     return server
 

@@ -123,19 +123,13 @@ class Engine:
         """
         try:
             self._submit(request, stream)
-        except AntiphonError as error:
-            self._metrics.refused(error.reason)
-            if isinstance(error, DeadlineExceeded):
-                self._metrics.deadline_missed("submit")
+        except DeadlineExceeded:
+            self._metrics.deadline_missed("submit")
             raise
 
     def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
-        """Raise Unsupported where the model could never do this, before anything is read for it; counted as refused."""
-        try:
-            check_ability(task, pooling, self._admission)
-        except AntiphonError as error:
-            self._metrics.refused(error.reason)
-            raise
+        """Raise Unsupported where the model could never do this, before anything is read for it."""
+        check_ability(task, pooling, self._admission)
 
     def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
         """End a request within one step; False where it is unknown or has ended."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import grpc
 
+from antiphon.service.call import current_call
 from antiphon.service.models import Models
 from antiphon.service.rpc import Context, InFlight, Method, handlers_of
 from antiphon.service.servicer import InferenceServicer
+from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
@@ -34,9 +36,9 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
 class Calls:
     """The RPCs of the models served, and how many of them are in flight."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, telemetry: Telemetry) -> None:
         self._models = models
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(telemetry)
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
@@ -49,7 +51,10 @@ class Calls:
 
     def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
         async def routed(request: Any, context: Context) -> Any:
-            return await method(self._models.find(request.model).servicer, request, context)
+            served = self._models.find(request.model)
+            if (call := current_call()) is not None:
+                call.routed(served.name, served.metrics)
+            return await method(served.servicer, request, context)
 
         return routed
 

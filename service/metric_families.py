@@ -1,7 +1,7 @@
 """Every metric's name, meaning and buckets, once. Meanings follow vLLM's where it has the metric.
 
-Every family has the label model_name, as vLLM's have: what one model's engine reports goes through its own view
-(`metrics.py`), and goes away with it. Refuses labels that grow with traffic.
+What is of one model has the label model_name, as vLLM's families have: what its engine reports goes through its own
+view (`metrics.py`), and goes away with it. Refuses labels that grow with traffic.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class MetricFamilies:
         self._registry = registry
         self._all: list[Counter | Gauge | Histogram | CountedHistogram] = []
         self._requests()
+        self._rpcs()
         self._latencies()
         self._steps()
         self._cache()
@@ -56,7 +57,9 @@ class MetricFamilies:
             "request_success", "Requests answered in full, by how the output ended.", "finished_reason"
         )
         self.request_errors = self._counter("request_errors", "Requests ended by a fault or a shutdown.", "stage")
-        self.requests_refused = self._counter("requests_refused", "Requests refused at submit.", "reason")
+        self.requests_refused = self._counter(
+            "requests_refused", "RPCs refused, by ErrorInfo reason; model_name is empty where none was found.", "reason"
+        )
         self.cancellations = self._counter(
             "cancellations",
             "Requests given up, by why and where: waiting, encoding, running; streaming: answered, but not read.",
@@ -65,6 +68,14 @@ class MetricFamilies:
         )
         self.deadline_misses = self._counter(
             "deadline_misses", "Requests whose deadline passed: at submit, or in a stage of cancellations.", "stage"
+        )
+
+    def _rpcs(self) -> None:
+        self.rpcs_handled = Counter(
+            f"{PREFIX}grpc_server_handled",
+            "RPCs that are over, by full method and status code.",
+            ("method", "code"),
+            registry=self._registry,
         )
 
     def _latencies(self) -> None:

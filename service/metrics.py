@@ -26,6 +26,25 @@ class CacheUse:
     block_bytes: int
 
 
+class RpcMetrics:
+    """The metrics of RPCs, whatever model they name. For the event loop."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._handled: dict[tuple[str, str], Counter] = {}
+
+    def handled(self, method: str, code: str) -> None:
+        """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
+        child = self._handled.get((method, code))
+        if child is None:
+            child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
+        child.inc()
+
+    def refused(self, reason: str) -> None:
+        """Count an RPC refused before it was known which model it is for."""
+        self._families.requests_refused.labels("", reason).inc()
+
+
 class Metrics:
     """The metrics of one model. Methods may be called from any thread."""
 
@@ -55,7 +74,7 @@ class Metrics:
             self._families.model_memory.labels(self._name, kind).set(num_bytes)
 
     def refused(self, reason: str) -> None:
-        """Count a request refused at submit, by ErrorInfo reason."""
+        """Count an RPC refused, by ErrorInfo reason."""
         self._count(self._families.requests_refused, reason)
 
     def admitted(self, queued_s: float) -> None:

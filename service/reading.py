@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import grpc.aio
 
+from antiphon.service.call import current_call
 from antiphon.service.cancellation import CancelCause
 from antiphon.service.engine import Engine
 from antiphon.service.errors import AntiphonError
@@ -26,8 +27,10 @@ _CLOCKS_APART_S = 0.02
 def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[None]:
     """Read a submitted request's stream and pass it on; an exception that leaves the context gives the request up.
 
-    An AntiphonError does not: it is how the engine ended it.
+    An AntiphonError does not: it is how the engine ended it. The RPC under way, if any, is told how it ends.
     """
+    if (call := current_call()) is not None:
+        stream.on_end = call.admitted(request)
     try:
         yield
     except AntiphonError:

@@ -1,4 +1,4 @@
-"""What every RPC of this server goes through: parsing, counting, and the status of whatever it raises.
+"""What every RPC of this server goes through: a request id, parsing, accounts, and the status of whatever it raises.
 
 grpc's own parser answers a malformed message with INTERNAL; here it becomes a bad request that names the field.
 """
@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -19,12 +19,14 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from antiphon.service.call import Call, enter_call
 from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
 from antiphon.service.refusal import status_of
+from antiphon.service.telemetry import Context as Context
+from antiphon.service.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -36,9 +38,10 @@ class Malformed:
 
 
 class InFlight:
-    """How many RPCs are under way."""
+    """The RPCs under way: how many they are, and what is told of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -48,23 +51,25 @@ class InFlight:
         await self._idle.wait()
 
     def guard(self, name: str, method: Method) -> Method:
-        """The method, counted, and with a status for every error."""
+        """The method, with a request id, accounts, and a status for every error. name: `package.Service/Method`."""
 
         async def guarded(request: Message | Malformed, context: Context) -> Any:
             self._num_active += 1
             self._idle.clear()
+            call = self._telemetry.begin(name, context)
+            enter_call(call)
             try:
                 if isinstance(request, Malformed):
                     raise request.error
-                return await method(request, context)
-            except AntiphonError as error:
-                await _abort(context, error)
-            except (grpc.aio.AbortError, grpc.aio.UsageError):
-                raise  # the call has ended already
-            except Exception:
-                log.exception("%s failed", name)
-                await _abort(context, EngineFault("the server failed; its log says why"))
+                answer = await method(request, context)
+                call.code = _code_of(context)
+                context.set_trailing_metadata(tuple(call.trailers))
+                return answer
+            except BaseException as error:
+                await _fail(call, context, error)
+                raise
             finally:
+                self._telemetry.end(call)
                 self._num_active -= 1
                 if self._num_active == 0:
                     self._idle.set()
@@ -81,13 +86,35 @@ def handlers_of(service: ServiceDescriptor, methods: dict[str, Method], in_fligh
             grpc.unary_stream_rpc_method_handler if descriptor.server_streaming else grpc.unary_unary_rpc_method_handler
         )
         parse = _parser(GetMessageClass(descriptor.input_type))
-        handlers[name] = make(in_flight.guard(name, method), parse, response_serializer=_serialize)
+        guarded = in_flight.guard(f"{service.full_name}/{name}", method)
+        handlers[name] = make(guarded, parse, response_serializer=_serialize)
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-async def _abort(context: Context, error: AntiphonError) -> None:
+async def _fail(call: Call, context: Context, error: BaseException) -> None:
+    """Note how a call failed, and end it with a status unless it has ended already, as one that is cancelled has."""
+    if isinstance(error, (grpc.aio.AbortError, grpc.aio.UsageError)):
+        call.code = _code_of(context)
+        return
+    if not isinstance(error, Exception):  # CancelledError: nobody hears any more
+        remaining_s = cast("float | None", context.time_remaining())
+        call.code = "CANCELLED" if remaining_s is None or remaining_s > 0 else "DEADLINE_EXCEEDED"
+        return
+    if not isinstance(error, AntiphonError):
+        log.error("%s failed", call.method, exc_info=error)
+        error = EngineFault("the server failed; its log says why")
+    call.error = error
     code, message, metadata = status_of(error)
-    await context.abort(code, message, metadata)
+    call.code = code.name
+    await context.abort(code, message, (*metadata, *call.trailers))
+
+
+def _code_of(context: Context) -> str:
+    """The name of the status that a method has set, OK where it has not."""
+    code = cast("grpc.StatusCode | int | None", context.code())
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return next((known.name for known in grpc.StatusCode if known.value[0] == (code or 0)), "UNKNOWN")
 
 
 def _serialize(message: Message) -> bytes:

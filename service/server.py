@@ -34,6 +34,7 @@ from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.models import Models, Served
 from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
+from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,8 @@ async def _serve(config: ServerConfig, served: Sequence[Served], shared: Shared,
         await health_servicer.set(f"{SERVICE_NAME}/{name}", status)
 
     control = Control(Models(), shared, announce)
-    calls = Calls(control.models)
+    telemetry = Telemetry(shared.families)
+    calls = Calls(control.models, telemetry)
     server = build_server(config, calls, health_servicer)
     port = _bind(server, config.host, config.port)
     for one in served:
@@ -120,7 +122,7 @@ async def _serve(config: ServerConfig, served: Sequence[Served], shared: Shared,
     for name in _SERVICES:
         await health_servicer.set(name, _SERVING)
     await server.start()
-    async with _admin(config, control, shared) as admin_port:
+    async with _admin(config, control, shared, telemetry) as admin_port:
         print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
         has_faulted = await _until_stopped(stop, control)
         await health_servicer.enter_graceful_shutdown()
@@ -130,12 +132,14 @@ async def _serve(config: ServerConfig, served: Sequence[Served], shared: Shared,
 
 
 @contextlib.asynccontextmanager
-async def _admin(config: ServerConfig, control: Control, shared: Shared) -> AsyncIterator[int | None]:
+async def _admin(
+    config: ServerConfig, control: Control, shared: Shared, telemetry: Telemetry
+) -> AsyncIterator[int | None]:
     """Serve the admin service where a port is set; its port."""
     if config.admin_port is None:
         yield None
         return
-    server = build_admin_server(AdminServicer(control, shared.budget, config))
+    server = build_admin_server(AdminServicer(control, shared.budget, config), telemetry)
     port = _bind(server, config.admin_host, config.admin_port)
     await server.start()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class OutputStream:
     once. Unread tokens are kept, at most as many as the request may generate.
 
     end_reason: how the engine ended the request; set by its thread, before the end is read.
+    on_end: takes every terminal event as it comes, read or not.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class OutputStream:
         self._finals: deque[TokenEvent] = deque()
         self._is_ended = False  # the last event has come
         self._is_exhausted = False  # and has been read
+        self.on_end: Callable[[TokenEvent], None] | None = None
         self._is_due = True  # the coalescing window is over: a token may leave
         self._wants_tokens = False
         self._reader: asyncio.Future[None] | None = None
@@ -110,6 +112,8 @@ class OutputStream:
             return
         self._finals.append(event)
         self._is_ended = event.is_last
+        if self.on_end is not None:
+            self.on_end(event)
         if self._wants_tokens or self._is_ended:
             self._wake()
 

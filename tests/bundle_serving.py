@@ -20,6 +20,7 @@ from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.models import Models, Served
 from antiphon.service.pacing import Pacing
 from antiphon.service.server import build_server
+from antiphon.service.telemetry import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ async def serving_bundle(path: Path, **settings: Any) -> AsyncIterator[ServedBun
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    server = build_server(config, Calls(models), health.aio.HealthServicer())
+    server = build_server(config, Calls(models, Telemetry(shared.families)), health.aio.HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()
     await server.start()

@@ -31,6 +31,7 @@ from antiphon.service.options import default_options
 from antiphon.service.pacing import Pacing
 from antiphon.service.server import build_server
 from antiphon.service.servicer import InferenceServicer, ServedModel
+from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner
@@ -75,6 +76,7 @@ class Serving:
     engine: Engine
     calls: Calls
     tokenizer: Tokenizer
+    registry: CollectorRegistry
 
 
 @contextlib.asynccontextmanager
@@ -95,7 +97,9 @@ async def serving(
     tokenizer = tiny_tokenizer()
     runner = FakeRunner(vocab_size=tokenizer.vocab_size)
     prepare(runner)
-    metrics = Metrics(MetricFamilies(CollectorRegistry()), MODEL_NAME)
+    registry = CollectorRegistry()
+    families = MetricFamilies(registry)
+    metrics = Metrics(families, MODEL_NAME)
     engine = Engine(runner, engine_config or EngineConfig(), metrics, clock=clock)
     limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
@@ -118,7 +122,7 @@ async def serving(
             metrics=metrics,
         )
     )
-    calls = Calls(models)
+    calls = Calls(models, Telemetry(families))
     server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.start()
@@ -126,7 +130,13 @@ async def serving(
     try:
         async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
             yield Serving(
-                target=target, channel=channel, runner=runner, engine=engine, calls=calls, tokenizer=tokenizer
+                target=target,
+                channel=channel,
+                runner=runner,
+                engine=engine,
+                calls=calls,
+                tokenizer=tokenizer,
+                registry=registry,
             )
             assert engine.drain(timeout_s=60)
         assert engine.num_free_blocks == engine.num_blocks

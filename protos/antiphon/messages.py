@@ -112,8 +112,9 @@ class Judgement:
 class ServerError(Exception):
     """An RPC that did not end well.
 
-    code: gRPC status. reason: stable ErrorInfo reason; field: the offending field of a bad request; retry_after_s: the
-    server's advice. The last three are None where the server gave none, or where googleapis-common-protos, which
+    code: gRPC status. request_id: by which the server's log knows the call; None where it never got there.
+    reason: stable ErrorInfo reason; field: the offending field of a bad request; retry_after_s: the server's advice.
+    The last three are None where the server gave none, or where googleapis-common-protos, which
     decodes them, is not installed.
     """
 
@@ -125,6 +126,7 @@ class ServerError(Exception):
         reason: str | None = None,
         field: str | None = None,
         retry_after_s: float | None = None,
+        request_id: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -132,6 +134,7 @@ class ServerError(Exception):
         self.reason = reason
         self.field = field
         self.retry_after_s = retry_after_s
+        self.request_id = request_id
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.message}"
@@ -275,6 +278,8 @@ def as_server_error(error: grpc.RpcError) -> ServerError:
     refusal = ServerError(error.code(), error.details() or "no message")
     metadata = error.trailing_metadata() or ()
     details = next((value for key, value in metadata if key == "grpc-status-details-bin"), None)
+    request_id = next((value for key, value in metadata if key == "x-request-id"), None)
+    refusal.request_id = request_id if isinstance(request_id, str) else None
     if isinstance(details, bytes):
         _read_details(refusal, details)
     return refusal

@@ -284,7 +284,6 @@ async def test_engine_refuses_a_request_it_could_never_run() -> None:
         with pytest.raises(InvalidArgument) as refusal:
             bench.submit("x", source, params)
         assert refusal.value.field == field
-    assert bench.sample("requests_refused_total", reason="INVALID_FIELD") == len(cases)
     fits = await read(bench.submit("x", source_of(target_len=9, length=8), SamplingParams(max_new_tokens=7)))
     assert fits[-1].finish_reason is FinishReason.LENGTH
     bench.engine.stop()
