@@ -35,6 +35,7 @@ from antiphon.service.model_settings import (
     PrecisionChoice,
     QueuedRequests,
     QueuedTokens,
+    QueueTime,
     Threads,
     WorkspaceBytes,
     read_model_flags,
@@ -100,6 +101,9 @@ class ServerConfig(BaseSettings):
     max_queued_requests: QueuedRequests = Field(default=1024, description="Most requests that wait.")
     max_queued_tokens: QueuedTokens = Field(
         default=131_072, description="Most source tokens of waiting requests together."
+    )
+    max_queue_time_s: QueueTime = Field(
+        default=30.0, description="Longest expected wait of a request that is still taken."
     )
     kv_cache_blocks: CacheBlocks | None = Field(
         default=None, description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."

@@ -37,12 +37,14 @@ class EngineConfig:
     max_num_seqs: rows that run together, a beam or a sample each; None is as many as the runner has.
     max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
     max_queued_requests, max_queued_tokens: bounds of the waiting queue.
+    max_queue_time_s: longest expected wait of a request that is still taken; None is no bound.
     """
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 1024
     max_queued_requests: int = 1024
     max_queued_tokens: int = 131_072
+    max_queue_time_s: float | None = None
 
 
 class Engine:
@@ -77,7 +79,7 @@ class Engine:
         self._wake = threading.Condition()
         self._is_accepting = self._is_draining = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
-        metrics.watch_waiting(lambda: float(len(self._queue)))
+        metrics.watch_queue(self._queue, clock)
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -119,7 +121,8 @@ class Engine:
         """Accept a request, whose events will come out of `stream`, or refuse it by raising.
 
         Raises InvalidArgument where it could never run, Unsupported where the graphs cannot run it, DeadlineExceeded
-        where its deadline has come already, QueueFull where too many wait, Unavailable before start and once draining.
+        where its deadline has come already or will before its turn, QueueFull where too many wait or would for too
+        long, Unavailable before start and once draining.
         """
         try:
             self._submit(request, stream)
@@ -235,5 +238,9 @@ def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
 
 def _queue(config: EngineConfig) -> RequestQueue:
     return RequestQueue(
-        QueueLimits(max_requests=config.max_queued_requests, max_source_tokens=config.max_queued_tokens)
+        QueueLimits(
+            max_requests=config.max_queued_requests,
+            max_source_tokens=config.max_queued_tokens,
+            max_wait_s=config.max_queue_time_s,
+        )
     )

@@ -133,4 +133,5 @@ def _engine_config(plan: ModelPlan) -> EngineConfig:
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_queued_requests=plan.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
+        max_queue_time_s=plan.max_queue_time_s,
     )

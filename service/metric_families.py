@@ -52,6 +52,13 @@ class MetricFamilies:
 
     def _requests(self) -> None:
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self.num_tokens_waiting = self._gauge("num_tokens_waiting", "Source tokens of the requests in the queue.")
+        self.num_requests_preempted = self._gauge(
+            "num_requests_preempted", "Of the requests in the queue, those that ran before."
+        )
+        self.expected_wait = self._gauge(
+            "expected_wait_seconds", "How long it would take to serve all in the queue; not a number while unknown."
+        )
         self.num_requests_running = self._gauge("num_requests_running", "Requests being generated.")
         self.request_success = self._counter(
             "request_success", "Requests answered in full, by how the output ended.", "finished_reason"

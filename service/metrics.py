@@ -5,8 +5,10 @@ The children are bound once, so that a report costs no look-up of labels. Nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client import Counter
 
@@ -45,6 +47,23 @@ class RpcMetrics:
         self._families.requests_refused.labels("", reason).inc()
 
 
+class WatchedQueue(Protocol):
+    """What is read of a queue at every scrape."""
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Source tokens that wait."""
+
+    @property
+    def num_preempted(self) -> int:
+        """Those of the waiting that ran before."""
+
+    def __len__(self) -> int: ...
+
+    def expected_wait_s(self, now_s: float) -> float | None:
+        """How long it would take to serve all that wait; None where nothing is known."""
+
+
 class Metrics:
     """The metrics of one model. Methods may be called from any thread."""
 
@@ -61,12 +80,21 @@ class Metrics:
     def remove(self) -> None:
         """Take the model out of every family; what is reported later is not seen."""
         self._is_removed = True
-        self._waiting.set_function(lambda: 0.0)  # the child is bound here, and would keep the engine
+        for watched in (self._waiting, self._waiting_tokens, self._preempted, self._expected_wait):
+            watched.set_function(lambda: 0.0)  # the child is bound here, and would keep the engine
         self._families.remove(self._name)
 
-    def watch_waiting(self, count: Callable[[], float]) -> None:
-        """Read the number of waiting requests from `count` at every scrape."""
-        self._waiting.set_function(count)
+    def watch_queue(self, queue: WatchedQueue, clock: Callable[[], float]) -> None:
+        """Read what waits, and for how long, at every scrape."""
+
+        def expected_wait_s() -> float:
+            wait_s = queue.expected_wait_s(clock())
+            return math.nan if wait_s is None else wait_s
+
+        self._waiting.set_function(lambda: float(len(queue)))
+        self._waiting_tokens.set_function(lambda: float(queue.num_source_tokens))
+        self._preempted.set_function(lambda: float(queue.num_preempted))
+        self._expected_wait.set_function(expected_wait_s)
 
     def holds(self, **kinds: int) -> None:
         """Note the bytes that the model counts for, by kind: weights, cache, workspace."""
@@ -159,6 +187,9 @@ class Metrics:
 
     def _bind_requests(self, families: MetricFamilies, name: str) -> None:
         self._waiting = families.num_requests_waiting.labels(name)
+        self._waiting_tokens = families.num_tokens_waiting.labels(name)
+        self._preempted = families.num_requests_preempted.labels(name)
+        self._expected_wait = families.expected_wait.labels(name)
         self._running = families.num_requests_running.labels(name)
         self._time_to_first_token = families.time_to_first_token.labels(name)
         self._inter_token_latency = families.inter_token_latency.labels(name)

@@ -21,6 +21,7 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
 BatchedTokens = Annotated[int, Field(ge=1, le=1_048_576)]
 QueuedRequests = Annotated[int, Field(ge=1, le=1_000_000)]
+QueueTime = Annotated[float, Field(ge=0.001, le=86_400)]
 QueuedTokens = Annotated[int, Field(ge=1, le=100_000_000)]
 CacheBlocks = Annotated[int, Field(ge=1, le=100_000_000)]
 WorkspaceBytes = Annotated[int, Field(ge=1, le=2**50)]
@@ -41,6 +42,7 @@ class ModelSettings(BaseModel):
     max_num_batched_tokens: BatchedTokens | None = None
     max_queued_requests: QueuedRequests | None = None
     max_queued_tokens: QueuedTokens | None = None
+    max_queue_time_s: QueueTime | None = None
     kv_cache_blocks: CacheBlocks | None = None
     workspace_limit_bytes: WorkspaceBytes | None = None
 
@@ -63,6 +65,7 @@ class ModelPlan:
     max_num_batched_tokens: int
     max_queued_requests: int
     max_queued_tokens: int
+    max_queue_time_s: float
     kv_cache_blocks: int | None
     workspace_limit_bytes: int | None
     max_message_bytes: int

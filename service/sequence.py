@@ -70,6 +70,8 @@ class SequenceGroup:
     sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
     blocks: every block it still holds.
     source_len: tokens to encode, end token included; 0 for a decoder alone.
+    ticket: its place in the order in which groups were admitted; one that was preempted keeps it.
+    cost: tokens it is expected to take, source and target, by which those who wait take turns.
     num_generated: target tokens produced for its finished outputs.
     cancel_cause: why it was given up, if it was.
     """
@@ -85,14 +87,17 @@ class SequenceGroup:
     cross_block_table: tuple[int, ...] = ()
     blocks: set[int] = field(default_factory=set)
     num_finished: int = 0
+    ticket: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_generated: int = 0
     cancel_cause: CancelCause | None = None
     source_len: int = field(init=False)
+    cost: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.source_len = len(self.request.source_ids)
+        self.cost = _cost(self)
 
     @property
     def request_id(self) -> str:
@@ -131,3 +136,14 @@ class SequenceGroup:
             first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
             total_s=now_s - arrival_s,
         )
+
+
+def _cost(group: SequenceGroup) -> int:
+    """Source tokens, and those of every row: a target is about as long as its source, at most as long as asked."""
+    request = group.request
+    given = request.num_source_tokens + len(request.target_ids)
+    if request.task is not Task.GENERATE:
+        return given
+    # The length of a prompt says nothing of what follows it.
+    longest = min(group.max_new_tokens, group.source_len) if group.source_len else group.max_new_tokens
+    return given + group.num_rows * longest

@@ -211,7 +211,7 @@ class Stepper:
 
     def _reserve(self, group: SequenceGroup, now_s: float) -> None:
         """Take a group out of the queue, and its blocks out of the pool."""
-        self._queue.remove(group.request_id)
+        self._queue.take(group.request_id, now_s)
         group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
         group.sequences = tuple(self._sequence(group, index) for index in range(group.num_rows))
         group.blocks = {*group.cross_block_table}.union(*(one.self_block_table for one in group.sequences))

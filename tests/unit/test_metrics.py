@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import weakref
 
@@ -119,11 +120,21 @@ def test_metrics_keep_models_apart_and_share_the_families(scrape: Scrape) -> Non
     assert scrape("request_success_total", finished_reason=FinishReason.STOP.value) is None
 
 
+def test_metrics_show_what_waits_at_every_scrape(scrape: Scrape) -> None:
+    now_s = 0.0
+    scrape.metrics.watch_queue(Waiting(), lambda: now_s)
+    found = [scrape(name) for name in ("num_requests_waiting", "num_tokens_waiting", "num_requests_preempted")]
+    assert found == [2, 5, 1]
+    assert math.isnan(scrape("expected_wait_seconds") or 0.0)
+    now_s = 4.0
+    assert scrape("expected_wait_seconds") == 2.0
+
+
 def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scrape) -> None:
     other = Metrics(scrape.families, "two")
     waiting = Waiting()
     watched = weakref.ref(waiting)
-    other.watch_waiting(waiting.count)
+    other.watch_queue(waiting, lambda: 0.0)
     other.holds(weights=1, cache=2, workspace=3)
     for report in (other.encoded, scrape.metrics.encoded):
         report(REPORT, 30)
@@ -138,8 +149,14 @@ def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scr
 class Waiting:
     """A queue to be watched."""
 
-    def count(self) -> float:
-        return 1.0
+    num_source_tokens = 5
+    num_preempted = 1
+
+    def __len__(self) -> int:
+        return 2
+
+    def expected_wait_s(self, now_s: float) -> float | None:
+        return 0.5 * now_s if now_s else None
 
 
 def labels_of(registry: CollectorRegistry) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.errors import QueueFull, Unavailable
-from antiphon.service.request_queue import MAX_RETRY_S, MIN_RETRY_S, QueueLimits, RequestQueue
+from antiphon.service.drain_rate import MIN_BUSY_S, MIN_DEPARTURES
+from antiphon.service.errors import DeadlineExceeded, QueueFull, Unavailable
+from antiphon.service.request import Priority
+from antiphon.service.request_queue import INTERACTIVE_SHARE, MAX_RETRY_S, MIN_RETRY_S, QueueLimits, RequestQueue
 from antiphon.service.sequence import SequenceGroup
 from antiphon.service.stream import OutputStream
 from tests.fakes import request_of, source_of
@@ -31,11 +34,19 @@ class Maker:
         self._loop = loop
 
     def __call__(
-        self, name: str, *, length: int = 3, arrival_s: float = 0.0, deadline_s: float | None = None
+        self,
+        name: str,
+        *,
+        length: int = 3,
+        arrival_s: float = 0.0,
+        deadline_s: float | None = None,
+        client: str = "",
+        priority: Priority = Priority.INTERACTIVE,
     ) -> SequenceGroup:
         source = source_of(target_len=3, length=length)
+        request = request_of(name, source, arrival_s=arrival_s, deadline_s=deadline_s)
         return SequenceGroup(
-            request=request_of(name, source, arrival_s=arrival_s, deadline_s=deadline_s),
+            request=dataclasses.replace(request, client=client, priority=priority),
             stream=OutputStream(name, loop=self._loop),
             max_new_tokens=4,
             num_rows=1,
@@ -49,8 +60,9 @@ def waiting(loop: asyncio.AbstractEventLoop) -> Maker:
     return Maker(loop)
 
 
-def queue_of(max_requests: int = 4, max_source_tokens: int = 100) -> RequestQueue:
-    return RequestQueue(QueueLimits(max_requests=max_requests, max_source_tokens=max_source_tokens))
+def queue_of(max_requests: int = 4, max_source_tokens: int = 100, max_wait_s: float | None = None) -> RequestQueue:
+    limits = QueueLimits(max_requests=max_requests, max_source_tokens=max_source_tokens, max_wait_s=max_wait_s)
+    return RequestQueue(limits)
 
 
 def names(sequences: list[SequenceGroup]) -> list[str]:
@@ -82,10 +94,10 @@ def test_request_queue_refuses_at_either_bound(waiting: Maker) -> None:
     with pytest.raises(QueueFull):
         queue.put(waiting("c"), 0.0)
     queue = queue_of(max_source_tokens=10)
-    queue.put(waiting("a", length=6), 0.0)
+    queue.put(waiting("a", length=6, client="one"), 0.0)
     with pytest.raises(QueueFull):
-        queue.put(waiting("b", length=5), 0.0)
-    queue.put(waiting("c", length=4), 0.0)
+        queue.put(waiting("b", length=5, client="two"), 0.0)
+    queue.put(waiting("c", length=4, client="two"), 0.0)
     assert queue.num_source_tokens == 10
 
 
@@ -126,7 +138,7 @@ def test_request_queue_expires_exactly_those_whose_deadline_has_come(
         now_s = 0.0
         while now_s <= 50:
             late = [name for name, deadline_s in expected.items() if deadline_s <= now_s]
-            assert names(queue.expired(now_s)) == late
+            assert sorted(names(queue.expired(now_s))) == sorted(late)
             for name in late:
                 del expected[name]
             assert names(queue.peek(99)) == list(expected)
@@ -163,3 +175,225 @@ def test_request_queue_loses_nothing_when_many_threads_put(waiting: Maker) -> No
 def test_queue_limits_name_the_field_that_is_wrong(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         QueueLimits(**{"max_requests": 1, "max_source_tokens": 1, field: 0})
+
+
+@pytest.mark.parametrize("max_wait_s", [0.0, -1.0, math.nan])
+def test_queue_limits_refuse_a_time_that_is_none(max_wait_s: float) -> None:
+    with pytest.raises(ValueError, match="max_wait_s"):
+        QueueLimits(max_requests=1, max_source_tokens=1, max_wait_s=max_wait_s)
+
+
+def drain(queue: RequestQueue, now_s: float = 0.0) -> list[str]:
+    """Serve all that wait, one by one, as the engine would."""
+    served = []
+    while found := queue.peek(1):
+        assert queue.take(found[0].request_id, now_s) is found[0]
+        served.append(found[0].request_id)
+    return served
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 30), st.booleans()), max_size=60),
+    counts=st.lists(st.integers(1, 9), min_size=60, max_size=60),
+)
+def test_request_queue_serves_in_the_order_that_it_shows(
+    arrivals: list[tuple[int, bool, int, bool]], counts: list[int]
+) -> None:
+    """What is looked at ahead is what comes, and of one client and priority the first comes first."""
+    with closing(asyncio.new_event_loop()) as loop:
+        queue, make = queue_of(max_requests=99, max_source_tokens=9999), Maker(loop)
+        served: list[str] = []
+        for ticket, ((client, is_batch, length, is_busy), count) in enumerate(zip(arrivals, counts, strict=False)):
+            priority = Priority.BATCH if is_batch else Priority.INTERACTIVE
+            group = make(f"{client}{priority.value} {ticket:02}", length=length, client=str(client), priority=priority)
+            queue.put(group, 0.0)
+            if is_busy:
+                shown = names(queue.peek(count))
+                assert [queue.take(name, 0.0) is not None for name in shown] == [True] * len(shown)
+                served += shown
+        served += drain(queue)
+        assert len(served) == len(arrivals)
+        for line in {name.partition(" ")[0] for name in served}:
+            own = [name for name in served if name.startswith(f"{line} ")]
+            assert own == sorted(own)
+        assert queue.num_source_tokens == len(queue) == 0
+
+
+@given(lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=30), min_size=2, max_size=5), data=st.data())
+def test_request_queue_serves_clients_alike_while_they_wait(lengths: list[list[int]], data: st.DataObject) -> None:
+    """While two of them wait all the time, what they are served differs by less than a request of each."""
+    with closing(asyncio.new_event_loop()) as loop:
+        queue, make = queue_of(max_requests=999, max_source_tokens=99_999), Maker(loop)
+        names_left = [(client, index) for client, own in enumerate(lengths) for index in range(len(own))]
+        for client, index in data.draw(st.permutations(names_left)):
+            queue.put(make(f"{client} {index}", length=lengths[client][index], client=str(client)), 0.0)
+        served, left = [0] * len(lengths), [len(own) for own in lengths]
+        while found := queue.peek(1):
+            queue.take(found[0].request_id, 0.0)
+            client = int(found[0].request.client)
+            served[client] += found[0].cost
+            left[client] -= 1
+            backlogged = [one for one, count in enumerate(left) if count]
+            largest = 2 * max(map(max, lengths))
+            assert all(abs(served[a] - served[b]) <= 2 * largest for a in backlogged for b in backlogged)
+
+
+def test_request_queue_serves_a_single_request_of_another_client_before_a_thousand(waiting: Maker) -> None:
+    queue = queue_of(max_requests=9999, max_source_tokens=99_999)
+    for index in range(1000):
+        queue.put(waiting(f"many {index}", client="many"), 0.0)
+    queue.take("many 0", 0.0)
+    queue.put(waiting("single", client="single"), 0.0)
+    assert "single" in names(queue.peek(2))
+
+
+def test_request_queue_charges_nothing_for_what_is_cancelled(waiting: Maker) -> None:
+    queue = queue_of(max_requests=99, max_source_tokens=999)
+    for name in ("a1", "b1", "a2", "b2", "a3"):
+        queue.put(waiting(name, client=name[0]), 0.0)
+    assert queue.remove("a1") is not None
+    assert queue.remove("a2") is not None
+    assert drain(queue) == ["a3", "b1", "b2"]
+
+
+@pytest.mark.parametrize("num_interactive", [20, 200])
+def test_request_queue_serves_interactive_first_and_keeps_a_share_for_the_batch(
+    waiting: Maker, num_interactive: int
+) -> None:
+    queue = queue_of(max_requests=999, max_source_tokens=9999)
+    for index in range(30):
+        queue.put(waiting(f"batch {index}", priority=Priority.BATCH), 0.0)
+    for index in range(num_interactive):
+        queue.put(waiting(f"interactive {index}"), 0.0)
+    served = drain(queue)
+    last = served.index(f"interactive {num_interactive - 1}")
+    num_batch = sum(name.startswith("batch") for name in served[:last])
+    assert served[0] == "interactive 0"
+    assert num_batch == (num_interactive - 1) // INTERACTIVE_SHARE
+
+
+def test_request_queue_owes_the_batch_nothing_for_when_none_waited(waiting: Maker) -> None:
+    queue = queue_of(max_requests=999, max_source_tokens=9999)
+    for index in range(50):
+        queue.put(waiting(f"interactive {index}"), 0.0)
+    for index in range(40):
+        queue.take(f"interactive {index}", 0.0)
+    queue.put(waiting("batch", priority=Priority.BATCH), 0.0)
+    assert drain(queue).index("batch") == INTERACTIVE_SHARE
+
+
+def test_request_queue_keeps_room_for_other_clients(waiting: Maker) -> None:
+    queue = queue_of(max_requests=100, max_source_tokens=9999)
+    for index in range(75):
+        queue.put(waiting(f"greedy {index}", client="greedy"), 0.0)
+    with pytest.raises(QueueFull, match="client"):
+        queue.put(waiting("greedy too", client="greedy"), 0.0)
+    for index in range(25):
+        queue.put(waiting(f"modest {index}", client="modest"), 0.0)
+    assert len(queue) == 100
+
+
+def test_request_queue_keeps_source_tokens_for_other_clients(waiting: Maker) -> None:
+    queue = queue_of(max_requests=100, max_source_tokens=100)
+    queue.put(waiting("a", length=70, client="greedy"), 0.0)
+    with pytest.raises(QueueFull, match="client"):
+        queue.put(waiting("b", length=20, client="greedy"), 0.0)
+    queue.put(waiting("c", length=30, client="modest"), 0.0)
+
+
+def busy_queue(waiting: Maker, *, seconds_each: float, count: int = 40, **limits: float) -> tuple[RequestQueue, float]:
+    """A queue that has been drained for long enough at a request each so many seconds, and is empty; and the time."""
+    queue, now_s = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=limits.get("max_wait_s")), 0.0
+    for index in range(count):
+        queue.put(waiting(f"past {index}"), 0.0)
+    for index in range(count):
+        now_s += seconds_each
+        assert queue.take(f"past {index}", now_s) is not None
+    return queue, now_s
+
+
+def test_request_queue_refuses_by_time_and_says_how_long_it_would_take(waiting: Maker) -> None:
+    queue, now_s = busy_queue(waiting, seconds_each=0.1, max_wait_s=2.0)
+    for index in range(20):
+        queue.put(waiting(str(index)), now_s)
+    assert queue.expected_wait_s(now_s) == pytest.approx(2.0, rel=0.05)
+    queue.put(waiting("last"), now_s)  # about the bound
+    with pytest.raises(QueueFull, match="wait") as refusal:
+        queue.put(waiting("refused"), now_s)
+    assert refusal.value.retry_after_s == pytest.approx(2.1, rel=0.05)
+
+
+def test_request_queue_refuses_a_deadline_that_would_come_before_the_turn(waiting: Maker) -> None:
+    queue, now_s = busy_queue(waiting, seconds_each=0.1)
+    for index in range(20):  # two seconds
+        queue.put(waiting(str(index)), now_s)
+    with pytest.raises(DeadlineExceeded):
+        queue.put(waiting("hopeless", deadline_s=now_s + 1.0), now_s)
+    queue.put(waiting("close", deadline_s=now_s + 1.8), now_s)
+    queue.put(waiting("other", deadline_s=now_s + 0.5, client="other"), now_s)  # its turn comes at once
+
+
+def test_request_queue_claims_nothing_without_evidence(waiting: Maker) -> None:
+    fresh = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=0.001)
+    for index in range(50):
+        fresh.put(waiting(str(index), deadline_s=1e-9), 0.0)
+    assert fresh.expected_wait_s(0.0) is None
+    too_few, now_s = busy_queue(waiting, seconds_each=MIN_BUSY_S, count=MIN_DEPARTURES, max_wait_s=0.001)
+    too_short, then_s = busy_queue(waiting, seconds_each=MIN_BUSY_S / 100, max_wait_s=0.001)
+    for queue, time_s in ((too_few, now_s), (too_short, then_s)):
+        for index in range(50):
+            queue.put(waiting(str(index), deadline_s=time_s + 1e-9), time_s)
+
+
+def test_request_queue_learns_nothing_from_requests_that_find_it_idle(waiting: Maker) -> None:
+    """Each waits for a slow step, alone: that is no rate at which a queue drains."""
+    queue = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=0.001)
+    for index in range(100):
+        queue.put(waiting(f"past {index}"), index * 10.0)
+        queue.take(f"past {index}", index * 10.0 + 5.0)
+    queue.put(waiting("first"), 1000.0)
+    queue.put(waiting("second", deadline_s=1000.1), 1000.0)
+
+
+def test_request_queue_takes_anything_when_empty_however_slow_it_was(waiting: Maker) -> None:
+    queue, now_s = busy_queue(waiting, seconds_each=10.0, max_wait_s=0.001)
+    queue.put(waiting("a", deadline_s=now_s + 0.01), now_s)
+
+
+def test_request_queue_expects_longer_the_longer_nothing_leaves(waiting: Maker) -> None:
+    queue, now_s = busy_queue(waiting, seconds_each=0.1)
+    for index in range(20):
+        queue.put(waiting(str(index)), now_s)
+    queue.take("0", now_s + 0.1)
+    waits_s = [queue.expected_wait_s(now_s + later_s) or 0.0 for later_s in (0.1, 1.0, 10.0, 1000.0)]
+    assert waits_s == sorted(waits_s)
+    assert waits_s[-1] > 1000
+
+
+def test_request_queue_lets_preempted_ones_go_first(waiting: Maker) -> None:
+    queue = queue_of(max_requests=2)
+    queue.put(waiting("a"), 0.0)
+    queue.put(waiting("b"), 0.0)
+    for ticket, (name, priority) in enumerate(
+        [("old batch", Priority.BATCH), ("old", Priority.INTERACTIVE), ("newer", Priority.INTERACTIVE)]
+    ):
+        group = waiting(name, priority=priority)
+        group.ticket = ticket
+        queue.put_back(group)
+    assert queue.num_preempted == 3
+    assert names(queue.peek(9)) == ["old", "newer", "old batch", "a", "b"]
+    assert queue.remove("newer") is not None
+    assert drain(queue) == ["old", "old batch", "a", "b"]
+    assert queue.num_preempted == len(queue) == queue.num_source_tokens == 0
+
+
+def test_request_queue_expires_a_preempted_request_once(waiting: Maker) -> None:
+    queue = queue_of()
+    group = waiting("a", deadline_s=5.0)
+    queue.put(group, 0.0)
+    queue.take("a", 1.0)
+    queue.put_back(group)
+    assert queue.expired(4.0) == []
+    assert queue.expired(5.0) == [group]
+    assert queue.expired(6.0) == []
+    assert len(queue) == 0
