@@ -6,8 +6,9 @@ grpc's own parser answers a malformed message with INTERNAL; here it becomes a b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,27 +55,48 @@ class InFlight:
         """The method, with a request id, accounts, and a status for every error. name: `package.Service/Method`."""
 
         async def guarded(request: Message | Malformed, context: Context) -> Any:
-            self._num_active += 1
-            self._idle.clear()
-            call = self._telemetry.begin(name, context)
-            enter_call(call)
-            try:
-                if isinstance(request, Malformed):
-                    raise request.error
-                answer = await method(request, context)
-                call.code = _code_of(context)
-                context.set_trailing_metadata(tuple(call.trailers))
-                return answer
-            except BaseException as error:
-                await _fail(call, context, error)
-                raise
-            finally:
-                self._telemetry.end(call)
-                self._num_active -= 1
-                if self._num_active == 0:
-                    self._idle.set()
+            with self._counted(), self._account(name, context) as call:
+                return await _conclude(call, method, request, context)
 
         return guarded
+
+    def guard_requests(self, name: str, method: Method) -> Method:
+        """As guard, of a method that reads a stream of requests; in flight is only what `request` is entered for."""
+
+        async def guarded(requests: AsyncIterator[Message | Malformed], context: Context) -> Any:
+            with self._account(name, context) as call:
+                return await _conclude(call, method, _parsed(requests), context)
+
+        return guarded
+
+    @contextlib.contextmanager
+    def request(self, name: str, context: Context) -> Iterator[Call]:
+        """One request of a stream, in a task of its own: counted, and accounted for, as an RPC is.
+
+        Whoever enters it says in the call how the request ended.
+        """
+        with self._counted(), self._account(name, context) as call:
+            yield call
+
+    @contextlib.contextmanager
+    def _account(self, name: str, context: Context) -> Iterator[Call]:
+        call = self._telemetry.begin(name, context)
+        enter_call(call)
+        try:
+            yield call
+        finally:
+            self._telemetry.end(call)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._idle.set()
 
 
 def handlers_of(service: ServiceDescriptor, methods: dict[str, Method], in_flight: InFlight) -> grpc.GenericRpcHandler:
@@ -82,13 +104,41 @@ def handlers_of(service: ServiceDescriptor, methods: dict[str, Method], in_fligh
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for name, method in methods.items():
         descriptor = service.methods_by_name[name]
-        make = (
-            grpc.unary_stream_rpc_method_handler if descriptor.server_streaming else grpc.unary_unary_rpc_method_handler
-        )
+        make = _HANDLERS[descriptor.client_streaming, descriptor.server_streaming]
         parse = _parser(GetMessageClass(descriptor.input_type))
-        guarded = in_flight.guard(f"{service.full_name}/{name}", method)
-        handlers[name] = make(guarded, parse, response_serializer=_serialize)
+        guard = in_flight.guard_requests if descriptor.client_streaming else in_flight.guard
+        handlers[name] = make(guard(f"{service.full_name}/{name}", method), parse, response_serializer=_serialize)
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+# By whether the client streams, and whether the server does.
+_HANDLERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+async def _conclude(call: Call, method: Method, request: Any, context: Context) -> Any:
+    """Run a method, and end its RPC with a status and trailers whatever it raises."""
+    try:
+        if isinstance(request, Malformed):
+            raise request.error
+        answer = await method(request, context)
+        call.code = _code_of(context)
+        context.set_trailing_metadata(tuple(call.trailers))
+        return answer
+    except BaseException as error:
+        await _fail(call, context, error)
+        raise
+
+
+async def _parsed(requests: AsyncIterator[Message | Malformed]) -> AsyncIterator[Message]:
+    """A stream's requests; raises where one could not be parsed."""
+    async for request in requests:
+        if isinstance(request, Malformed):
+            raise request.error
+        yield request
 
 
 async def _fail(call: Call, context: Context, error: BaseException) -> None:
