@@ -89,6 +89,22 @@ one line out for each line in, in order; exit codes as of antiphon classify""",
 the mask token is the model's own: [MASK] of BERT, <mask> of RoBERTa
 one line out for each line in, in order; exit codes as of antiphon classify""",
     ),
+    "load": Subcommand(
+        module="antiphon.load.command",
+        extra="load",
+        summary="load a running server and measure how it fares",
+        examples="""\
+  antiphon load                             everyday sentences, 10 requests a second for 10 seconds
+  antiphon load --rate 200 --duration 60 --warmup 5 --input texts.txt --json load.json
+  antiphon load --rates 50,100,200,400 --plot curve.png --objective-p99-ms 250
+  antiphon load --search --objective-ttft-ms 100 --objective-p99-ms 250       the highest sustainable rate
+  antiphon load --trace arrivals.csv --check        arrival times and lengths of a trace; equal texts, equal answers
+  antiphon load --rate 2000 --processes 4   where one client process is not enough
+
+open loop: requests go out when they are due, whatever the server does; latencies count from then; docs/LOAD.md
+exit codes: 0 all well, 1 the client could not keep up, nothing was answered, answers to equal texts differed or, with
+--fail, the objective was missed; 2 nothing could be loaded (wrong option, server unreachable)""",
+    ),
     "models": Subcommand(
         module="antiphon.models",
         summary="list, load and unload a running server's models",

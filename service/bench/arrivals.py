@@ -1,13 +1,8 @@
-"""Open loop: requests come when they come, whatever the server does. Arrival times, percentiles, the highest rate.
-
-Knows no engine: whoever answers is a coroutine function.
-"""
+"""Open loop in one process: requests come when they come, whatever answers them, which is a coroutine function."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -25,36 +20,6 @@ class Waits:
 
     first_s: tuple[float, ...]
     last_s: tuple[float, ...]
-
-
-def poisson_arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times from 0 to `seconds`, `rate` of them a second on average, intervals exponential; at least one."""
-    rng = random.Random(seed)
-    times = [rng.expovariate(rate)]
-    while (later_s := times[-1] + rng.expovariate(rate)) < seconds:
-        times.append(later_s)
-    return times
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of a hundred values do not exceed (nearest rank)."""
-    rank = math.ceil(len(values) * percent / 100)
-    return sorted(values)[max(rank, 1) - 1]
-
-
-def highest_rate(holds: Callable[[float], bool], low: float, high: float, steps: int) -> float:
-    """The highest rate found that holds, by bisection between `low` and `high` on a logarithmic scale.
-
-    0 where none of the rates tried holds; `high` itself is tried only as a limit.
-    """
-    best = 0.0
-    for _ in range(steps):
-        rate = math.sqrt(low * high)
-        if holds(rate):
-            best = low = rate
-        else:
-            high = rate
-    return best
 
 
 async def offer(ask: Ask, arrivals: Sequence[float], *, patience_s: float) -> Waits:

@@ -24,7 +24,10 @@ from typing import Any
 
 import uvloop
 
-from antiphon.service.bench.arrivals import Waits, highest_rate, offer, percentile, poisson_arrivals
+from antiphon.load.arrivals import poisson_arrivals
+from antiphon.load.percentiles import percentile
+from antiphon.load.search import highest_rate
+from antiphon.service.bench.arrivals import Waits, offer
 from antiphon.service.bench.batcher import Batcher, BatcherConfig
 from antiphon.service.bench.offline import Offline
 from antiphon.service.bench.report import Case, Finding

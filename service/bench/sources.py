@@ -10,37 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.load.texts import EVERYDAY
 from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer, encode_sources
 from antiphon.service.bench.report import BenchError
 
-EVERYDAY = (
-    "Stop!",
-    "How are you?",
-    "Thank you very much.",
-    "I don't know.",
-    "It's raining again.",
-    "Where is the station?",
-    "She reads a book every week.",
-    "He has three dogs and a cat.",
-    "Can you help me with this, please?",
-    "We were late because of the snow.",
-    "The weather is nice today, isn't it?",
-    "What time does the next train leave?",
-    "My brother works in a hospital in the city.",
-    "I would like a cup of coffee without sugar.",
-    "They have lived in the same house for ten years.",
-    "Could you tell me how to get to the museum?",
-    "The children are playing football behind the school.",
-    "I forgot my umbrella at the office this morning.",
-    "If you are hungry, there is some soup in the kitchen.",
-    "My sister wants to learn German because she likes the language.",
-    "The doctor told him to drink more water and to sleep longer.",
-    "We went to bed early, since we were tired after the long journey.",
-    "He asked me whether I had seen the letter that lay on the table.",
-    "When I was a child, I spent every summer with my grandparents by the sea.",
-    "The shop at the corner sells bread, milk, and vegetables, but it is closed on Sundays.",
-)
 _ORDER_SEED = 1
 
 Ids = list[int]

@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from antiphon.load.arrivals import poisson_arrivals
+from antiphon.load.percentiles import percentile
+from antiphon.load.search import highest_rate
+from antiphon.load.texts import EVERYDAY
 from antiphon.model.tokenizer import byte_bpe_format
 from antiphon.service.bench import command
-from antiphon.service.bench.arrivals import highest_rate, offer, percentile, poisson_arrivals
+from antiphon.service.bench.arrivals import offer
 from antiphon.service.bench.batcher import Batcher, BatcherConfig
 from antiphon.service.bench.node_profile import summary
 from antiphon.service.bench.offline import Offline
@@ -29,7 +33,7 @@ from antiphon.service.bench.report import (
     table,
     to_json,
 )
-from antiphon.service.bench.sources import EVERYDAY, everyday, held_out, read_corpus, repeat, tokenize
+from antiphon.service.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
 from antiphon.service.bench.static import translate_static
 from antiphon.service.bench.timing import alternate
 from antiphon.service.bench.twin import TwinSettings, decode_candidates, encode_candidates, layouts

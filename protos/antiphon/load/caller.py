@@ -1,0 +1,142 @@
+"""Makes one call and notes what comes back when. Never retries: every refusal is to be seen.
+
+Works on messages, not on the client's own types: a client that costs less can load more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+import grpc
+import grpc.aio
+
+from antiphon.load.plan import PRIORITIES, Ask, Plan
+from antiphon.load.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
+from antiphon.messages import Languages, as_server_error, stream_request, unary_request
+from antiphon.options import Options
+from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1 import inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+_OK = Outcome(OK)
+_UNFINISHED = Outcome(UNFINISHED)
+_INCOMPLETE = Outcome(INCOMPLETE)
+_PUSHBACK = "grpc-retry-pushback-ms"
+
+
+class Caller:
+    """The connections of one process. Close it, or use it as a context."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Connects when `connect` is called. Raises ValueError where an ask does not fit a message."""
+        self._plan = plan
+        self._channels = [grpc.aio.insecure_channel(plan.target, options=_OPTIONS) for _ in range(plan.connections)]
+        self._stubs: list[InferenceServiceAsyncStub] = [
+            inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels
+        ]
+        self._streamed = [_streamed(plan, ask) for ask in plan.asks] if plan.is_streaming else []
+        self._whole = [] if plan.is_streaming else [_whole(plan, ask) for ask in plan.asks]
+        self._turn = 0
+
+    async def connect(self) -> None:
+        """Wait until every connection stands. Raises TimeoutError."""
+        await asyncio.wait_for(
+            asyncio.gather(*(channel.channel_ready() for channel in self._channels)), self._plan.timeout_s
+        )
+
+    async def call(self, ask: int, scheduled_s: float, start_s: float) -> Reply:
+        """Ask and wait for the end, whatever it is. start_s: time.monotonic() when the run began."""
+        sent_s = time.monotonic() - start_s
+        reply = Reply(scheduled_s=scheduled_s, sent_s=sent_s, last_s=sent_s, outcome=_UNFINISHED)
+        self._turn = (self._turn + 1) % len(self._stubs)
+        stub = self._stubs[self._turn]
+        try:
+            if self._plan.is_streaming:
+                await self._stream(stub, ask, reply, start_s)
+            else:
+                await self._ask(stub, ask, reply)
+        except grpc.aio.AioRpcError as error:
+            reply.outcome, reply.message = _outcome(error), error.details() or "no message"
+        except asyncio.CancelledError:
+            reply.outcome = _UNFINISHED
+        reply.last_s = time.monotonic() - start_s
+        return reply
+
+    async def _stream(self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply, start_s: float) -> None:
+        call = stub.Generate(self._streamed[ask], timeout=self._plan.timeout_s)
+        ended, texts, previous_s = 0, [], 0.0
+        try:
+            async for message in call:
+                now_s = time.monotonic() - start_s
+                if reply.first_s is None:
+                    reply.first_s = now_s
+                else:
+                    reply.gaps_s.append(now_s - previous_s)
+                previous_s = now_s
+                ended += message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+                if self._plan.check:
+                    texts.append(message.text_delta)
+                if message.HasField("usage"):
+                    reply.num_tokens = message.usage.generated_tokens
+        finally:
+            call.cancel()
+        _judge(reply, ended)
+        reply.text = "".join(texts)
+
+    async def _ask(self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply) -> None:
+        response = await stub.GenerateUnary(self._whole[ask], timeout=self._plan.timeout_s)
+        _judge(reply, len(response.outputs))
+        reply.num_tokens = response.usage.generated_tokens
+        reply.text = "".join(output.text for output in response.outputs)
+
+    async def close(self) -> None:
+        """Close the connections, which ends what is under way."""
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def _judge(reply: Reply, num_ends: int) -> None:
+    """Note how a call without an error ended: the one output that was asked for ends once."""
+    if num_ends == 1:
+        reply.outcome = _OK
+    else:
+        reply.outcome, reply.message = _INCOMPLETE, f"{num_ends} ends of one output"
+
+
+def _streamed(plan: Plan, ask: Ask) -> pb.GenerateRequest:
+    request = stream_request(plan.model, ask.source, _options(plan, ask), Languages())
+    request.priority = PRIORITIES[plan.priority]
+    return request
+
+
+def _whole(plan: Plan, ask: Ask) -> pb.GenerateUnaryRequest:
+    request = unary_request(plan.model, ask.source, _options(plan, ask), Languages())
+    request.priority = PRIORITIES[plan.priority]
+    return request
+
+
+def _options(plan: Plan, ask: Ask) -> Options:
+    return Options(max_new_tokens=ask.max_new_tokens, ignore_eos=plan.ignore_eos or None)
+
+
+def _outcome(error: grpc.aio.AioRpcError) -> Outcome:
+    refusal = as_server_error(error)
+    has_pushback = any(key == _PUSHBACK for key, _ in error.trailing_metadata() or ())
+    return Outcome(refusal.code.name, refusal.reason, has_pushback)

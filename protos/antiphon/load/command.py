@@ -1,0 +1,160 @@
+"""`antiphon load`: loads a running server open loop and says how it fared. A client; loads no model itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from antiphon.client import ServerError
+from antiphon.load.drive import DriveError
+from antiphon.load.drive import run as drive
+from antiphon.load.flags import add_load_flags, read_plan
+from antiphon.load.plan import Plan, PlanError
+from antiphon.load.probe import Probe
+from antiphon.load.report import as_json, as_text, curve, warnings
+from antiphon.load.result import Result
+from antiphon.load.search import bracketed_rate
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# A search ends within 5 % of a rate that fails; runs of some seconds tell no finer.
+_PRECISION = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon load`."""
+    add_load_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the server; returns the exit code."""
+    try:
+        _check_outputs(arguments)
+        plan, entries = read_plan(arguments)
+        with Probe(plan.target, plan.model, plan.timeout_s) as probe:
+            model = probe.model()
+            if entries:
+                sources = probe.sources(entries)
+                asks = (replace(ask, source=source) for ask, source in zip(plan.asks, sources, strict=True))
+                plan = replace(plan, asks=tuple(asks))
+        return _Session(arguments, replace(plan, model=model.name)).run()
+    except (PlanError, DriveError, ValueError) as error:
+        print(f"antiphon load: {error}", file=sys.stderr)
+    except ServerError as error:
+        print(f"antiphon load: {_explain(error, arguments.target)}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+class _Session:
+    """Runs of one command, and what is made of them."""
+
+    def __init__(self, arguments: argparse.Namespace, plan: Plan) -> None:
+        self._arguments = arguments
+        self._plan = plan
+        self._results: list[Result] = []
+        self._highest: float | None = None
+        self._is_interrupted = False
+
+    def run(self) -> int:
+        try:
+            self._measure_all()
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+        if self._results:
+            self._report()
+        return EXIT_INTERRUPTED if self._is_interrupted else self._exit_code()
+
+    def _measure_all(self) -> None:
+        if self._arguments.search:
+            assert self._plan.rate is not None
+            self._highest = bracketed_rate(self._holds, self._plan.rate, _PRECISION)
+        elif self._arguments.rates:
+            for rate in self._arguments.rates:
+                self._measure(replace(self._plan, rate=rate))
+        else:
+            self._measure(self._plan)
+
+    def _holds(self, rate: float) -> bool:
+        result = self._measure(replace(self._plan, rate=rate))
+        return result.has_met_objective and result.has_kept_up
+
+    def _measure(self, plan: Plan) -> Result:
+        self._tell(plan)
+        result = drive(plan)
+        self._results.append(result)
+        for warning in warnings(result):
+            print(f"antiphon load: {warning}", file=sys.stderr)
+        if result.is_interrupted:
+            raise KeyboardInterrupt
+        return result
+
+    def _tell(self, plan: Plan) -> None:
+        """Say on standard error what is about to happen: it takes a while."""
+        rate = "a trace" if plan.rate is None else f"{plan.rate:,.1f} requests/s"
+        print(f"antiphon load: {rate} for {plan.end_s:g} s to {plan.model} on {plan.target}", file=sys.stderr)
+
+    def _report(self) -> None:
+        if self._arguments.search or self._arguments.rates:
+            print(curve(self._results))
+        else:
+            print(as_text(self._results[0]))
+        if self._arguments.search and not self._is_interrupted:
+            print(_verdict(self._highest, self._plan))
+        if self._arguments.json is not None:
+            text = json.dumps(self._as_json(), indent=2, ensure_ascii=False)
+            _write("--json", self._arguments.json, f"{text}\n".encode())
+        if self._arguments.plot is not None:
+            from antiphon.load.plot import draw_curve
+
+            _write("--plot", self._arguments.plot, draw_curve(self._results, self._highest))
+
+    def _as_json(self) -> dict[str, Any]:
+        if not self._arguments.search and not self._arguments.rates:
+            return as_json(self._results[0])
+        return {"highest_rate": self._highest, "runs": [as_json(result) for result in self._results]}
+
+    def _exit_code(self) -> int:
+        if self._arguments.search:
+            has_failed = not self._highest
+        else:
+            has_failed = any(result.num_dropped or not result.num_ok for result in self._results)
+            if self._arguments.fail:
+                has_failed |= not all(result.has_met_objective for result in self._results)
+        has_failed |= any(result.record.num_mismatches for result in self._results)
+        return EXIT_FAILED if has_failed else 0
+
+
+def _verdict(highest: float | None, plan: Plan) -> str:
+    if not highest:
+        return "no rate that was tried meets the objective"
+    return f"highest rate that meets the objective: {highest:,.1f} requests/s"
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Find out before the load, not after it, that its figures cannot be kept. Raises PlanError."""
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise PlanError(f"{flag} {path} cannot be written: it must name a file in a directory that exists")
+    if arguments.plot is not None:
+        import matplotlib  # noqa: F401  # the command line says what to install
+
+
+def _write(flag: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise PlanError(f"{flag} {path} cannot be written: {error.strerror}") from None
+
+
+def _explain(error: ServerError, target: str) -> str:
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        return f"{target} is unavailable ({error.message}); is a server running there? start one with: antiphon serve"
+    return error.message

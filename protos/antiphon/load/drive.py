@@ -1,0 +1,121 @@
+"""Runs a plan: `run` with client processes of their own, `drive` in the event loop at hand.
+
+    result = run(Plan(asks=(Ask(source="How are you?"),), rate=50, duration_s=10))
+    print(result.num_ok, result.e2e_ms.p99)
+
+A driver that shares its process with anything else, above all with the server, measures that too: `drive` is for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from antiphon.load.caller import Caller
+from antiphon.load.offer import offer
+from antiphon.load.plan import Plan
+from antiphon.load.record import Record
+from antiphon.load.result import Result
+from antiphon.load.schedule import share_of
+
+# Between the order to start and the start, so that every process has the order by then.
+_LEAD_S = 0.1
+
+
+class DriveError(Exception):
+    """A load test could not be run: no connection, or a client process that failed."""
+
+
+def run(plan: Plan) -> Result:
+    """Run a plan to its end and say what became of it. Blocks; an interrupt stops the run and keeps what there is.
+
+    Raises DriveError, and KeyboardInterrupt at an interrupt before the run has begun, or at a second one.
+    """
+    with ThreadPoolExecutor(max_workers=plan.processes) as pool:
+        workers: list[_Worker] = []
+        try:
+            workers.extend(_Worker(plan, process) for process in range(plan.processes))
+            return Result(plan=plan, record=_run(workers, pool))
+        finally:
+            for worker in workers:
+                worker.end()
+
+
+async def drive(plan: Plan, stop: asyncio.Event | None = None) -> Result:
+    """Run a plan of one process from this event loop. stop: once set, the run ends, and keeps what there is."""
+    async with Caller(plan) as caller:
+        await caller.connect()
+        arrivals, start_s = share_of(plan, 0), time.monotonic()
+        record = await offer(caller, plan, arrivals, start_s=start_s, stop=stop or asyncio.Event())
+    return Result(plan=plan, record=record)
+
+
+def _run(workers: Sequence[_Worker], pool: ThreadPoolExecutor) -> Record:
+    for problem in pool.map(_Worker.read, workers):
+        if problem is not None:
+            raise DriveError(problem)
+    start_s = time.monotonic() + _LEAD_S
+    for worker in workers:
+        worker.start(start_s)
+    records = [pool.submit(worker.read) for worker in workers]
+    try:
+        wait(records)
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker.stop()
+    together = Record()
+    for record in records:
+        together.merge(record.result())
+    return together
+
+
+class _Worker:
+    """A client process, as `worker.py` describes it."""
+
+    def __init__(self, plan: Plan, process: int) -> None:
+        # In a group of its own, where a terminal's interrupt does not reach it: its orders come from here.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "antiphon.load.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._reports = self._process.stdin, self._process.stdout
+        self._give(pickle.dumps((plan, process)))
+
+    def read(self) -> Any:
+        """What the process reports next. Raises DriveError where it has ended instead."""
+        try:
+            return pickle.load(self._reports)
+        except (EOFError, pickle.UnpicklingError):
+            raise DriveError("a client process failed; its own words are above") from None
+
+    def start(self, start_s: float) -> None:
+        """Let the run begin at a time of time.monotonic()."""
+        self._give(f"{start_s!r}\n".encode())
+
+    def stop(self) -> None:
+        """Let the run end now."""
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.stop()
+        self._process.kill()
+        self._process.wait()
+        self._reports.close()
+
+    def _give(self, order: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has failed, as `read` will tell
+            self._orders.write(order)
+            self._orders.flush()

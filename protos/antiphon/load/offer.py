@@ -1,0 +1,74 @@
+"""The open loop of one process: sends at the scheduled times, never waits for an answer before it sends the next."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from antiphon.load.caller import Caller
+from antiphon.load.plan import Plan
+from antiphon.load.record import OK, Record
+from antiphon.load.schedule import Arrival
+
+# How much longer than its deadline a call is waited for: gRPC ends it by then, or never will.
+_GRACE_S = 5.0
+
+
+async def offer(
+    caller: Caller, plan: Plan, arrivals: Iterable[Arrival], *, start_s: float, stop: asyncio.Event
+) -> Record:
+    """Make every call at its time, wait for the last answers, and say what became of each.
+
+    start_s: time.monotonic() at which the run begins. stop: once set, nothing more is sent or waited for.
+    """
+    loop = _Loop(caller, plan, start_s)
+    stopping = asyncio.create_task(stop.wait())
+    async with asyncio.TaskGroup() as group:
+        sending = group.create_task(loop.send(arrivals, group))
+        try:
+            await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await loop.drain(stopping)
+        finally:
+            for task in (stopping, sending, *loop.calls):
+                task.cancel()
+    if stop.is_set():
+        loop.record.stopped_s = time.monotonic() - start_s
+    return loop.record
+
+
+class _Loop:
+    def __init__(self, caller: Caller, plan: Plan, start_s: float) -> None:
+        self.record = Record()
+        self.calls: set[asyncio.Task[None]] = set()
+        self._caller = caller
+        self._plan = plan
+        self._start_s = start_s
+        self._max_outstanding = plan.max_outstanding // plan.processes
+
+    async def send(self, arrivals: Iterable[Arrival], group: asyncio.TaskGroup) -> None:
+        for scheduled_s, ask in arrivals:
+            # Where we are late this still lets the calls before begin.
+            await asyncio.sleep(max(0.0, self._start_s + scheduled_s - time.monotonic()))
+            if len(self.calls) >= self._max_outstanding:
+                self.record.dropped_s.append(scheduled_s)
+                continue
+            call = group.create_task(self._call(ask, scheduled_s))
+            self.calls.add(call)
+            call.add_done_callback(self.calls.discard)
+
+    async def drain(self, stopping: asyncio.Task[bool]) -> None:
+        """Wait until every call has ended, or is past its deadline, or the run is stopped."""
+        ended = asyncio.gather(*self.calls)
+        waited_s = self._plan.timeout_s + _GRACE_S
+        await asyncio.wait((ended, stopping), timeout=waited_s, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+
+    async def _call(self, ask: int, scheduled_s: float) -> None:
+        reply = await self._caller.call(ask, scheduled_s, self._start_s)
+        if self._plan.check and reply.text is not None and reply.outcome.status == OK:
+            self.record.compare(ask, reply.text)
+        if scheduled_s < self._plan.warmup_s:
+            self.record.num_warmup += 1
+        else:
+            self.record.add(reply)

@@ -1,0 +1,79 @@
+"""What must be known of a server before it is loaded: that it is there, that it generates, how it counts tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from antiphon.load.plan import PlanError
+from antiphon.load.texts import EVERYDAY
+from antiphon.load.trace import Entry
+from antiphon.messages import Source, server_errors
+from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
+
+
+class Probe:
+    """A connection for a few questions before the load. Close it, or use it as a context. Methods raise ServerError."""
+
+    def __init__(self, target: str, model: str, timeout_s: float) -> None:
+        self._channel = grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+        self._stub = InferenceServiceStub(self._channel)
+        self._model = model
+        self._timeout_s = timeout_s
+
+    def model(self) -> pb.Model:
+        """The model's description. Raises PlanError where it does not generate."""
+        request = pb.GetModelRequest(model=self._model)
+        with server_errors():
+            model = self._stub.GetModel(request, timeout=self._timeout_s).model
+        if model.architecture == pb.ARCHITECTURE_ENCODER:
+            raise PlanError(f"--model: {model.name} is an encoder alone, and load asks for Generate")
+        return model
+
+    def sources(self, entries: Sequence[Entry]) -> list[Source]:
+        """The sources of a trace's entries: their text, or everyday words of so many tokens, one of their own at least.
+
+        The same every time.
+        """
+        if all(entry.source_tokens is None for entry in entries):
+            return [entry.text or "" for entry in entries]
+        sentences = [self._tokenize(text) for text in EVERYDAY]
+        num_added = self._num_added(sentences[0])
+        return [
+            entry.text or ""
+            if entry.source_tokens is None
+            else _words(sentences, index, max(entry.source_tokens - num_added, 1))
+            for index, entry in enumerate(entries)
+        ]
+
+    def _tokenize(self, text: str) -> list[int]:
+        request = pb.TokenizeRequest(model=self._model, text=text)
+        with server_errors():
+            return list(self._stub.Tokenize(request, timeout=self._timeout_s).token_ids)
+
+    def _num_added(self, ids: Sequence[int]) -> int:
+        """How many tokens the server puts around a source: it says how many it read."""
+        options = pb.GenerateOptions(max_new_tokens=1)
+        request = pb.GenerateUnaryRequest(model=self._model, token_ids=pb.TokenIds(ids=ids), options=options)
+        with server_errors():
+            usage = self._stub.GenerateUnary(request, timeout=self._timeout_s).usage
+        return usage.source_tokens - len(ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+
+def _words(sentences: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+    """So many token ids of sentences, over and over, from one of them on."""
+    turned = itertools.islice(itertools.cycle(sentences), first % len(sentences), None)
+    return list(itertools.islice(itertools.chain.from_iterable(turned), length))

@@ -1,0 +1,177 @@
+"""How results read: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from antiphon.load.percentiles import Spread
+from antiphon.load.result import MAX_LAG_MS, Result
+
+_LATENCIES = (
+    ("first token", "ttft_ms"),
+    ("between messages", "inter_token_ms"),
+    ("per token", "per_token_ms"),
+    ("whole answer", "e2e_ms"),
+    ("sent late by", "lag_ms"),
+)
+_HEADER = ("ms", "p50", "p90", "p95", "p99", "p99.9", "max")
+_CURVE = ("rate/s", "sent/s", "ok/s", "goodput/s", "tokens/s", "failed", "TTFT p50", "p99", "e2e p50", "p95", "p99")
+_MAX_SHOWN = 60
+
+
+def as_text(result: Result) -> str:
+    """One run, in a few lines."""
+    lines = [_counts(result), _rates(result), *_errors(result), "", *_latencies(result)]
+    if result.plan.check:
+        lines += ["", *_checked(result)]
+    return "\n".join(lines)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """One run as plain data; latencies in milliseconds, rates a second."""
+    plan = result.plan
+    return {
+        "target": plan.target,
+        "model": plan.model,
+        "rate": plan.rate,
+        "duration_s": plan.duration_s,
+        "warmup_s": plan.warmup_s,
+        "seed": plan.seed,
+        "processes": plan.processes,
+        "connections": plan.connections,
+        "streaming": plan.is_streaming,
+        "priority": plan.priority,
+        "interrupted": result.is_interrupted,
+        "scheduled": result.num_scheduled,
+        "sent": result.num_sent,
+        "ok": result.num_ok,
+        "errors": result.errors,
+        "error_reasons": result.error_reasons,
+        "with_pushback": result.num_pushbacks,
+        "unfinished": result.num_unfinished,
+        "dropped": result.num_dropped,
+        "error_share": result.error_share,
+        "sent_per_second": result.sent_per_s,
+        "ok_per_second": result.ok_per_s,
+        "tokens_per_second": result.tokens_per_s,
+        "goodput_per_second": result.goodput_per_s,
+        **{name: None if spread is None else asdict(spread) for name, spread in _spreads(result).items()},
+        "objective": asdict(plan.objective) | {"met": result.has_met_objective},
+        "client_kept_up": result.has_kept_up,
+        "checked": _check(result) if plan.check else None,
+    }
+
+
+def curve(results: Sequence[Result]) -> str:
+    """A line for each run, lowest rate first; latencies in milliseconds."""
+    rows = [_curve_row(result) for result in sorted(results, key=lambda result: result.plan.rate or 0)]
+    return "\n".join(_columns([_CURVE, *rows]))
+
+
+def warnings(result: Result) -> list[str]:
+    """Why a result may not be believed."""
+    found = []
+    if result.num_dropped:
+        limit = f"--max-outstanding {result.plan.max_outstanding}"
+        found.append(f"{result.num_dropped} requests were not sent: {limit} were under way")
+    if result.lag_ms is not None and result.lag_ms.p99 > MAX_LAG_MS:
+        found.append(
+            f"the client cannot keep up: it sent 1 % of the requests over {result.lag_ms.p99:.0f} ms late, which their "
+            f"latencies include; try --processes {2 * result.plan.processes}, or another machine"
+        )
+    return found
+
+
+def _counts(result: Result) -> str:
+    rare = {"unfinished": result.num_unfinished, "not sent": result.num_dropped}
+    counts = {"sent": result.num_sent, "ok": result.num_ok, "failed": sum(result.errors.values())}
+    return ", ".join(f"{name} {count}" for name, count in {**counts, **rare}.items() if count or name in counts)
+
+
+def _rates(result: Result) -> str:
+    asked, goodput = result.plan.rate, result.goodput_per_s
+    parts = [
+        "arrivals of a trace" if asked is None else f"asked for {asked:,.1f}/s",
+        f"sent {result.sent_per_s:,.1f}/s",
+        f"answered {result.ok_per_s:,.1f}/s",
+        *([] if goodput is None else [f"within the objective {goodput:,.1f}/s"]),
+        f"{result.tokens_per_s:,.0f} tokens/s",
+    ]
+    return ", ".join(parts)
+
+
+def _errors(result: Result) -> list[str]:
+    lines = []
+    for outcome, message in result.record.messages.items():
+        kind = "/".join(filter(None, (outcome.status, outcome.reason)))
+        lines.append(f"  {result.error_reasons[kind]} {kind}: {message}")
+    return lines
+
+
+def _spreads(result: Result) -> dict[str, Spread | None]:
+    return {name: getattr(result, name) for _, name in _LATENCIES}
+
+
+def _latencies(result: Result) -> list[str]:
+    spreads = _spreads(result)
+    rows = [
+        (label, *(f"{value:.1f}" for value in asdict(spread).values()))
+        for label, name in _LATENCIES
+        if (spread := spreads[name]) is not None
+    ]
+    return _columns([_HEADER, *rows])
+
+
+def _check(result: Result) -> dict[str, Any]:
+    record = result.record
+    return {
+        "compared": record.num_compared,
+        "mismatches": record.num_mismatches,
+        "examples": [
+            {"source": result.plan.asks[found.ask].source, "first": found.first, "other": found.other}
+            for found in record.mismatches
+        ],
+    }
+
+
+def _checked(result: Result) -> list[str]:
+    record = result.record
+    if not record.num_mismatches:
+        return [f"answers to equal texts are equal ({record.num_compared} compared)"]
+    lines = [f"{record.num_mismatches} of {record.num_compared} answers differ from another to the same text:"]
+    for found in record.mismatches:
+        lines.append(f"  {str(result.plan.asks[found.ask].source)[:_MAX_SHOWN]!r}")
+        lines += [f"    {answer[:_MAX_SHOWN]!r}" for answer in (found.first, found.other)]
+    return lines
+
+
+def _curve_row(result: Result) -> tuple[str, ...]:
+    goodput = result.goodput_per_s
+    return (
+        f"{result.plan.rate:,.1f}",
+        f"{result.sent_per_s:,.1f}",
+        f"{result.ok_per_s:,.1f}",
+        "" if goodput is None else f"{goodput:,.1f}",
+        f"{result.tokens_per_s:,.0f}",
+        f"{result.error_share:.1%}",
+        *_some(result.ttft_ms, "p50", "p99"),
+        *_some(result.e2e_ms, "p50", "p95", "p99"),
+    )
+
+
+def _some(spread: Spread | None, *names: str) -> list[str]:
+    return ["" if spread is None else f"{getattr(spread, name):.1f}" for name in names]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest entry, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

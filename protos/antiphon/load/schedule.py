@@ -1,0 +1,27 @@
+"""Who asks what, when: the arrivals of a plan, shared out among its processes."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from antiphon.load.arrivals import poisson_arrivals
+from antiphon.load.plan import Plan
+
+Arrival = tuple[float, int]
+"""Seconds from the start, and which of the plan's asks."""
+
+
+def arrivals_of(plan: Plan) -> list[float]:
+    """Every arrival of a plan, ascending."""
+    if plan.times_s is not None:
+        return list(plan.times_s[: bisect_left(plan.times_s, plan.end_s)])
+    assert plan.rate is not None
+    return poisson_arrivals(plan.rate, plan.end_s, plan.seed)
+
+
+def share_of(plan: Plan, process: int) -> Iterator[Arrival]:
+    """The arrivals that a process takes, by turns: together the processes send exactly the plan's arrivals."""
+    turns = zip(arrivals_of(plan), itertools.cycle(range(len(plan.asks))), strict=False)
+    return itertools.islice(turns, process, None, plan.processes)

@@ -1,0 +1,63 @@
+"""One client process of a load test: `python -m antiphon.load.worker`, started by `drive.py` and nobody else.
+
+Standard input: a pickled (plan, process), later the time at which to start as a line, and in the end nothing: where it
+closes, the run stops. Standard output: why it cannot start or None, and the record, pickled. Both pipes are its
+parent's, a process of the same program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import threading
+from typing import BinaryIO
+
+from antiphon.load.caller import Caller
+from antiphon.load.offer import offer
+from antiphon.load.plan import Plan
+from antiphon.load.record import Record
+from antiphon.load.schedule import share_of
+
+
+def main() -> None:
+    """Do one process's share of a plan."""
+    plan, process = pickle.load(sys.stdin.buffer)
+    asyncio.run(_work(plan, process, sys.stdin.buffer, sys.stdout.buffer))
+
+
+async def _work(plan: Plan, process: int, orders: BinaryIO, reports: BinaryIO) -> None:
+    arrivals = share_of(plan, process)
+    async with Caller(plan) as caller:
+        try:
+            await caller.connect()
+        except TimeoutError:
+            _report(reports, f"no connection to {plan.target} within {plan.timeout_s:g} s")
+            return
+        _report(reports, None)
+        start = await asyncio.to_thread(orders.readline)
+        if not start:
+            return
+        stop = asyncio.Event()
+        _watch(orders, stop)
+        _report(reports, await offer(caller, plan, arrivals, start_s=float(start), stop=stop))
+
+
+def _watch(orders: BinaryIO, stop: asyncio.Event) -> None:
+    """Set `stop` when the parent closes our input, or dies."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        orders.read()
+        loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=wait, name="orders", daemon=True).start()
+
+
+def _report(reports: BinaryIO, report: str | Record | None) -> None:
+    pickle.dump(report, reports)
+    reports.flush()
+
+
+if __name__ == "__main__":
+    main()
