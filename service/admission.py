@@ -13,6 +13,7 @@ from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.request import Pooling, Request, Task, head_of
 from antiphon.service.runner import Runner
+from antiphon.service.scheduler import EncodeBudget
 from antiphon.service.sequence import SequenceGroup
 from antiphon.service.stream import OutputStream
 
@@ -39,12 +40,15 @@ class AdmissionLimits:
     heads: frozenset[HeadTask]
 
 
-def limits_of(runner: Runner, num_rows: int) -> AdmissionLimits:
-    """The limits of a runner of which so many rows are used."""
+def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None) -> AdmissionLimits:
+    """The limits of a runner of which so many rows are used, and which may encode within a budget."""
+    max_source_len = runner.max_source_len
+    if budget is not None and runner.has_encoder:
+        max_source_len = budget.longest_source(max_source_len)
     return AdmissionLimits(
         vocab_size=runner.vocab_size,
         source_vocab_size=runner.source_vocab_size,
-        max_source_len=runner.max_source_len,
+        max_source_len=max_source_len,
         max_target_len=runner.max_target_len,
         num_rows=num_rows,
         num_blocks=runner.num_blocks,

@@ -25,8 +25,13 @@ _TASKS: dict[Task, pb.Task.ValueType] = {
 }
 
 
-def describe(bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, max_message_bytes: int) -> pb.Model:
-    """Describe a model that this runner serves. Raises InvalidArgument where the bundle's defaults cannot be."""
+def describe(
+    bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, *, max_source_len: int, max_message_bytes: int
+) -> pb.Model:
+    """Describe a model that this runner serves. Raises InvalidArgument where the bundle's defaults cannot be.
+
+    max_source_len: of the longest source that the server takes, perhaps shorter than the runner's.
+    """
     manifest = bundle.manifest
     config, text = manifest.model, manifest.text
     model = pb.Model(
@@ -34,7 +39,7 @@ def describe(bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, max_messag
         precision=_PRECISIONS[runner.precision],
         vocabulary_size=config.vocab_size,
         limits=pb.Limits(
-            max_source_len=runner.max_source_len,
+            max_source_len=max_source_len,
             max_target_len=runner.max_target_len,
             max_message_bytes=max_message_bytes,
         ),

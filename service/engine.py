@@ -20,7 +20,7 @@ from antiphon.service.metrics import Metrics
 from antiphon.service.request import ANSWERED, Pooling, Request, Task
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import EncodeReport, Runner
-from antiphon.service.scheduler import SchedulerLimits
+from antiphon.service.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.sequence import SequenceGroup
 from antiphon.service.step import StepParts, Stepper
 from antiphon.service.stream import OutputStream
@@ -38,6 +38,7 @@ class EngineConfig:
     max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
     max_queued_requests, max_queued_tokens: bounds of the waiting queue.
     max_queue_time_s: longest expected wait of a request that is still taken; None is no bound.
+    encode_budget: workspace that one encode batch may be predicted to take; None where it is not known.
     """
 
     max_num_seqs: int | None = None
@@ -45,6 +46,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 131_072
     max_queue_time_s: float | None = None
+    encode_budget: EncodeBudget | None = None
 
 
 class Engine:
@@ -57,9 +59,13 @@ class Engine:
         self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         max_num_seqs = _max_num_seqs(runner, config)
-        limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+        limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            encode_budget=config.encode_budget,
+        )
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._admission = limits_of(runner, max_num_seqs)
+        self._admission = limits_of(runner, max_num_seqs, config.encode_budget)
         self._queue = _queue(config)
         self._live: dict[str, SequenceGroup] = {}
         self._cancellations = Cancellations()

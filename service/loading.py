@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from antiphon.model.bundle import Bundle, BundleError, load_bundle
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.service.admission import limits_of
 from antiphon.service.describe import describe
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.explain import Explainer
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
-from antiphon.service.memory import MemoryBudget, ModelMemory, need_of
+from antiphon.service.memory import LIMIT_MARGIN, MemoryBudget, ModelMemory, encode_budget, need_of
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
 from antiphon.service.model_settings import ModelPlan
 from antiphon.service.models import Served
 from antiphon.service.pacing import Pacing
 from antiphon.service.runners import AnyRunner, open_runner
+from antiphon.service.scheduler import EncodeBudget
 from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
@@ -58,9 +61,10 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
 
 def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
     tokenizer = _tokenizer(bundle)
+    budget = _encode_budget(bundle, plan)
     runner = _runner(bundle, plan)
     runner.warm_up()
-    description = _described(bundle, runner, tokenizer, plan)
+    description = _described(bundle, runner, tokenizer, budget, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
     model = ServedModel(
@@ -73,7 +77,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     )
     metrics = Metrics(shared.families, name)
     metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
-    engine = Engine(runner, _engine_config(plan), metrics)
+    engine = Engine(runner, _engine_config(plan, budget), metrics)
     return Served(
         name=name,
         precision=runner.precision,
@@ -84,9 +88,12 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     )
 
 
-def _described(bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, plan: ModelPlan) -> pb.Model:
+def _described(
+    bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, budget: EncodeBudget | None, plan: ModelPlan
+) -> pb.Model:
+    longest = limits_of(runner, plan.max_num_seqs, budget).max_source_len
     try:
-        return describe(bundle, runner, tokenizer, plan.max_message_bytes)
+        return describe(bundle, runner, tokenizer, max_source_len=longest, max_message_bytes=plan.max_message_bytes)
     except InvalidArgument as error:
         raise StartupError(f"{bundle.path}: generation: {error}") from None
 
@@ -127,11 +134,23 @@ def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
         )
 
 
-def _engine_config(plan: ModelPlan) -> EngineConfig:
+def _encode_budget(bundle: Bundle, plan: ModelPlan) -> EncodeBudget | None:
+    """What encoding may work in. Raises StartupError where that would not do for any source."""
+    budget = encode_budget(bundle, bundle.graph_set(plan.precision, plan.lowering), plan)
+    if budget is not None and not budget.fits(1, 1):
+        raise StartupError(
+            f"workspace_limit_bytes is {plan.workspace_limit_bytes}; it must be at least "
+            f"{math.ceil(LIMIT_MARGIN * budget.predict(1, 1))}, what a source of one token is predicted to need"
+        )
+    return budget
+
+
+def _engine_config(plan: ModelPlan, budget: EncodeBudget | None) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_queued_requests=plan.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
         max_queue_time_s=plan.max_queue_time_s,
+        encode_budget=budget,
     )

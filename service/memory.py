@@ -21,9 +21,13 @@ from antiphon.service.errors import OverBudget
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.model_settings import ModelPlan
 from antiphon.service.native_encoder import RUN_TOKENS
+from antiphon.service.scheduler import EncodeBudget
 
 # Of a model without a limit and without a measured profile: four times what a base model needs for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20
+# What a limit must hold for each byte predicted: allocations are rounded up to regions, and a fit has a residual. The
+# shipped model needs 1.2 at worst.
+LIMIT_MARGIN = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +110,23 @@ def need_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Need:
         workspace_bytes=_workspace_bytes(bundle, graphs, plan),
     )
     return Need(memory=memory, num_blocks=num_blocks, block_bytes=block_bytes, fewest_blocks=fewest)
+
+
+def encode_budget(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> EncodeBudget | None:
+    """What encoding may work in, by the bundle's own fit; None where nothing was measured."""
+    fit = bundle.memory_fit(graphs)
+    if fit is None:
+        return None
+
+    def predict(num_tokens: int, longest: int) -> float:
+        if graphs.lowering == "native":  # packed, in parts
+            return fit.predict(1, min(num_tokens, max(RUN_TOKENS, longest)))
+        return fit.a + num_tokens * (fit.b + fit.c * longest)  # rows of one length together: this at most
+
+    max_bytes = _workspace_bytes(bundle, graphs, plan)
+    if plan.workspace_limit_bytes is not None:
+        max_bytes = int(max_bytes / LIMIT_MARGIN)
+    return EncodeBudget(max_bytes=max_bytes, predict=predict)
 
 
 def _weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:

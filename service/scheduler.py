@@ -7,7 +7,8 @@ side effects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -23,6 +24,10 @@ class Waiting(Protocol):
         """Rows to take at once."""
 
     @property
+    def source_len(self) -> int:
+        """Tokens to encode; 0 where nothing is."""
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens to compute before its first one is chosen."""
 
@@ -35,14 +40,35 @@ W = TypeVar("W", bound=Waiting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerLimits:
-    """Most rows that run together, and most tokens prefilled in one step.
+class EncodeBudget:
+    """Workspace that encoding may take, and what it is predicted to take.
 
-    A single one of more tokens than the budget is prefilled in a step of its own.
+    predict: bytes to encode so many tokens together, the longest source having so many; it grows with both.
+    """
+
+    max_bytes: float
+    predict: Callable[[int, int], float]
+
+    def fits(self, num_tokens: int, longest: int) -> bool:
+        """Whether sources of so many tokens together, the longest of so many, may be encoded in one step."""
+        return self.predict(num_tokens, longest) <= self.max_bytes
+
+    def longest_source(self, longest: int) -> int:
+        """Tokens of the longest source that may be encoded at all, at most `longest`; 0 where none may."""
+        lengths = range(1, longest + 1)
+        return bisect.bisect_right(lengths, self.max_bytes, key=lambda length: self.predict(length, length))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """Most rows that run together, most tokens prefilled in one step, and the workspace to encode in, where known.
+
+    A single one above a budget of a step is prefilled in a step of its own.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    encode_budget: EncodeBudget | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -82,11 +108,19 @@ def schedule(
         return Batch(joining=(), num_deferred=num_deferred + 1)
     joining: list[W] = []
     rows, blocks, tokens = num_free_rows, num_free_blocks, limits.max_num_batched_tokens
+    source_tokens = longest = 0
     for sequence in queue:
         rows -= sequence.num_rows
         blocks -= sequence.num_blocks
         tokens -= sequence.num_prefill_tokens
-        if rows < 0 or blocks < 0 or (tokens < 0 and joining):
+        source_tokens += sequence.source_len
+        longest = max(longest, sequence.source_len)
+        is_over = tokens < 0 or not _may_encode(limits.encode_budget, source_tokens, longest)
+        if rows < 0 or blocks < 0 or (is_over and joining):
             break
         joining.append(sequence)
     return Batch(joining=tuple(joining))
+
+
+def _may_encode(budget: EncodeBudget | None, num_tokens: int, longest: int) -> bool:
+    return budget is None or budget.fits(num_tokens, longest)

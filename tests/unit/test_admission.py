@@ -7,8 +7,9 @@ import pytest
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.request import Request, SamplingParams
+from antiphon.service.scheduler import EncodeBudget
 from antiphon.service.stream import OutputStream
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, request_of, source_of
 
 
 def check(source: int, prefix: int) -> None:
@@ -18,6 +19,16 @@ def check(source: int, prefix: int) -> None:
         request_id="a", source_ids=(source,), prefix_ids=(prefix,), params=SamplingParams(), arrival_s=0.0
     )
     admit(request, OutputStream("a"), limits_of(runner, runner.max_rows))
+
+
+async def test_admission_refuses_a_source_that_is_predicted_not_to_fit_and_names_the_longest() -> None:
+    runner = FakeRunner(max_source_len=32)
+    budget = EncodeBudget(max_bytes=1000, predict=lambda num_tokens, longest: 100 + 50 * num_tokens)  # 18 tokens
+    limits = limits_of(runner, runner.max_rows, budget)
+    for length in (17, 18):
+        admit(request_of("a", source_of(target_len=3, length=length)), OutputStream("a"), limits)
+    with pytest.raises(InvalidArgument, match="source is '19 tokens long'; it must be 1 to 18 tokens long"):
+        admit(request_of("a", source_of(target_len=3, length=19)), OutputStream("a"), limits)
 
 
 async def test_admission_takes_every_id_of_either_vocabulary() -> None:

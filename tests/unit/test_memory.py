@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from antiphon.model.bundle import MemoryFit, MemoryProfile, load_bundle
+from antiphon.model.bundle import Bundle, MemoryFit, MemoryProfile, load_bundle
 from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig
-from antiphon.service.errors import OverBudget
-from antiphon.service.memory import DEFAULT_WORKSPACE_BYTES, MemoryBudget, ModelMemory, Need, need_of
+from antiphon.service.errors import InvalidArgument, OverBudget, Unavailable
+from antiphon.service.kv_cache import blocks_for
+from antiphon.service.loading import Shared, StartupError, load
+from antiphon.service.memory import (
+    DEFAULT_WORKSPACE_BYTES,
+    MemoryBudget,
+    ModelMemory,
+    Need,
+    encode_budget,
+    need_of,
+)
+from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.model_settings import ModelPlan, ModelSettings
+from antiphon.service.native_encoder import RUN_TOKENS
 from antiphon.service.native_runner import NativeRunner
+from antiphon.service.pacing import Pacing
+from antiphon.service.stream import OutputStream
+from tests.fakes import request_of
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle
 
@@ -61,6 +78,62 @@ def test_need_takes_the_workspace_from_the_limit_the_profile_or_the_default(tmp_
     assert workspace(measured, max_num_batched_tokens=64) == 1000 + 10 * 64
     assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source is taken all the same
     assert workspace(measured, workspace_limit_bytes=77) == 77
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Bundle:
+    return load_bundle(SHIPPED_BUNDLE)
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 3_000_000])
+def test_encode_budget_predicts_as_the_runner_reports(shipped: Bundle, limit_bytes: int | None) -> None:
+    """The longest batch and the longest source that are predicted to fit run within the limit."""
+    settings = plan(workspace_limit_bytes=limit_bytes)
+    budget = encode_budget(shipped, shipped.graph_set(), settings)
+    assert budget is not None
+    runner = NativeRunner(shipped, max_rows=64, threads=1, workspace_limit_bytes=limit_bytes)
+    longest = budget.longest_source(runner.max_source_len)
+    fewest = [length for length in (1, 8, 30, longest) if length <= longest]
+    for length in fewest:
+        count = max(n for n in range(1, 1 + 1024 // length) if budget.fits(n * length, length))
+        blocks = iter(range(runner.num_blocks))
+        tables = [[next(blocks) for _ in range(blocks_for(length, runner.block_size))] for _ in range(count)]
+        report = runner.encode([[5] * length] * count, 0, tables)
+        predicted = report.predicted_fused_bytes
+        assert predicted is not None
+        assert predicted <= budget.predict(count * length, length) <= budget.max_bytes
+        if count * length <= RUN_TOKENS:
+            assert predicted == budget.predict(count * length, length)
+
+
+def test_encode_budget_of_rows_of_one_length_is_no_less_than_each_run_is_predicted_to_take(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny", tiny_model(tiny_config()))
+    fit = MemoryFit(a=1000, b=10, c=2, residual=0, exponent=2, max_len=40, max_rows=4)
+    profile = MemoryProfile(fits={"contrib-float32": fit}, machine="none")
+    measured = replace(bundle, manifest=bundle.manifest.model_copy(update={"memory": profile}))
+    budget = encode_budget(measured, bundle.graph_set(), plan(workspace_limit_bytes=5000))
+    assert budget is not None
+    assert budget.predict(3 * 8 + 5, 8) >= max(fit.predict(3, 8), fit.predict(1, 5))
+    assert budget.predict(24, 8) == fit.predict(3, 8)
+    assert encode_budget(bundle, bundle.graph_set(), plan(workspace_limit_bytes=5000)) is None
+
+
+def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
+    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None))
+    settings = plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1000)
+    with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
+        load(settings, shared)
+
+
+def test_the_description_names_the_longest_source_that_fits_the_workspace() -> None:
+    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None))
+    served = load(plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1_000_000), shared)
+    longest = served.description.limits.max_source_len
+    assert 1 < longest < load_bundle(SHIPPED_BUNDLE).manifest.model.max_source_len
+    with closing(asyncio.new_event_loop()) as loop:
+        for length, refusal in ((longest, Unavailable), (longest + 1, InvalidArgument)):  # the engine is not started
+            with pytest.raises(refusal):
+                served.engine.submit(request_of("a", (5,) * length), OutputStream("a", loop=loop))
 
 
 def need(weights: int, cache_blocks: int, workspace: int, block_bytes: int | None = 10) -> Need:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.service.kv_cache import BlockPool
-from antiphon.service.scheduler import MAX_DEFERRED_STEPS, Batch, SchedulerLimits, schedule
+from antiphon.service.scheduler import MAX_DEFERRED_STEPS, Batch, EncodeBudget, SchedulerLimits, schedule
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,10 @@ class Item:
     num_prefill_tokens: int
     num_blocks: int = 1
     num_rows: int = 1
+
+    @property
+    def source_len(self) -> int:
+        return self.num_prefill_tokens
 
 
 def admitted(batch: Batch[Item]) -> list[int]:
@@ -66,10 +70,33 @@ def test_scheduler_takes_all_rows_of_a_request_or_none() -> None:
     assert admitted(schedule(waiting[2:], num_running=6, num_free_blocks=50, limits=limits())) == []
 
 
+def quadratic(max_bytes: int) -> EncodeBudget:
+    """As a graph that pads every source to the longest and holds its scores."""
+    return EncodeBudget(max_bytes=max_bytes, predict=lambda num_tokens, longest: 100 + num_tokens * (2 + longest))
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), max_bytes=st.integers(0, 4000))
+def test_scheduler_encodes_no_more_together_than_is_predicted_to_fit(lengths: list[int], max_bytes: int) -> None:
+    budget = quadratic(max_bytes)
+    bounds = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=10_000, encode_budget=budget)
+    taken = len(schedule(items(*lengths), num_running=0, num_free_blocks=99, limits=bounds).joining)
+    assert taken >= 1  # a single one was admitted: it may try
+    assert taken == 1 or budget.predict(sum(lengths[:taken]), max(lengths[:taken])) <= max_bytes
+    if taken < len(lengths):
+        assert budget.predict(sum(lengths[: taken + 1]), max(lengths[: taken + 1])) > max_bytes
+
+
+@given(max_bytes=st.integers(0, 4000), longest=st.integers(1, 80))
+def test_encode_budget_knows_its_longest_source(max_bytes: int, longest: int) -> None:
+    budget = quadratic(max_bytes)
+    fitting = [length for length in range(1, longest + 1) if budget.fits(length, length)]
+    assert budget.longest_source(longest) == len(fitting)
+
+
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens"])
 def test_scheduler_limits_name_the_field_that_is_wrong(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        SchedulerLimits(**{"max_num_seqs": 1, "max_num_batched_tokens": 1, field: 0})
+        limits(**{"max_num_seqs": 1, "max_num_batched_tokens": 1, field: 0})
 
 
 def test_scheduler_fills_free_rows_at_once_when_all_that_wait_fit() -> None:
