@@ -127,6 +127,12 @@ class ServerConfig(BaseSettings):
     keepalive_timeout_s: float = Field(
         default=20.0, ge=0.1, le=3600, description="Time a client has to answer a ping before its connection closes."
     )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=MAX_GRACE_S,
+        description="Time after SIGTERM in which new requests are still served, for load balancers to look away.",
+    )
     drain_grace_s: float = Field(
         default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from antiphon.service.background import in_background, let_go
+from antiphon.service.engine import Engine
 from antiphon.service.errors import BadBundle, Unavailable
 from antiphon.service.loading import Shared, StartupError, load
 from antiphon.service.model_settings import ModelPlan
@@ -38,7 +40,7 @@ class Control:
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._leaving: list[Served] = []
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def has_lost_engine(self) -> bool:
@@ -48,6 +50,11 @@ class Control:
         on with the rest would look healthy and refuse a model for good.
         """
         return not all(served.engine.is_alive for served in self.models)
+
+    @property
+    def has_hung_engine(self) -> bool:
+        """Whether a drained engine's thread runs on: it is in a step that does not end."""
+        return self._stopping.is_set() and any(engine.is_alive for engine in self._engines)
 
     async def publish(self, served: Served) -> None:
         """Serve a model that was loaded. Raises ModelExists."""
@@ -70,13 +77,14 @@ class Control:
         return await self._finish(self._unload(name, grace_s))
 
     async def drain(self, grace_s: float) -> bool:
-        """Finish what every model runs, all within one grace; returns whether all did."""
-        self._is_stopping = True
-        engines = [served.engine for served in (*self.models, *self._leaving)]
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(len(engines)) as threads:
-            drained = [loop.run_in_executor(threads, engine.drain, grace_s) for engine in engines]
-            return all(await asyncio.gather(*drained))
+        """Finish what every model runs, all within one grace; returns whether all did. A load under way is given up."""
+        self._stopping.set()
+        drained = [in_background(partial(engine.drain, grace_s), "drain") for engine in self._engines]
+        return all(await asyncio.gather(*drained))
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [served.engine for served in (*self.models, *self._leaving)]
 
     async def _finish(self, change: Coroutine[Any, Any, _A]) -> _A:
         task = asyncio.ensure_future(change)
@@ -90,12 +98,9 @@ class Control:
             if plan.name is not None:
                 self.models.check_free(plan.name)
             try:
-                served = await asyncio.to_thread(load, plan, self._shared)
+                served = await self._unless_stopping(in_background(partial(load, plan, self._shared), "load"))
             except StartupError as error:
                 raise BadBundle(str(error)) from None
-            if self._is_stopping:
-                self._forget(served)
-            self._check_running()
             await self.publish(served)
             log.info("serving model %s from %s", served.name, plan.path)
             return served
@@ -111,8 +116,19 @@ class Control:
             log.info("model %s is gone", name)
             return has_drained
 
+    async def _unless_stopping(self, loading: asyncio.Future[Served]) -> Served:
+        """What was loaded; raises Unavailable as soon as the server drains, which ends before the loading might."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            let_go(loading)
+        self._check_running()
+        return loading.result()
+
     def _check_running(self) -> None:
-        if self._is_stopping:
+        if self._stopping.is_set():
             raise Unavailable("the server is shutting down")
 
     def _forget(self, served: Served) -> None:

@@ -108,6 +108,12 @@ class Unavailable(AntiphonError):
     reason = "UNAVAILABLE"
 
 
+class Loading(Unavailable):
+    """The server has not loaded its models yet; another replica may answer, or this one soon."""
+
+    reason = "LOADING"
+
+
 class EngineFault(AntiphonError):
     """A step of the engine failed; the cause is in the server's log, not in the message."""
 

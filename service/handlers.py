@@ -60,4 +60,5 @@ class Calls:
 
     async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Describe every model, the default first."""
+        self._models.check_loaded()
         return pb.ListModelsResponse(models=[served.description for served in self._models])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from antiphon.service.engine import Engine
-from antiphon.service.errors import LastModel, ModelExists, ModelNotFound
+from antiphon.service.errors import LastModel, Loading, ModelExists, ModelNotFound
 from antiphon.service.metrics import Metrics
 from antiphon.service.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
@@ -44,13 +44,22 @@ class Models:
         return len(self._served)
 
     def find(self, name: str) -> Served:
-        """The model of a name; of the empty one, the default. Raises ModelNotFound, which says what is served."""
-        if not name and self._served:
+        """The model of a name; of the empty one, the default.
+
+        Raises ModelNotFound, which says what is served, or Loading before the first model is.
+        """
+        self.check_loaded()
+        if not name:
             return next(iter(self._served.values()))
         try:
             return self._served[name]
         except KeyError:
             raise ModelNotFound(f"model {name[:_SHOWN_NAME]!r} is not served here; {self._listed()}") from None
+
+    def check_loaded(self) -> None:
+        """Raise Loading before the first model is served: afterwards there is always one."""
+        if not self._served:
+            raise Loading("the server is still loading its models")
 
     def check_free(self, name: str) -> None:
         """Raise ModelExists where a model of the name is served."""
@@ -71,7 +80,7 @@ class Models:
 
     def _listed(self) -> str:
         names = list(self._served)
-        if len(names) <= 1:
-            return f"{names[0]!r} is" if names else "none is, yet"
+        if len(names) == 1:
+            return f"{names[0]!r} is"
         rest = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
         return f"{', '.join(map(repr, names[:_SHOWN_NAMES]))}{rest} are"

@@ -1,58 +1,49 @@
-"""The process: loads bundles, opens the ports, drains on SIGTERM. `antiphon serve`.
+"""The process: opens the ports, loads bundles, serves. `antiphon serve`.
 
-Owns start-up, readiness and shutdown; what an RPC does is the servicer's, what a request does the engine's, which
-models there are the control's. Health: "" and the service's name stand for the server, `<service>/<model>` for each
-model: SERVING while it answers, NOT_SERVING from its unloading on.
+Owns start-up and the ports; how it leaves is `lifecycle.py`'s business, what its health is `probes.py`'s, what an RPC
+does the servicer's, what a request does the engine's, which models there are the control's.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import logging
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.admin import AdminServicer, build_admin_server
+from antiphon.service.background import in_background, is_anything_left
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.control import Control
 from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
+from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.loading import Shared, StartupError, load
 from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.models import Models, Served
 from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
+from antiphon.service.probes import Probes
 from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
 
-log = logging.getLogger(__name__)
-
-EXIT_ENGINE_FAULT = 1
-EXIT_USER_ERROR = 2
-
-# For answers that are complete but not read yet: a client that reads nothing must not keep the process alive.
-_FLUSH_GRACE_S = 5.0
 # For the last bytes of calls that have ended, and for clients that watch the health.
 _CLOSE_GRACE_S = 0.5
-_ENGINE_CHECK_S = 1.0
 # How long the event loop may keep the interpreter from the engine's thread. The default, 5 ms, is several steps.
 _SWITCH_INTERVAL_S = 0.001
 # A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
 _MIN_CLIENT_PING_MS = 10_000
-_SERVICES = ("", SERVICE_NAME)
-_SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVICES = (SERVICE_NAME,)
+"""Services whose readiness the health service tells, beside the server's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop. Returns 0 once drained, 2 for a wrong setting, bundle or port, 1 for a lost engine."""
+    """Serve until told to stop.
+
+    Returns 0 once drained, 2 for a wrong setting, bundle or port, 1 for an engine that is lost or hangs.
+    """
     try:
         config = load_config(arguments)
         if arguments.print_config:
@@ -75,13 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
             check_port(config.admin_host, config.admin_port)
         registry = CollectorRegistry()
         with _metrics_port(config, registry) as metrics_port:
-            shared = _shared(config, registry)
-            served = [load(plan, shared) for plan in config.plans]
-            sys.setswitchinterval(_SWITCH_INTERVAL_S)
-            return uvloop.run(_serve(config, served, shared, metrics_port))
+            code = uvloop.run(_serve(config, _shared(config, registry), metrics_port))
     except (ConfigError, StartupError, OverBudget, PortError) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        code = EXIT_USER_ERROR
+    if is_anything_left():  # neither can be interrupted: a model being loaded, an engine that hangs
+        end_now(code)
+    return code
 
 
 def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
@@ -105,30 +99,32 @@ def _metrics_port(config: ServerConfig, registry: CollectorRegistry) -> Iterator
         server.server_close()
 
 
-async def _serve(config: ServerConfig, served: Sequence[Served], shared: Shared, metrics_port: int) -> int:
-    stop = _stop_on_signals()
+async def _serve(config: ServerConfig, shared: Shared, metrics_port: int) -> int:
+    stop = Stop()
+    stop.on_signals()
     health_servicer = health.aio.HealthServicer()
-
-    async def announce(name: str, status: int) -> None:
-        await health_servicer.set(f"{SERVICE_NAME}/{name}", status)
-
-    control = Control(Models(), shared, announce)
+    probes = Probes(health_servicer, SERVICES)
+    await probes.start()
+    control = Control(Models(), shared, probes.announce)
     telemetry = Telemetry(shared.families)
     calls = Calls(control.models, telemetry)
     server = build_server(config, calls, health_servicer)
     port = _bind(server, config.host, config.port)
-    for one in served:
-        await control.publish(one)
-    for name in _SERVICES:
-        await health_servicer.set(name, _SERVING)
-    await server.start()
-    async with _admin(config, control, shared, telemetry) as admin_port:
-        print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
-        has_faulted = await _until_stopped(stop, control)
-        await health_servicer.enter_graceful_shutdown()
-        await _drain(config, control, calls)
-    await server.stop(_CLOSE_GRACE_S)
-    return EXIT_ENGINE_FAULT if has_faulted else 0
+    await server.start()  # who asks already is told to come again, which a closed port would not say
+    try:
+        served = await stop.unless_asked(in_background(lambda: [load(plan, shared) for plan in config.plans], "load"))
+        if served is None:
+            return 0
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        for one in served:
+            await control.publish(one)
+        await probes.ready()
+        async with _admin(config, control, shared, telemetry) as admin_port:
+            print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
+            running = Running(control=control, calls=calls, probes=probes)
+            return await running.until_stopped(stop, Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s))
+    finally:
+        await server.stop(_CLOSE_GRACE_S)
 
 
 @contextlib.asynccontextmanager
@@ -206,36 +202,3 @@ def first_command(model: pb.Model, target: str) -> str:
     if pb.TASK_FILL_MASK in tasks and model.mask_token:
         return f'fill-mask {target}"How are {model.mask_token}?"'
     return f"models list {target}".rstrip()
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; a second one ends the process there and then."""
-    stop = asyncio.Event()
-
-    def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        log.info("%s: draining; once more to leave at once", number.name)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    return stop
-
-
-async def _until_stopped(stop: asyncio.Event, control: Control) -> bool:
-    """Wait for a signal; True where an engine's thread ended first."""
-    while not control.has_lost_engine:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
-            return False
-    log.critical("an engine is gone; leaving, so that whoever watches this process starts another")
-    return True
-
-
-async def _drain(config: ServerConfig, control: Control, calls: Calls) -> None:
-    """Finish what runs, refuse what comes; the port stays open so that the refusal can be heard."""
-    has_finished = await control.drain(config.drain_grace_s)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(calls.wait_until_idle(), _FLUSH_GRACE_S)
-    log.info("drained" if has_finished else "drained; requests still running after %s s were ended")

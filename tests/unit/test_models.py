@@ -8,7 +8,7 @@ import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.service.errors import LastModel, ModelExists, ModelNotFound
+from antiphon.service.errors import LastModel, Loading, ModelExists, ModelNotFound
 from antiphon.service.handlers import SERVICE
 from antiphon.service.models import Models, Served
 from tests.serving import details_of, refusal, serving, stub_of
@@ -43,7 +43,6 @@ def test_find_takes_the_first_for_no_name_and_the_next_when_it_is_gone() -> None
 @pytest.mark.parametrize(
     ("count", "listed"),
     [
-        (0, "none is, yet"),
         (1, "'m0' is"),
         (2, "'m0', 'm1' are"),
         (100, "'m0', 'm1', 'm2', 'm3', 'm4', 'm5', 'm6', 'm7' and 92 more are"),
@@ -54,6 +53,12 @@ def test_find_names_what_is_served_in_bounded_words(count: int, listed: str) -> 
     with pytest.raises(ModelNotFound) as caught:
         models.find("x" * 5000)
     assert str(caught.value) == f"model {'x' * 80!r} is not served here; {listed}"
+
+
+def test_find_asks_to_come_again_before_anything_is_served() -> None:
+    for name in ("", "a"):
+        with pytest.raises(Loading):
+            Models().find(name)
 
 
 def test_add_and_remove_refuse_without_a_change() -> None:

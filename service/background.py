@@ -1,0 +1,47 @@
+"""Work that blocks, in a thread of its own that a process which leaves does not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+THREAD_PREFIX = "antiphon-"
+"""How the names of this server's own threads begin."""
+
+# For a thread that has told its result and is about to end.
+_LAST_LINES_S = 0.05
+
+_A = TypeVar("_A")
+
+
+def in_background(work: Callable[[], _A], name: str) -> asyncio.Future[_A]:
+    """Begin work in a daemon thread; its result. Whoever stops waiting does not stop the work."""
+    future: Future[_A] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"{THREAD_PREFIX}{name}", daemon=True).start()
+    return asyncio.wrap_future(future)
+
+
+def let_go(future: asyncio.Future[_A]) -> None:
+    """Wait for a future no longer; what becomes of it is no matter, an exception least of all."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def is_anything_left() -> bool:
+    """Whether some of this server's threads still run: one that loads a model, or an engine that hangs."""
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    for thread in left:
+        thread.join(_LAST_LINES_S)
+    return any(thread.is_alive() for thread in left)
