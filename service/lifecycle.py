@@ -110,7 +110,8 @@ class Running:
         has_finished = await self.control.drain(grace_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.wait_until_idle(), _FLUSH_GRACE_S)
-        log.info("drained" if has_finished else "drained; requests still running after %s s were ended", grace_s)
+        rest = "" if has_finished else f"; requests still running after {grace_s} s were ended"
+        log.info("drained%s", rest)
 
 
 def end_now(code: int) -> NoReturn:
