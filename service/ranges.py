@@ -6,6 +6,7 @@ Every comparison is written so that NaN fails it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,9 @@ def _between(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
     return f"between {low:,} and {high:,}", lambda value: low <= value <= high
 
 
-def _above(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
-    return f"above {low} and at most {high}", lambda value: low < value <= high
+def _above_zero(high: float) -> tuple[str, Callable[[Any], bool]]:
+    """Above 0 as the graphs read it, in 32 bits: what is 0 there would make a step fail for all its requests."""
+    return f"above 0 and at most {high}", lambda value: 0.0 < value <= high and c_float(value).value > 0.0
 
 
 RANGES = (
@@ -50,14 +52,14 @@ RANGES = (
     Range("time_limit_s", "above 0", lambda value: value > 0.0),
     Range("temperature", *_between(0, 100)),
     Range("top_k", *_at_least(0, "0 (off) or more")),
-    Range("top_p", *_above(0, 1)),
+    Range("top_p", *_above_zero(1)),
     Range("seed", f"between 0 and {MAX_SEED}", lambda value: 0 <= value <= MAX_SEED),
     Range("min_p", *_between(0, 1)),
-    Range("typical_p", *_above(0, 1)),
+    Range("typical_p", *_above_zero(1)),
     Range("num_return_sequences", *_at_least(1)),
     Range("beam_width", *_between(1, MAX_BEAM_WIDTH)),
     Range("length_penalty", *_between(-10, 10)),
-    Range("repetition_penalty", *_above(0, 100)),
+    Range("repetition_penalty", *_above_zero(100)),
     Range("presence_penalty", *_between(-100, 100)),
     Range("frequency_penalty", *_between(-100, 100)),
     Range("no_repeat_ngram_size", *_at_least(0, "0 (off) or more")),

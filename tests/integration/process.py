@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +44,15 @@ def antiphon(
 class ServerProcess:
     """A running `antiphon serve` on free ports; ended, if it still runs, on leaving the context."""
 
-    def __init__(self, bundle: Path | None, arguments: Sequence[str] = ()) -> None:
-        """bundle None: the arguments name the models."""
+    def __init__(self, bundle: Path | None, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:
+        """bundle None: the arguments name the models. prefix: a command that runs the command that follows it."""
         ports = ("--port", "0", "--metrics-port", "0", "--threads", "1")
+        # Not a pipe: nobody reads it while the server runs, and a server that logs much would wait for that.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
-            [*ANTIPHON, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
+            [*prefix, *ANTIPHON, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=environment(),
         )
@@ -57,7 +60,7 @@ class ServerProcess:
         self.ready_line = self.process.stdout.readline()
         match = _READY.match(self.ready_line)
         if match is None:
-            raise AssertionError(f"no ready line but {self.ready_line!r}; {self.process.communicate()[1]}")
+            raise AssertionError(f"no ready line but {self.ready_line!r}; {self.finish()[1]}")
         self.model, self.precision, self.target, self._metrics_url, self.admin_target = match.groups()
 
     @property
@@ -88,8 +91,9 @@ class ServerProcess:
 
     def finish(self) -> tuple[int, str]:
         """Wait for the end; exit code and what it wrote to standard error."""
-        _, errors = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, errors
+        self.process.communicate(timeout=PATIENCE_S)
+        self._errors.seek(0)
+        return self.process.returncode, self._errors.read()
 
     def __enter__(self) -> Self:
         return self
@@ -100,9 +104,9 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._errors.close()
 
 
 def is_idle(metrics: Mapping[str, float]) -> bool:

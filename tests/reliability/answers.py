@@ -1,0 +1,73 @@
+"""What any answer of the service must be, whatever was asked: one terminal event, and a refusal that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.rpc import error_details_pb2, status_pb2
+
+from antiphon.v1 import inference_pb2 as pb
+
+# What a request by itself can bring about, on a server that nobody else uses.
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+def check_refusal(error: Any, asked: Descriptor) -> None:
+    """A known status with its details; bad input names a field of the message."""
+    assert error.code() in REFUSALS, f"{error.code()}: {error.details()}"
+    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    status = status_pb2.Status.FromString(packed)
+    assert status.code == error.code().value[0]
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert any(detail.Unpack(info) for detail in status.details)
+    assert info.reason
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        assert any(detail.Unpack(bad) for detail in status.details)
+        check_field(bad.field_violations[0].field, asked)
+
+
+def check_field(path: str, asked: Descriptor) -> None:
+    """The path leads through the message: fields and oneofs by name, or `message` for all of it."""
+    if path == "message":
+        return
+    kind: Descriptor | None = asked
+    for name in path.split("."):
+        assert kind is not None, f"{path} leads nowhere in {asked.full_name}"
+        assert name in kind.fields_by_name or name in kind.oneofs_by_name, f"{asked.full_name} has no {path}"
+        field = kind.fields_by_name.get(name)
+        kind = None if field is None else field.message_type
+
+
+def check_stream(responses: Iterable[pb.GenerateResponse]) -> None:
+    """Every output ends exactly once and says nothing after that; the last message counts, and it alone."""
+    ended: set[int] = set()
+    seen: set[int] = set()
+    last = None
+    for response in responses:
+        assert last is None or not last.HasField("usage"), "a message follows the last"
+        assert response.output_index not in ended, "an output goes on after its end"
+        seen.add(response.output_index)
+        if response.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            ended.add(response.output_index)
+        last = response
+    assert last is not None, "a stream without a message"
+    assert all(last.HasField(name) for name in ("usage", "timing", "seed"))
+    assert seen == ended == set(range(len(ended))), f"outputs {seen}, of which {ended} ended"
+
+
+def violation_of(error: Any) -> str:
+    """The field that bad input names; of another status its name."""
+    if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+        return str(error.code().name)
+    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    bad = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(bad) for detail in status_pb2.Status.FromString(packed).details)
+    return str(bad.field_violations[0].field)

@@ -1,0 +1,158 @@
+"""Mixed traffic against a real server for as long as asked; does it hold on to anything?
+
+    python -m tests.reliability.endurance --minutes 60
+
+Calls arrive at random moments at a moderate rate; every answer is held to its reference. The server's memory, threads
+and descriptors are sampled every few seconds. After a warm-up, the median of the first stretch is compared with that of
+the last. Figures go to build/reliability/endurance.json while it runs. Exit code 1 where a promise did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from antiphon.client import AsyncClient
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.integration.process import ServerProcess, is_idle
+from tests.reliability.asking import references
+from tests.reliability.footprint import Footprint, footprint, settled, steady
+from tests.reliability.summary import report
+from tests.reliability.traffic import Tally, Traffic, warm_up
+
+MAX_GROWTH = 0.02
+# More under way than this, and a server that hangs is taken for one that is slow; it is an error either way.
+MAX_UNDER_WAY = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How long, after which warm-up samples count, how many calls a second, and how often to look."""
+
+    duration_s: float
+    warm_up_s: float
+    rate_per_s: float
+    sample_s: float = 2.0
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the server held so many seconds after the start."""
+
+    time_s: float
+    held: Footprint
+
+
+async def endure(server: ServerProcess, plan: Plan) -> dict[str, Any]:
+    """Run the plan against a server that idles, and return the figures."""
+    rng, tally, samples = random.Random(plan.seed), Tally(), list[Sample]()
+    async with AsyncClient(server.target) as client:
+        expected = await references(client)
+        await warm_up(Traffic(target=server.target, client=client, expected=expected, tally=Tally(), rng=rng))
+    calm = settled(server.process.pid, steady())
+    async with AsyncClient(server.target) as client:
+        traffic = Traffic(target=server.target, client=client, expected=expected, tally=tally, rng=rng)
+        sampling = asyncio.ensure_future(_sample(server.process.pid, plan, tally, samples))
+        await _send(traffic, plan)
+        sampling.cancel()
+        await asyncio.wait({sampling})
+    server.wait_for_metrics(is_idle)
+    at_rest = settled(server.process.pid, lambda held: _is_no_larger(held, calm))
+    return _figures(plan, tally, samples) | {
+        "at_rest": {"threads": at_rest.threads, "descriptors": at_rest.descriptors},
+        "at_start": {"threads": calm.threads, "descriptors": calm.descriptors},
+    }
+
+
+async def _send(traffic: Traffic, plan: Plan) -> None:
+    """Calls at the times of a Poisson process, each begun on time whatever has become of those before."""
+    begin_s = due_s = time.monotonic()
+    under_way: set[asyncio.Task[None]] = set()
+    while (due_s := due_s + traffic.rng.expovariate(plan.rate_per_s)) < begin_s + plan.duration_s:
+        await asyncio.sleep(due_s - time.monotonic())
+        if len(under_way) >= MAX_UNDER_WAY:
+            raise AssertionError(f"{MAX_UNDER_WAY} calls are under way and none ends")
+        task = asyncio.ensure_future(traffic.one())
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+    if under_way:
+        await asyncio.wait(under_way)
+
+
+async def _sample(pid: int, plan: Plan, tally: Tally, samples: list[Sample]) -> None:
+    begin_s = time.monotonic()
+    while True:
+        samples.append(Sample(time.monotonic() - begin_s, footprint(pid)))
+        if len(samples) % 10 == 0:
+            report("endurance", _figures(plan, tally, samples), is_quiet=True)
+        await asyncio.sleep(plan.sample_s)
+
+
+def _figures(plan: Plan, tally: Tally, samples: Sequence[Sample]) -> dict[str, Any]:
+    warm = [sample for sample in samples if sample.time_s >= plan.warm_up_s] or samples[-1:]
+    stretch = max(1, len(warm) // 10)
+    first, last = ([sample.held for sample in part] for part in (warm[:stretch], warm[-stretch:]))
+    growth = _median(last, "resident_bytes") / _median(first, "resident_bytes") - 1
+    return {
+        "minutes": round(samples[-1].time_s / 60, 2),
+        "rate_per_s": plan.rate_per_s,
+        "warm_up_s": plan.warm_up_s,
+        "calls": tally.outcomes.total(),
+        "outcomes": dict(sorted(tally.outcomes.items())),
+        "wrong": tally.wrong,
+        "resident_first_mb": round(_median(first, "resident_bytes") / 1e6, 2),
+        "resident_last_mb": round(_median(last, "resident_bytes") / 1e6, 2),
+        "growth_percent": round(100 * growth, 3),
+        "threads": [_median(first, "threads"), _median(last, "threads")],
+        "descriptors": [_median(first, "descriptors"), _median(last, "descriptors")],
+        "resident_mb_each_minute": [
+            round(sample.held.resident_bytes / 1e6, 2) for sample in samples[:: max(1, round(60 / plan.sample_s))]
+        ],
+    }
+
+
+def _median(held: Sequence[Footprint], name: str) -> float:
+    found: list[int] = [getattr(one, name) for one in held]
+    return statistics.median(found)
+
+
+def _is_no_larger(held: Footprint, than: Footprint) -> bool:
+    return held.threads <= than.threads and held.descriptors <= than.descriptors
+
+
+def complaints(figures: dict[str, Any]) -> list[str]:
+    """What of the promises did not hold, in words; memory is judged by whoever ran long enough."""
+    start, rest = figures["at_start"], figures["at_rest"]
+    grown = [f"{name} grew from {start[name]} to {rest[name]}" for name in start if rest[name] > start[name]]
+    return [*figures["wrong"], *grown]
+
+
+def main() -> int:
+    """Parse the flags, run, print, judge."""
+    parser = argparse.ArgumentParser(description="Mixed traffic against a real server, its memory watched.")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--rate", type=float, default=12, help="calls a second")
+    parser.add_argument("--warm-up-minutes", type=float, default=None, help="default: a tenth of the time, 10 at most")
+    flags = parser.parse_args()
+    warm_up_minutes = min(10.0, flags.minutes / 10) if flags.warm_up_minutes is None else flags.warm_up_minutes
+    plan = Plan(duration_s=60 * flags.minutes, warm_up_s=60 * warm_up_minutes, rate_per_s=flags.rate)
+    with ServerProcess(SHIPPED_BUNDLE) as server:
+        figures = asyncio.run(endure(server, plan))
+    found = complaints(figures)
+    if figures["growth_percent"] >= 100 * MAX_GROWTH:
+        found.append(f"resident memory grew by {figures['growth_percent']} %")
+    path = report("endurance", figures | {"complaints": found})
+    print(f"figures: {path}", *found, sep="\n", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What a process holds: memory, threads and descriptors, as the kernel counts them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE_S = 30
+LOOK_S = 0.05
+STEADY_LOOKS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Resident bytes, threads and open descriptors of a process."""
+
+    resident_bytes: int
+    threads: int
+    descriptors: int
+
+
+def footprint(pid: int) -> Footprint:
+    """Of a process that runs. Raises FileNotFoundError where there is none."""
+    process = Path("/proc") / str(pid)
+    fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    return Footprint(
+        resident_bytes=int(fields["VmRSS"].split()[0]) * 1024,
+        threads=int(fields["Threads"]),
+        descriptors=len(list((process / "fd").iterdir())),
+    )
+
+
+def settled(pid: int, condition: Callable[[Footprint], bool]) -> Footprint:
+    """Look until a condition holds, or patience ends: a connection's end is seen by its server a little later."""
+    end_s = time.monotonic() + PATIENCE_S
+    found = footprint(pid)
+    while not condition(found) and time.monotonic() < end_s:
+        time.sleep(LOOK_S)  # only looks from outside show what another process holds
+        found = footprint(pid)
+    return found
+
+
+def steady() -> Callable[[Footprint], bool]:
+    """A condition that holds once threads and descriptors have been the same for several looks."""
+    recent: deque[tuple[int, int]] = deque(maxlen=STEADY_LOOKS)
+
+    def is_steady(found: Footprint) -> bool:
+        recent.append((found.threads, found.descriptors))
+        return len(recent) == STEADY_LOOKS and len(set(recent)) == 1
+
+    return is_steady

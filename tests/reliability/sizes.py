@@ -1,0 +1,12 @@
+"""How much each test does: little where CI runs it, all of it where a make target sets the variables."""
+
+from __future__ import annotations
+
+import os
+
+PREFIX = "ANTIPHON_RELIABILITY_"
+
+
+def size(name: str, short: int) -> int:
+    """A count, or whole seconds, from ANTIPHON_RELIABILITY_<name>; `short` where that is not set."""
+    return int(os.environ.get(PREFIX + name, short))

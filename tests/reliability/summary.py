@@ -1,0 +1,43 @@
+"""Figures of a run: printed, and written where docs/reliability.md may take them from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[2] / "build" / "reliability"
+
+
+def report(name: str, figures: dict[str, Any], *, is_quiet: bool = False) -> Path:
+    """Write build/reliability/NAME.json whole or not at all, and print it unless told otherwise; its path."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{name}.json"
+    about = {"name": name, "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": _machine()}
+    text = json.dumps(about | figures, indent=1, ensure_ascii=False)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(path)
+    if not is_quiet:
+        sys.stdout.write(json.dumps(figures, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+    return path
+
+
+def _machine() -> str:
+    model = next(
+        (line.partition(": ")[2] for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.machine(),
+    )
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

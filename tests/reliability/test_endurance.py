@@ -1,0 +1,19 @@
+"""A few seconds of the endurance run: every answer right, and no thread or descriptor left when the clients have gone.
+
+Memory is for the long run to judge (make endurance): seconds say nothing of it.
+"""
+
+from __future__ import annotations
+
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.integration.process import ServerProcess
+from tests.reliability.endurance import Plan, complaints, endure
+from tests.reliability.sizes import size
+
+
+async def test_mixed_traffic_leaves_nothing_behind() -> None:
+    plan = Plan(duration_s=size("ENDURANCE_S", 6), warm_up_s=1, rate_per_s=25, sample_s=0.5)
+    with ServerProcess(SHIPPED_BUNDLE) as server:
+        figures = await endure(server, plan)
+    assert complaints(figures) == []
+    assert figures["calls"] > plan.duration_s

@@ -1,0 +1,103 @@
+"""Random messages against every RPC of the real servicer over real gRPC: no crash, no hang, one terminal event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.service.engine import Engine
+from antiphon.v1 import inference_pb2 as pb
+from tests.bundle_serving import serving_bundle
+from tests.reliability.answers import check_refusal, check_stream
+from tests.reliability.background import Background
+from tests.reliability.sizes import size
+from tests.reliability.wire import messages
+from tests.serving import serving
+
+NUM_EXAMPLES = size("FUZZ_EXAMPLES", 50)
+# The shipped bundle computes for real, tens of milliseconds a call.
+NUM_BUNDLE_EXAMPLES = size("FUZZ_BUNDLE_EXAMPLES", 5)
+# Many times what the longest answer takes: nothing may hang.
+PATIENCE_S = 60
+METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods}
+# Mostly the defaults: a random name gets no further than being unknown.
+_NAMES = st.sampled_from([b"", b"", b"", b"", b"", b"", b"", b"nobody", b"\xff"])
+GIVEN = {"model": _NAMES, "source_language": _NAMES, "target_language": _NAMES}
+
+Served = tuple[grpc.Channel, Engine]
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Served]:
+    with Background(serving) as server, grpc.insecure_channel(server.served.target) as channel:
+        yield channel, server.served.engine
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[Served]:
+    with (
+        Background(lambda: serving_bundle(SHIPPED_BUNDLE, max_num_seqs=8)) as server,
+        grpc.insecure_channel(server.served.target) as channel,
+    ):
+        yield channel, server.served.served.engine
+
+
+def fuzzed(num_examples: int) -> Callable[[Any], Any]:
+    """The same examples each time where there are few, others each time where there are many."""
+    return settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=num_examples < 1000,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def call(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> None:
+    """Send bytes to a method and hold the outcome to what any outcome must be."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    parse = GetMessageClass(method.output_type).FromString
+    make = channel.unary_stream if method.server_streaming else channel.unary_unary
+    ask: Any = make(path, response_deserializer=parse)
+    try:
+        answer = ask(data, timeout=PATIENCE_S)
+        if method.server_streaming:
+            check_stream(list(answer))
+    except grpc.RpcError as error:
+        check_refusal(error, method.input_type)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
+    channel, engine = fake
+    method = METHODS[name]
+
+    @fuzzed(NUM_EXAMPLES)
+    @given(messages(method.input_type, GIVEN))
+    def holds(data: bytes) -> None:
+        call(channel, method, data)
+
+    holds()
+    assert (engine.num_running, engine.num_free_blocks) == (0, engine.num_blocks)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_random_messages_do_no_harm_to_the_real_model(shipped: Served, name: str) -> None:
+    channel, engine = shipped
+    method = METHODS[name]
+
+    @fuzzed(NUM_BUNDLE_EXAMPLES)
+    @given(messages(method.input_type, GIVEN))
+    def holds(data: bytes) -> None:
+        call(channel, method, data)
+
+    holds()
+    assert (engine.num_running, engine.num_free_blocks) == (0, engine.num_blocks)

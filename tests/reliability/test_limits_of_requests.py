@@ -1,0 +1,118 @@
+"""The table of limits, each tried below, at and above, over gRPC against the shipped model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.service.ranges import LONGEST, RANGES
+from antiphon.v1 import inference_pb2 as pb
+from tests.bundle_serving import serving_bundle
+from tests.reliability.answers import violation_of
+from tests.reliability.background import Background
+from tests.reliability.limits import (
+    EOS_ID,
+    MAX_SOURCE_LEN,
+    MAX_TARGET_LEN,
+    MODEL,
+    OPTIONS,
+    REQUESTS,
+    ROWS,
+    VOCABULARY,
+    text_of,
+)
+
+METHODS = {method.input_type.name: method for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods}
+# The shipped model has no head for these; test_limits_of_encoders.py tries them.
+ENCODER = {"ClassifyRequest", "TagRequest", "FillMaskRequest"}
+FIELDS = [(name, field) for name, ask in REQUESTS.items() for field in ask.fields]
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def channel() -> Iterator[grpc.Channel]:
+    with Background(lambda: serving_bundle(SHIPPED_BUNDLE, max_num_seqs=ROWS)) as server:
+        options = [("grpc.max_receive_message_length", -1)]  # attention maps
+        with grpc.insecure_channel(server.served.target, options=options) as channel:
+            yield channel
+
+
+def outcome(channel: grpc.Channel, kind: str, fields: dict[str, Any]) -> str | None:
+    """None for an answer; of a refusal as bad input, the field that it names."""
+    method = METHODS[kind]
+    request = GetMessageClass(method.input_type)(**fields)
+    make: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
+    ask = make(
+        f"/antiphon.v1.InferenceService/{method.name}",
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
+    try:
+        answer = ask(request, timeout=PATIENCE_S)
+        if method.server_streaming:
+            assert list(answer)
+        return None
+    except grpc.RpcError as error:
+        return violation_of(error)
+
+
+def test_tables_are_of_this_model() -> None:
+    tokenizer = Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (VOCABULARY, EOS_ID)
+    for count in (1, MAX_SOURCE_LEN - 1, MAX_TARGET_LEN):
+        assert len(tokenizer.encode(text_of(count))) == len(tokenizer.encode_target(text_of(count))) == count
+
+
+def test_every_field_of_the_contract_has_its_limits() -> None:
+    assert set(METHODS) == set(REQUESTS) | ENCODER
+    for name, ask in REQUESTS.items():
+        assert set(METHODS[name].input_type.fields_by_name) - {"model"} == set(ask.fields)
+    assert set(pb.GenerateOptions.DESCRIPTOR.fields_by_name) == set(OPTIONS)
+    ranged = {*(limit.field for limit in RANGES), *LONGEST}
+    assert {"time_limit_millis" if name == "time_limit_s" else name for name in ranged} <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, name: str) -> None:
+    limit = OPTIONS[name]
+
+    def ask(value: Any) -> str | None:
+        options = {"max_new_tokens": 2, **limit.beside, name: value}
+        return outcome(channel, "GenerateUnaryRequest", {"text": "How are you?", "options": options})
+
+    assert {repr(value)[:80]: ask(value) for value in limit.taken} == {repr(value)[:80]: None for value in limit.taken}
+    for value in limit.refused:
+        assert ask(value) == f"options.{name}", value
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS)
+def test_fields_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
+    ask, limit = REQUESTS[kind], REQUESTS[kind].fields[name]
+    for value in limit.taken:
+        assert outcome(channel, kind, {**_without_rivals(kind, ask.base, name), name: value}) is None, str(value)[:80]
+    for value in limit.refused:
+        blamed = outcome(channel, kind, {**_without_rivals(kind, ask.base, name), name: value})
+        assert blamed in (name, f"{name}.ids"), str(value)[:80]
+
+
+@pytest.mark.parametrize("kind", set(METHODS) - {"ListModelsRequest"})
+def test_models_are_found_by_their_exact_name(channel: grpc.Channel, kind: str) -> None:
+    base = REQUESTS[kind].base if kind in REQUESTS else {"text": "x"}
+    for name in MODEL.refused:
+        assert outcome(channel, kind, {**base, "model": name}) == "NOT_FOUND"
+    for name in MODEL.taken:
+        assert outcome(channel, kind, {**base, "model": name}) == ("UNIMPLEMENTED" if kind in ENCODER else None)
+
+
+def _without_rivals(kind: str, base: dict[str, Any], name: str) -> dict[str, Any]:
+    """The request without the other fields of the same oneof."""
+    descriptor = METHODS[kind].input_type
+    oneof = descriptor.fields_by_name[name].containing_oneof
+    rivals = {field.name for field in oneof.fields} if oneof else set()
+    return {field: value for field, value in base.items() if field not in rivals}
