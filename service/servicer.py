@@ -191,11 +191,12 @@ class InferenceServicer:
         explainer = self._model.explainer
         if explainer is None:
             raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
+        arrival = self._arrival(message, context)
         languages = languages_of(self._model.text, message)
         source_ids = (await self._inputs.source(message, languages)).ids
         target_ids = await self._inputs.target_ids(message, languages)
         if target_ids is None:
-            target_ids = await self._greedy_answer(message, context, source_ids, languages)
+            target_ids = await self._greedy_answer(message, arrival, source_ids, languages)
         self._check_explainable(message, source_ids, target_ids)
         return await asyncio.to_thread(self._explain, explainer, source_ids, target_ids, languages.begin_id)
 
@@ -291,14 +292,14 @@ class InferenceServicer:
     async def _greedy_answer(
         self,
         message: pb.ExplainRequest,
-        context: _Context,
+        arrival: dict[str, Any],
         source_ids: tuple[int, ...],
         languages: RequestLanguages,
     ) -> tuple[int, ...]:
         # One token less than the model could: a map has a row for the begin token too.
         params = SamplingParams(max_new_tokens=max(1, self._model.description.limits.max_target_len - 1))
         request = Request(
-            **self._arrival(message, context),
+            **arrival,
             source_ids=source_ids,
             begin_id=languages.begin_id,
             params=languages.params(params, ()),

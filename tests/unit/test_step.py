@@ -153,6 +153,20 @@ def test_step_decodes_nothing_for_requests_given_up_while_they_were_encoded(benc
     assert bench.output(kept).token_ids == expected(bench, kept)[0]
 
 
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_step_ends_every_output_when_the_time_limit_passes_during_the_encoder_run(
+    bench: Bench, num_outputs: int
+) -> None:
+    """It ended none of them, and the engine's thread stopped on that."""
+    params = SamplingParams(time_limit_s=1.0, temperature=1.0, num_return_sequences=num_outputs)
+    group = bench.add("a", source_of(target_len=20), params)
+    bench.runner.before_encode = lambda sources: bench.clock.advance(1.0)
+    bench.step()
+    bench.finish()
+    reasons = [event.finish_reason for event in bench.outputs(group)]
+    assert reasons == [FinishReason.TIME_LIMIT] * num_outputs
+
+
 def test_step_counts_a_cancellation_by_a_deadline_as_a_deadline_miss(bench: Bench) -> None:
     group = bench.add("a", source_of(target_len=20), within_s=1.0)
     bench.step()
