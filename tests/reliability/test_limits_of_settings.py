@@ -1,0 +1,94 @@
+"""Every setting of a server tried below, at and above its limits, as flags of `antiphon serve`; found by its schema."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.cli import main
+from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
+from antiphon.service.model_settings import ModelSettings
+
+# Whatever these hold can only be judged by what it names; other tests do.
+FREE_TEXTS = {"models"}
+# What must be set beside a setting for it to make sense.
+BESIDE: dict[str, tuple[str, ...]] = {}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    name: schema.get("anyOf", [schema])[0] for name, schema in ServerConfig.model_json_schema()["properties"].items()
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*fields(), "config"):
+        monkeypatch.delenv(f"ANTIPHON_{name.upper()}", raising=False)
+
+
+def bounds(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Values just inside, and just outside; none at all of a setting that says nothing of limits."""
+    if choices := schema.get("enum"):
+        return list(choices), [*(choice.upper() for choice in choices), "", "other"]
+    if "minimum" in schema and "maximum" in schema:
+        low, high = schema["minimum"], schema["maximum"]
+        if schema["type"] == "integer":
+            return [low, low + 1, high - 1, high], [low - 1, high + 1, "1.5", "many", "nan", ""]
+        inside = [low, math.nextafter(low, math.inf), math.nextafter(high, low), high]
+        outside = [math.nextafter(low, -math.inf), math.nextafter(high, math.inf), "nan", "inf", "-inf", "many", ""]
+        return inside, outside
+    if schema["type"] == "boolean":
+        return ["true", "false"], ["perhaps", "2", ""]
+    if "minLength" in schema:
+        return ["x"], [""]
+    return [], []
+
+
+def cases(*, are_inside: bool) -> list[Any]:
+    return [
+        pytest.param(name, str(value), id=f"{name}={value}")
+        for name, schema in SCHEMAS.items()
+        for value in bounds(schema)[0 if are_inside else 1]
+    ]
+
+
+def test_every_setting_has_limits_or_names_a_file() -> None:
+    boundless = {name for name, schema in SCHEMAS.items() if not bounds(schema)[0] and schema.get("format") != "path"}
+    assert boundless <= FREE_TEXTS
+
+
+@pytest.mark.parametrize(("name", "value"), cases(are_inside=True))
+def test_settings_are_taken_up_to_their_limits(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", f"{flag_of(name)}={value}", *BESIDE.get(name, ()), "--print-config"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert f"{name} = " in printed.out
+
+
+@pytest.mark.parametrize(("name", "value"), cases(are_inside=False))
+def test_settings_beyond_their_limits_stop_the_server(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", f"{flag_of(name)}={value}", *BESIDE.get(name, ())]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"antiphon serve: {name} (from {flag_of(name)}) is {value!r}; it must be ")
+    schema = SCHEMAS[name]
+    if "minimum" in schema:
+        assert f"from {schema['minimum']} to {schema['maximum']}" in line
+
+
+@pytest.mark.parametrize("name", [name for name in ModelSettings.model_fields if name != "path"])
+def test_a_models_own_settings_have_the_servers_limits(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    schemas = ModelSettings.model_json_schema()["properties"]
+    assert schemas[name].get("anyOf", [schemas[name]])[0] == {
+        key: value for key, value in SCHEMAS[name].items() if key not in ("default", "description", "title")
+    }
+    file = tmp_path / "antiphon.toml"
+    outside = next(value for value in bounds(SCHEMAS[name])[1] if value != "")
+    shown = f'"{outside}"' if isinstance(outside, str) else outside
+    file.write_text(f'[models.a]\npath = "{SHIPPED_BUNDLE}"\n{name} = {shown}\n')
+    assert main(["serve", "--config", str(file)]) == 2
+    assert f"models.a.{name} (from {file}) is {outside!r}; it must be " in capsys.readouterr().err
