@@ -28,8 +28,13 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, _Metadata]:
         status.details.add().Pack(detail)
     metadata: _Metadata = (("grpc-status-details-bin", status.SerializeToString()),)
     if isinstance(error, QueueFull):
-        metadata += (("grpc-retry-pushback-ms", str(math.ceil(error.retry_after_s * 1000))),)
+        metadata += (("grpc-retry-pushback-ms", str(_pushback_ms(error))),)
     return code, str(error), metadata
+
+
+def _pushback_ms(error: QueueFull) -> int:
+    """At least 1: told to come back at once, gRPC's clients hang until their deadline (grpc/grpc#41036)."""
+    return max(1, math.ceil(error.retry_after_s * 1000))
 
 
 def _details(error: AntiphonError) -> list[Message]:
@@ -39,6 +44,6 @@ def _details(error: AntiphonError) -> list[Message]:
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, QueueFull):
         delay = Duration(nanos=0)
-        delay.FromMilliseconds(math.ceil(error.retry_after_s * 1000))
+        delay.FromMilliseconds(_pushback_ms(error))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return details
