@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from antiphon.connection import Connection, RetryPolicy
 from antiphon.messages import server_errors
+from antiphon.terms import Terms
 from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 
 DEFAULT_ADMIN_TARGET = "127.0.0.1:50052"
+
+_SERVICE_NAME = "antiphon.v1.AdminService"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +35,14 @@ class Limits:
 class AdminClient:
     """Loads and unloads models of a running server. Close it, or use it as a context."""
 
-    def __init__(self, target: str = DEFAULT_ADMIN_TARGET) -> None:
-        """target: host:port of the admin service, which a server has with --admin-port."""
-        self._channel = grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+    def __init__(self, target: str = DEFAULT_ADMIN_TARGET, *, connection: Connection | None = None) -> None:
+        """target: host:port of the admin service, which a server has with --admin-port. connection: as of Client.
+
+        Nothing is made again here, whatever connection says: loading is not the same twice.
+        """
+        how = replace(connection or Connection(), retry=RetryPolicy(attempts=1))
+        self._terms = Terms(how)
+        self._channel = how.open(target, _SERVICE_NAME)
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def load_model(
@@ -56,7 +64,7 @@ class AdminClient:
             ),
         )
         with server_errors():
-            return self._stub.LoadModel(request, timeout=timeout_s).model
+            return self._stub.LoadModel(request, **self._terms.call(timeout_s)).model
 
     def unload_model(self, name: str, *, grace_s: float | None = None, timeout_s: float | None = None) -> bool:
         """Serve a model no longer; whether every running request ended by itself. Raises ServerError.
@@ -69,12 +77,12 @@ class AdminClient:
             grace.FromNanoseconds(round(grace_s * 1e9))
         request = admin_pb2.UnloadModelRequest(name=name, grace=grace)
         with server_errors():
-            return self._stub.UnloadModel(request, timeout=timeout_s).has_drained
+            return self._stub.UnloadModel(request, **self._terms.call(timeout_s)).has_drained
 
     def get_memory(self, *, timeout_s: float | None = None) -> admin_pb2.GetMemoryResponse:
         """What each model holds of the memory budget. Raises ServerError."""
         with server_errors():
-            return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), timeout=timeout_s)
+            return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._terms.call(timeout_s))
 
     def close(self) -> None:
         """Cancel what is under way and close the connection."""

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from antiphon.client import DEFAULT_TARGET, AsyncClient, ServerError
+from antiphon.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
 from antiphon.interrupt import run_interruptible
 from antiphon.lines import (
     EXIT_USER_ERROR,
@@ -27,7 +28,12 @@ from antiphon.lines import (
 )
 
 # No other line will fare better.
-_HOPELESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
+_HOPELESS = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.NOT_FOUND,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +63,8 @@ def add_ask_arguments(parser: argparse.ArgumentParser, text_help: str) -> None:
     parser.add_argument(
         "--concurrency", type=positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
     )
+    add_call_flags(parser)
+    add_connection_flags(parser)
 
 
 def run_command(arguments: argparse.Namespace, command: Command) -> int:
@@ -71,7 +79,11 @@ def run_command(arguments: argparse.Namespace, command: Command) -> int:
 
 
 async def _run(arguments: argparse.Namespace, command: Command) -> int:
-    async with AsyncClient(arguments.target, model=arguments.model) as client:
+    try:
+        asking = AsyncClient(arguments.target, model=arguments.model, **read_terms(arguments))
+    except ValueError as error:
+        raise Stopped(connection_problem(error)) from None
+    async with asking as client:
         if not arguments.text:
             return await _answer_lines(client, arguments, command)
         for text in arguments.text:

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from antiphon.client import DEFAULT_TARGET, Client, ServerError
+from antiphon.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
 from antiphon.v1 import inference_pb2 as pb
 
 EXIT_USER_ERROR = 2
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer", type=int, metavar="N", help="decoder layer of the alignment, from 0 (default: last)")
     parser.add_argument("--head", type=int, metavar="N", help="one of its heads, from 0 (default: the mean over heads)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the alignment here (needs matplotlib)")
+    add_call_flags(parser)
+    add_connection_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +76,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _ask(arguments: argparse.Namespace) -> pb.ExplainResponse:
     try:
-        with Client(arguments.target, model=arguments.model) as client:
+        asking = Client(arguments.target, model=arguments.model, **read_terms(arguments))
+    except ValueError as error:
+        raise Refused(connection_problem(error)) from None
+    try:
+        with asking as client:
             return client.explain(arguments.text, arguments.target_text)
     except ServerError as error:
         if error.code is grpc.StatusCode.UNAVAILABLE:

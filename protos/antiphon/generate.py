@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import grpc
 
 from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
+from antiphon.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
 from antiphon.interrupt import run_interruptible
 from antiphon.lines import (
     EXIT_USER_ERROR,
@@ -22,6 +23,9 @@ from antiphon.lines import (
     positive,
 )
 from antiphon.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
+
+# No other line will fare better.
+_HOPELESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", type=positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
     )
+    add_call_flags(parser)
+    add_connection_flags(parser)
     add_option_flags(parser)
 
 
@@ -64,8 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace, options: Options) -> int:
-    languages = {name: getattr(arguments, name) for name in ("source_language", "target_language")}
-    async with AsyncClient(arguments.target, model=arguments.model, **languages) as client:
+    languages = {"source_language": arguments.source_language, "target_language": arguments.target_language}
+    try:
+        asking = AsyncClient(arguments.target, model=arguments.model, **languages, **read_terms(arguments))
+    except ValueError as error:
+        raise Stopped(connection_problem(error)) from None
+    async with asking as client:
         if arguments.text:
             return await _translate_texts(client, arguments, options)
         return await _translate_lines(client, arguments, options)
@@ -121,7 +131,7 @@ async def _answer(client: AsyncClient, target: str, options: Options, line: Line
     try:
         return Answer(line=line, outputs=tuple(await client.generate_outputs(text, options)))
     except ServerError as error:
-        if error.code is grpc.StatusCode.UNAVAILABLE or is_about_option(error.message):
+        if error.code in _HOPELESS or is_about_option(error.message):
             raise Stopped(f"line {line.number}: {_explain(error, target)}") from None
         return Answer(line=line, problem=error.message)
     except ValueError as error:

@@ -112,10 +112,9 @@ class Judgement:
 class ServerError(Exception):
     """An RPC that did not end well.
 
-    code: gRPC status. request_id: by which the server's log knows the call; None where it never got there.
-    reason: stable ErrorInfo reason; field: the offending field of a bad request; retry_after_s: the server's advice.
-    The last three are None where the server gave none, or where googleapis-common-protos, which
-    decodes them, is not installed.
+    code: gRPC status. retry_after_s: the server's advice, where it gave any. request_id: what the server's log calls
+    this call. reason: stable ErrorInfo reason; field: the offending field of a bad request; these two are None where
+    googleapis-common-protos, which decodes them, is not installed.
     """
 
     def __init__(
@@ -275,14 +274,26 @@ def server_errors() -> Iterator[None]:
 def as_server_error(error: grpc.RpcError) -> ServerError:
     """Read a failed call, of grpc or grpc.aio: status, message and the details where they can be decoded."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    refusal = ServerError(error.code(), error.details() or "no message")
-    metadata = error.trailing_metadata() or ()
-    details = next((value for key, value in metadata if key == "grpc-status-details-bin"), None)
-    request_id = next((value for key, value in metadata if key == "x-request-id"), None)
-    refusal.request_id = request_id if isinstance(request_id, str) else None
-    if isinstance(details, bytes):
+    metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ())
+    refusal = ServerError(
+        error.code(),
+        error.details() or "no message",
+        retry_after_s=_pushback_s(metadata.get("grpc-retry-pushback-ms")),
+        request_id=_text(metadata.get("x-request-id")),
+    )
+    if isinstance(details := metadata.get("grpc-status-details-bin"), bytes):
         _read_details(refusal, details)
     return refusal
+
+
+def _pushback_s(value: str | bytes | None) -> float | None:
+    """Seconds of gRFC A6's pushback; None where there is none, or it says not to try again."""
+    text = _text(value)
+    return int(text) / 1000 if text is not None and text.isdecimal() else None
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _read_details(refusal: ServerError, details: bytes) -> None:

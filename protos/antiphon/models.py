@@ -11,6 +11,7 @@ import grpc
 
 from antiphon.admin_client import DEFAULT_ADMIN_TARGET, AdminClient, Limits
 from antiphon.client import DEFAULT_TARGET, Client, ServerError
+from antiphon.connection_flags import add_connection_flags, connection_problem, read_connection
 from antiphon.v1 import admin_pb2, inference_pb2
 
 EXIT_USER_ERROR = 2
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="HOST:PORT",
             help="admin service, which a server has with --admin-port (default: %(default)s)",
         )
+    for action in (listing, loading, unloading, memory):
+        add_connection_flags(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,14 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
     except ServerError as error:
         print(f"antiphon models: {_explain(error, target, arguments.action)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except ValueError as error:  # a number that no message can hold
-        print(f"antiphon models: {error}", file=sys.stderr)
+    except ValueError as error:  # a file of the connection, or a number that no message can hold
+        print(f"antiphon models: {connection_problem(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
 
 def _list(arguments: argparse.Namespace, target: str) -> None:
-    with Client(target) as client:
+    with Client(target, connection=read_connection(arguments)) as client:
         models = client.list_models()
     _print_rows(
         ("name", "precision", "source", "target", "default"),
@@ -85,20 +88,20 @@ def _list(arguments: argparse.Namespace, target: str) -> None:
 
 def _load(arguments: argparse.Namespace, target: str) -> None:
     limits = Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS})
-    with AdminClient(target) as client:
+    with AdminClient(target, connection=read_connection(arguments)) as client:
         # A relative path is this directory's, which is the server's where both are on one machine.
         model = client.load_model(arguments.name, str(Path(arguments.path).absolute()), limits)
     print(f"{model.name} is served")
 
 
 def _unload(arguments: argparse.Namespace, target: str) -> None:
-    with AdminClient(target) as client:
+    with AdminClient(target, connection=read_connection(arguments)) as client:
         has_drained = client.unload_model(arguments.name, grace_s=arguments.grace_s)
     print(f"{arguments.name} is gone" + ("" if has_drained else "; requests that still ran were ended"))
 
 
 def _memory(arguments: argparse.Namespace, target: str) -> None:
-    with AdminClient(target) as client:
+    with AdminClient(target, connection=read_connection(arguments)) as client:
         response = client.get_memory()
     rows = [(model.name, *map(str, _parts(model)), str(sum(_parts(model)))) for model in response.models]
     total = sum(sum(_parts(model)) for model in response.models)

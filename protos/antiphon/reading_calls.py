@@ -22,6 +22,7 @@ from antiphon.readings import (
     embed_request,
     fill_mask_request,
 )
+from antiphon.terms import Terms
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class AsyncReadingCalls:
     _stub: InferenceServiceAsyncStub
     _model: str
     _languages: Languages
+    _terms: Terms
 
     async def embed(
         self,
@@ -48,9 +50,11 @@ class AsyncReadingCalls:
 
         Raises ServerError.
         """
-        request = embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
+        request = self._terms.ask(
+            embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
+        )
         with server_errors():
-            return as_embedding(await self._stub.Embed(request, timeout=timeout_s))
+            return as_embedding(await self._stub.Embed(request, **self._terms.call(timeout_s)))
 
     async def classify(
         self,
@@ -65,21 +69,23 @@ class AsyncReadingCalls:
 
         next_sentence asks whether the second text of a pair follows the first. Raises ServerError.
         """
-        request = classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
+        request = self._terms.ask(
+            classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
+        )
         with server_errors():
-            return as_classification(await self._stub.Classify(request, timeout=timeout_s))
+            return as_classification(await self._stub.Classify(request, **self._terms.call(timeout_s)))
 
     async def tag(self, text: str, *, timeout_s: float | None = None) -> Tagging:
         """Return the label of every token of a text, and the spans they form. Raises ServerError."""
         request = inference_pb2.TagRequest(model=self._model, text=text)
         with server_errors():
-            return as_tagging(await self._stub.Tag(request, timeout=timeout_s))
+            return as_tagging(await self._stub.Tag(request, **self._terms.call(timeout_s)))
 
     async def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
         """Return tokens for every masked place, top_k of each or 5 where it is 0. Raises ServerError."""
-        request = fill_mask_request(self._model, source, top_k)
+        request = self._terms.ask(fill_mask_request(self._model, source, top_k))
         with server_errors():
-            return as_filled_masks(await self._stub.FillMask(request, timeout=timeout_s))
+            return as_filled_masks(await self._stub.FillMask(request, **self._terms.call(timeout_s)))
 
 
 class ReadingCalls:
@@ -88,6 +94,7 @@ class ReadingCalls:
     _stub: inference_pb2_grpc.InferenceServiceStub
     _model: str
     _languages: Languages
+    _terms: Terms
 
     def embed(
         self,
@@ -102,9 +109,11 @@ class ReadingCalls:
 
         Raises ServerError.
         """
-        request = embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
+        request = self._terms.ask(
+            embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
+        )
         with server_errors():
-            return as_embedding(self._stub.Embed(request, timeout=timeout_s))
+            return as_embedding(self._stub.Embed(request, **self._terms.call(timeout_s)))
 
     def classify(
         self,
@@ -119,18 +128,20 @@ class ReadingCalls:
 
         next_sentence asks whether the second text of a pair follows the first. Raises ServerError.
         """
-        request = classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
+        request = self._terms.ask(
+            classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
+        )
         with server_errors():
-            return as_classification(self._stub.Classify(request, timeout=timeout_s))
+            return as_classification(self._stub.Classify(request, **self._terms.call(timeout_s)))
 
     def tag(self, text: str, *, timeout_s: float | None = None) -> Tagging:
         """Return the label of every token of a text, and the spans they form. Raises ServerError."""
         request = inference_pb2.TagRequest(model=self._model, text=text)
         with server_errors():
-            return as_tagging(self._stub.Tag(request, timeout=timeout_s))
+            return as_tagging(self._stub.Tag(request, **self._terms.call(timeout_s)))
 
     def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
         """Return tokens for every masked place, top_k of each or 5 where it is 0. Raises ServerError."""
-        request = fill_mask_request(self._model, source, top_k)
+        request = self._terms.ask(fill_mask_request(self._model, source, top_k))
         with server_errors():
-            return as_filled_masks(self._stub.FillMask(request, timeout=timeout_s))
+            return as_filled_masks(self._stub.FillMask(request, **self._terms.call(timeout_s)))

@@ -88,10 +88,10 @@ def server(originals: dict[str, tuple[Original, Path]]) -> Iterator[ServerProces
         yield process
 
 
-def ours(server: ServerProcess, model: str, text: str, **languages: str) -> str:
+def ours(server: ServerProcess, model: str, text: str, source_language: str = "", target_language: str = "") -> str:
     """The whole answer, which the streamed one must equal."""
     options = Options(max_new_tokens=MAX_NEW, min_new_tokens=MAX_NEW, beam_width=1, temperature=0.0)
-    with Client(server.target, model=model, **languages) as client:
+    with Client(server.target, model=model).with_languages(source_language, target_language) as client:
         whole = client.generate_text(text, options).text
         assert "".join(delta.text for delta in client.generate(text, options)) == whole
     return whole

@@ -1,0 +1,291 @@
+"""How clients reach a server, asynchronous and synchronous: retries, balancing, tokens, deadlines. Real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from antiphon.client import AsyncClient, Client, Connection, Priority, RetryPolicy, ServerError
+from antiphon.connection import is_loopback
+from tests.refusing import Context, recording, refuse
+
+PATIENCE_S = 60.0
+# Longer than any test waits: who gets an answer in time was told when to come back by the server.
+PUSHED_BACK = RetryPolicy(backoff_s=600, max_backoff_s=600)
+AT_ONCE = RetryPolicy(backoff_s=0.01, max_backoff_s=0.01)
+# The wire keeps two or three digits of a deadline, rounded up.
+WIRE = 1.1
+
+Ask = Callable[..., Awaitable[str]]
+
+
+async def ask_async_whole(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+    async with AsyncClient(target, timeout_s=timeout_s, **given) as client:
+        return (await client.generate_text(text)).text
+
+
+async def ask_async_stream(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+    async with AsyncClient(target, timeout_s=timeout_s, **given) as client:
+        return "".join([delta.text async for delta in client.generate(text)])
+
+
+async def ask_sync_whole(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+    def ask() -> str:
+        with Client(target, timeout_s=timeout_s, **given) as client:
+            return client.generate_text(text).text
+
+    return await asyncio.to_thread(ask)
+
+
+async def ask_sync_stream(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+    def ask() -> str:
+        with Client(target, timeout_s=timeout_s, **given) as client:
+            return "".join(delta.text for delta in client.generate(text))
+
+    return await asyncio.to_thread(ask)
+
+
+async def ask_sync_many(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+    def ask() -> str:
+        with Client(target, timeout_s=timeout_s, **given) as client:
+            (result,) = client.generate_many([text])
+            if isinstance(result, ServerError):
+                raise result
+            return result.text
+
+    return await asyncio.to_thread(ask)
+
+
+EVERY_KIND = pytest.mark.parametrize(
+    "ask", [ask_async_whole, ask_async_stream, ask_sync_whole, ask_sync_stream, ask_sync_many]
+)
+
+
+@EVERY_KIND
+async def test_refused_call_is_made_again_when_the_server_said(ask: Ask) -> None:
+    async with recording(refuse(3, metadata=(("grpc-retry-pushback-ms", "1"),))) as (target, asked):
+        assert await ask(target, connection=Connection(retry=PUSHED_BACK)) == "whole"
+    assert [metadata.get("grpc-previous-rpc-attempts") for metadata in asked.metadata] == [None, "1", "2", "3"]
+
+
+@EVERY_KIND
+async def test_unavailable_call_is_made_again_up_to_the_attempts(ask: Ask) -> None:
+    async with recording(refuse(2, grpc.StatusCode.UNAVAILABLE)) as (target, asked):
+        assert await ask(target, connection=Connection(retry=AT_ONCE)) == "whole"
+        assert asked.num_attempts == 3
+    async with recording(refuse(99, grpc.StatusCode.UNAVAILABLE)) as (target, asked):
+        with pytest.raises(ServerError) as caught:
+            await ask(target, connection=Connection(retry=RetryPolicy(attempts=2, backoff_s=0.01)))
+    assert (caught.value.code, asked.num_attempts) == (grpc.StatusCode.UNAVAILABLE, 2)
+
+
+@EVERY_KIND
+async def test_pushback_below_zero_ends_the_retries(ask: Ask) -> None:
+    async with recording(refuse(1, metadata=(("grpc-retry-pushback-ms", "-1"),))) as (target, asked):
+        with pytest.raises(ServerError) as caught:
+            await ask(target, connection=Connection(retry=AT_ONCE))
+    assert (asked.num_attempts, caught.value.retry_after_s) == (1, None)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
+async def test_other_refusals_are_final(code: grpc.StatusCode) -> None:
+    async with recording(refuse(1, code)) as (target, asked):
+        with pytest.raises(ServerError):
+            await ask_async_whole(target, connection=Connection(retry=AT_ONCE))
+    assert asked.num_attempts == 1
+
+
+@pytest.mark.parametrize("ask", [ask_async_stream, ask_sync_stream])
+async def test_stream_that_began_is_never_made_again(ask: Ask) -> None:
+    async def break_off(attempt: int, context: Context) -> None:
+        await context.send_initial_metadata(())
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    async with recording(break_off) as (target, asked):
+        with pytest.raises(ServerError, match="gone"):
+            await ask(target, connection=Connection(retry=AT_ONCE))
+    assert asked.num_attempts == 1
+
+
+@EVERY_KIND
+async def test_deadline_ends_the_retries(ask: Ask) -> None:
+    async with recording(refuse(99, metadata=(("grpc-retry-pushback-ms", "600000"),))) as (target, asked):
+        with pytest.raises(ServerError) as caught:
+            await ask(target, timeout_s=0.5)
+    assert (caught.value.code, asked.num_attempts) == (grpc.StatusCode.DEADLINE_EXCEEDED, 1)
+
+
+async def test_retries_stop_when_half_the_budget_is_spent() -> None:
+    connection = Connection(retry=RetryPolicy(attempts=2, backoff_s=0.01, budget=6))
+    async with recording(refuse(99)) as (target, asked), AsyncClient(target, connection=connection) as client:
+        for _ in range(10):
+            with pytest.raises(ServerError):
+                await client.generate_text("a")
+    # The first call's failures leave five and four of the six tokens, the second's three: too few to be made again.
+    assert asked.num_attempts == 10 + 2 - 1
+
+
+@pytest.mark.parametrize("ask", [ask_async_whole, ask_sync_whole])
+async def test_request_beyond_grpcs_own_retry_buffer_is_made_again(ask: Ask) -> None:
+    text = "a" * 1_000_000
+    async with recording(refuse(1)) as (target, asked):
+        assert await ask(target, text, connection=Connection(retry=AT_ONCE)) == "whole"
+    assert [len(request.text) for request in asked.requests] == [len(text)] * 2
+
+
+@pytest.mark.parametrize("ask", [ask_async_whole, ask_sync_whole])
+async def test_round_robin_spreads_calls_and_outlives_a_replica(ask: Ask) -> None:
+    connection = Connection(load_balancing="round_robin", retry=AT_ONCE)
+    async with recording() as (second, asked_second):
+        async with recording() as (first, asked_first), AsyncClient(
+            f"ipv4:{first},{second}", connection=connection
+        ) as client:  # fmt: skip
+            while not (asked_first.num_attempts and asked_second.num_attempts):
+                await client.generate_text("a")
+            before = asked_first.num_attempts, asked_second.num_attempts
+            for _ in range(20):
+                await client.generate_text("a")
+            assert (asked_first.num_attempts, asked_second.num_attempts) == (before[0] + 10, before[1] + 10)
+        assert await ask(f"ipv4:{first},{second}", connection=connection) == "whole"
+
+
+async def test_pick_first_stays_with_one_replica() -> None:
+    async with (
+        recording() as (first, asked_first),
+        recording() as (second, asked_second),
+        AsyncClient(f"ipv4:{first},{second}") as client,
+    ):
+        for _ in range(20):
+            await client.generate_text("a")
+    assert (asked_first.num_attempts, asked_second.num_attempts) == (20, 0)
+
+
+@EVERY_KIND
+async def test_every_call_carries_token_metadata_and_priority(ask: Ask) -> None:
+    connection = Connection(token="secret", metadata={"x-tenant": "blue"})
+    async with recording() as (target, asked):
+        await ask(target, connection=connection, priority="batch")
+        await ask(target)
+    sent, plain = asked.metadata
+    assert (sent["authorization"], sent["x-tenant"]) == ("Bearer secret", "blue")
+    assert not {"authorization", "x-tenant"} & plain.keys()
+    assert [request.priority for request in asked.requests] == [2, 0]
+
+
+async def test_token_is_asked_for_at_every_call() -> None:
+    tokens = iter(["one", "two"])
+    connection = Connection(token=lambda: next(tokens))
+    async with recording() as (target, asked), AsyncClient(target, connection=connection) as client:
+        await client.generate_text("a")
+        await client.generate_text("a")
+    assert [metadata["authorization"] for metadata in asked.metadata] == ["Bearer one", "Bearer two"]
+
+
+async def test_token_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("first\n")
+    connection = Connection(token_file=file)
+    async with recording() as (target, asked), AsyncClient(target, connection=connection) as client:
+        await client.generate_text("a")
+        (tmp_path / "next").write_text("renewed\n")
+        (tmp_path / "next").replace(file)
+        await client.generate_text("a")
+        file.write_text("")
+        with pytest.raises(ValueError, match=r"^token_file is .*token, which is empty"):
+            await client.generate_text("a")
+    assert [metadata["authorization"] for metadata in asked.metadata] == ["Bearer first", "Bearer renewed"]
+
+
+@EVERY_KIND
+async def test_clients_deadline_holds_where_a_call_names_none(ask: Ask) -> None:
+    async with recording() as (target, asked):
+        await ask(target, timeout_s=None)
+        await ask(target, timeout_s=50.0)
+    none, own = asked.remaining_s
+    assert none is None
+    assert own is not None
+    assert own <= 50 * WIRE
+
+
+async def test_call_overrides_the_clients_deadline() -> None:
+    async with recording() as (target, asked), AsyncClient(target, timeout_s=50.0) as client:
+        await client.generate_text("a")
+        await client.generate_text("a", timeout_s=1000.0)
+        await client.generate_text("a", timeout_s=math.inf)
+    own, longer, none = asked.remaining_s
+    assert own is not None
+    assert longer is not None
+    assert own <= 50 * WIRE < longer <= 1000 * WIRE
+    assert none is None
+
+
+async def test_refusal_tells_when_to_come_back_and_the_requests_name() -> None:
+    metadata = (("grpc-retry-pushback-ms", "1500"), ("x-request-id", "abc-1"))
+    async with recording(refuse(1, metadata=metadata)) as (target, _):
+        with pytest.raises(ServerError) as caught:
+            await ask_async_whole(target, connection=Connection(retry=RetryPolicy(attempts=1)))
+    assert (caught.value.retry_after_s, caught.value.request_id) == (1.5, "abc-1")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RetryPolicy(attempts=0), "attempts is 0; it must be 1 to 5"),
+        (lambda: RetryPolicy(attempts=6), "attempts is 6; it must be 1 to 5"),
+        (lambda: RetryPolicy(backoff_s=0), "backoff_s is 0; it must be"),
+        (lambda: RetryPolicy(backoff_s=3), "max_backoff_s is 2.0; it must be 3 to"),
+        (lambda: RetryPolicy(budget=0), "budget is 0; it must be 1 to 1000"),
+        (lambda: RetryPolicy(budget_ratio=0), "budget_ratio is 0; it must be"),
+        (lambda: Connection(tls_cert="c.pem"), "tls_cert is given without tls_key"),
+        (lambda: Connection(tls_key="k.pem"), "tls_key is given without tls_cert"),
+        (lambda: Connection(token="a", token_file="b"), "token and token_file are both given"),
+        (lambda: Connection(load_balancing="random"), "load_balancing is 'random'; it must be one of"),  # type: ignore[arg-type]
+        (lambda: Connection(keepalive_s=9), "keepalive_s is 9; it must be 10"),
+        (lambda: Client(priority="urgent"), "priority is 'urgent'; it must be one of interactive, batch"),  # type: ignore[arg-type]
+        (lambda: Client(timeout_s=0), "timeout_s is 0; it must be above 0"),
+        (lambda: Client(connection=Connection(token_file="/nowhere/t")), "token_file is /nowhere/t, which cannot be"),
+        (lambda: Client(connection=Connection(tls_ca="/nowhere/ca")), "tls_ca is /nowhere/ca, which cannot be read"),
+    ],
+)
+def test_wrong_field_is_named(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_priorities_are_the_contracts(priority: Priority) -> None:
+    Client(priority=priority).close()
+
+
+def test_token_is_never_shown() -> None:
+    assert "secret" not in repr(Connection(token="secret"))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("127.0.0.1:50051", True),
+        ("localhost:50051", True),
+        ("[::1]:50051", True),
+        ("dns:///localhost:50051", True),
+        ("unix:///run/antiphon", True),
+        ("ipv4:127.0.0.1:1,127.0.0.1:2", True),
+        ("ipv4:127.0.0.1:1,10.0.0.1:2", False),
+        ("dns:///antiphon.models.svc:50051", False),
+        ("10.0.0.1:50051", False),
+    ],
+)
+def test_loopback_targets_are_told_apart(target: str, expected: bool) -> None:
+    assert is_loopback(target) is expected
+
+
+def test_token_that_would_travel_in_the_open_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"the token goes to 192\.0\.2\.1:50051 unencrypted"):
+        Client("192.0.2.1:50051", connection=Connection(token="secret")).close()
