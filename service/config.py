@@ -40,6 +40,7 @@ from antiphon.service.model_settings import (
     WorkspaceBytes,
     read_model_flags,
 )
+from antiphon.service.pacing import DEFAULT_PATIENCE_S
 
 ENV_PREFIX = "ANTIPHON_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
@@ -116,6 +117,12 @@ class ServerConfig(BaseSettings):
         ge=1,
         le=1_000_000,
         description="Most messages a second of all streams together; with more tokens than that, each brings several.",
+    )
+    slow_reader_timeout_s: float = Field(
+        default=DEFAULT_PATIENCE_S,
+        ge=0.1,
+        le=86_400,
+        description="Time that a message of a stream may wait for its client to read before the call is ended.",
     )
     max_message_bytes: int = Field(default=1_048_576, ge=1024, le=1_073_741_824, description="Largest request message.")
     max_concurrent_streams: int = Field(

@@ -94,6 +94,13 @@ class QueueFull(AntiphonError):
         self.retry_after_s = retry_after_s
 
 
+class SlowReader(AntiphonError):
+    """A client reads its answer too slowly for the server to keep it; it has not been answered in full."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    reason = "SLOW_READER"
+
+
 class DeadlineExceeded(AntiphonError):
     """The request's deadline passed before its answer was complete."""
 

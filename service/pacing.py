@@ -1,16 +1,28 @@
-"""How many streams there are, and so how many tokens each message brings. Shared by every model of a server."""
+"""How messages leave: how many tokens each brings, and how long one may wait for its reader. Shared by every model."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+import grpc.aio
+
+from antiphon.service.errors import SlowReader
+
+DEFAULT_PATIENCE_S = 30.0
 
 
 class Pacing:
-    """Keeps the messages of all streams together below a rate. For the event loop."""
+    """Keeps the messages of all streams together below a rate, and none waiting for long. For the event loop.
 
-    def __init__(self, max_messages_per_s: float) -> None:
+    patience_s: seconds that a message may wait until the client has room for it.
+    """
+
+    def __init__(self, max_messages_per_s: float, *, patience_s: float = DEFAULT_PATIENCE_S) -> None:
         self._max_messages_per_s = max_messages_per_s
+        self._patience_s = patience_s
         self._num_streams = 0
 
     @property
@@ -29,3 +41,17 @@ class Pacing:
             yield
         finally:
             self._num_streams -= 1
+
+    async def write(self, context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+        """Send a message of a stream; returns when the client's flow control has let it go.
+
+        Raises SlowReader where that takes too long, CancelledError where the call ends meanwhile. What the stream
+        gathers until then goes with the next message.
+        """
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await context.write(message)
+        except TimeoutError:
+            raise SlowReader(f"the client took no message for {self._patience_s} s") from None
+        except grpc.aio.InternalError:  # the client, or its time, went before the message did
+            raise asyncio.CancelledError from None

@@ -14,7 +14,7 @@ import grpc.aio
 from antiphon.service.call import current_call
 from antiphon.service.cancellation import CancelCause
 from antiphon.service.engine import Engine
-from antiphon.service.errors import AntiphonError
+from antiphon.service.errors import AntiphonError, SlowReader
 from antiphon.service.request import Request
 from antiphon.service.stream import OutputStream
 
@@ -27,20 +27,21 @@ _CLOCKS_APART_S = 0.02
 def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[None]:
     """Read a submitted request's stream and pass it on; an exception that leaves the context gives the request up.
 
-    An AntiphonError does not: it is how the engine ended it. The RPC under way, if any, is told how it ends.
+    An AntiphonError other than SlowReader does not: it is how the engine ended it. The RPC under way, if any, is told
+    how the request ends.
     """
     if (call := current_call()) is not None:
         stream.on_end = call.admitted(request)
     try:
         yield
+    except SlowReader:
+        engine.give_up(stream, CancelCause.SLOW_READER)
+        raise
     except AntiphonError:
         raise
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, grpc.aio.BaseError):  # the latter where nothing can be sent any more
         is_late = _has_run_out(request, engine.clock())
         engine.give_up(stream, CancelCause.DEADLINE if is_late else CancelCause.CLIENT)
-        raise
-    except grpc.aio.BaseError:  # a message could not be sent: the call is over
-        engine.give_up(stream, CancelCause.CLIENT)
         raise
     except Exception:
         engine.give_up(stream, CancelCause.FAULT)

@@ -13,10 +13,10 @@ from antiphon.service.errors import AntiphonError, InvalidArgument, QueueFull
 
 DOMAIN = "antiphon"
 
-_Metadata = tuple[tuple[str, str | bytes], ...]
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 
-def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, _Metadata]:
+def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
     """Status code, message and trailing metadata of a refusal.
 
     The metadata holds google.rpc.Status with ErrorInfo always, BadRequest for a bad field and RetryInfo for a full
@@ -26,7 +26,7 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, _Metadata]:
     status = status_pb2.Status(code=code.value[0], message=str(error))
     for detail in _details(error):
         status.details.add().Pack(detail)
-    metadata: _Metadata = (("grpc-status-details-bin", status.SerializeToString()),)
+    metadata: Metadata = (("grpc-status-details-bin", status.SerializeToString()),)
     if isinstance(error, QueueFull):
         metadata += (("grpc-retry-pushback-ms", str(_pushback_ms(error))),)
     return code, str(error), metadata

@@ -22,11 +22,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from antiphon.service.call import Call, enter_call
 from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
-from antiphon.service.refusal import status_of
+from antiphon.service.refusal import Metadata, status_of
 from antiphon.service.telemetry import Context as Context
 from antiphon.service.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
+
+# How long the status of a failed call may wait behind messages that its client does not read.
+_STATUS_PATIENCE_S = 2.0
 
 Method = Callable[[Any, Context], Awaitable[Any]]
 
@@ -156,7 +159,18 @@ async def _fail(call: Call, context: Context, error: BaseException) -> None:
     call.error = error
     code, message, metadata = status_of(error)
     call.code = code.name
-    await context.abort(code, message, (*metadata, *call.trailers))
+    await _abort(context, code, message, (*metadata, *call.trailers))
+
+
+async def _abort(context: Context, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+    """End an RPC with a status, which waits behind what its client has not read yet, though not here for ever."""
+    try:
+        async with asyncio.timeout(_STATUS_PATIENCE_S):
+            await context.abort(code, message, metadata)
+    except TimeoutError:
+        raise asyncio.CancelledError from None  # gRPC has it, and tells it as soon as it can
+    except grpc.aio.InternalError:  # not even the headers could be sent: there is no way to tell
+        raise asyncio.CancelledError from None
 
 
 def _code_of(context: Context) -> str:

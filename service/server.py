@@ -84,7 +84,7 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
         families.set_budget(config.memory_limit_bytes)
     return Shared(
         families=families,
-        pacing=Pacing(config.max_stream_messages_per_s),
+        pacing=Pacing(config.max_stream_messages_per_s, patience_s=config.slow_reader_timeout_s),
         budget=MemoryBudget(config.memory_limit_bytes),
     )
 

@@ -103,7 +103,7 @@ class InferenceServicer:
             async for event in stream:
                 response = answer.delta(event)
                 if response is not None:
-                    await context.write(response)
+                    await self._pacing.write(context, response)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: _Context) -> pb.GenerateUnaryResponse:
         """Return the outputs whole."""

@@ -94,6 +94,7 @@ async def serving(
 
     text: instead of the tokenizer's own format.
     """
+    config = ServerConfig(**settings)
     tokenizer = tiny_tokenizer()
     runner = FakeRunner(vocab_size=tokenizer.vocab_size)
     prepare(runner)
@@ -110,7 +111,7 @@ async def serving(
         config=preset("tiny", vocab_size=tokenizer.vocab_size),
         explainer=explainer,
     )
-    servicer = InferenceServicer(model, engine, Pacing(max_messages_per_s))
+    servicer = InferenceServicer(model, engine, Pacing(max_messages_per_s, patience_s=config.slow_reader_timeout_s))
     models = Models()
     models.add(
         Served(
@@ -123,7 +124,7 @@ async def serving(
         )
     )
     calls = Calls(models, Telemetry(families))
-    server = build_server(ServerConfig(**settings), calls, health.aio.HealthServicer())
+    server = build_server(config, calls, health.aio.HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.start()
     await server.start()
