@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from antiphon.service.errors import AntiphonError
 from antiphon.service.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, Timing, TokenEvent
+from antiphon.service.stream import OutputStream
+from antiphon.service.trace_context import TraceContext
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_PARENT_KEY = "traceparent"
@@ -25,9 +27,10 @@ Text = str | bytes
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request of a call that an engine admitted. end: its last event; None until it came."""
+    """A request of a call that an engine admitted, and its stream. end: its last event; None until it came."""
 
     request: Request
+    stream: OutputStream
     finish_reasons: list[FinishReason] = field(default_factory=list)
     end: TokenEvent | None = None
 
@@ -41,7 +44,7 @@ class Asked:
 class Call:
     """An RPC under way.
 
-    method: `package.Service/Method`. traceparent: as the client sent it. arrival_s, ended_s: of the server's clock.
+    method: `package.Service/Method`. trace: where it belongs; None to none. arrival_s, ended_s: of the server's clock.
     caller: who asks, as `caller.py` names it. model_name, metrics: of the model it was routed to; "" and None before.
     trailers: what goes back in trailing metadata whether it succeeds or fails, the request id first.
     code: name of the gRPC status it ended with. error: what the client was told instead of an answer.
@@ -51,7 +54,7 @@ class Call:
     request_id: str
     arrival_s: float
     caller: str = ""
-    traceparent: str | None = None
+    trace: TraceContext | None = None
     model_name: str = ""
     metrics: Metrics | None = None
     trailers: list[tuple[str, Text]] = field(init=False)
@@ -69,9 +72,14 @@ class Call:
         self.model_name = model_name
         self.metrics = metrics
 
-    def admitted(self, request: Request) -> Callable[[TokenEvent], None]:
-        """Note a request that an engine has admitted; returns what takes its terminal events."""
-        asked = Asked(request)
+    @property
+    def trace_id(self) -> str:
+        """The id of its trace, if that is recorded; otherwise empty."""
+        return self.trace.trace_id if self.trace is not None and self.trace.is_sampled else ""
+
+    def admitted(self, request: Request, stream: OutputStream) -> None:
+        """Note a request that an engine has admitted, and its ends as they come through its stream."""
+        asked = Asked(request, stream)
         self.asked.append(asked)
 
         def note(event: TokenEvent) -> None:
@@ -81,14 +89,12 @@ class Call:
                 asked.end = event
                 self._settle()
 
-        return note
+        stream.on_end = note
 
     @property
     def is_refused(self) -> bool:
-        """Whether it failed before an engine took it up, or by none of its requests' ends."""
-        return self.error is not None and all(
-            asked.end is None or asked.end.error is not self.error for asked in self.asked
-        )
+        """Whether it failed before an engine took it up."""
+        return self.error is not None and not self.asked
 
     def end(self, ended_s: float, on_settled: Callable[[Call], None]) -> None:
         """Note that the RPC is over; on_settled is called once its requests are over too, perhaps a step later."""

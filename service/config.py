@@ -48,6 +48,8 @@ MAX_GRACE_S = 3600
 SHIPPED_BUNDLE = Path(__file__).parent.parent / "model" / "bundles" / "en-de"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+AccessLog = Literal["all", "errors", "none"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -144,6 +146,8 @@ class ServerConfig(BaseSettings):
         default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
+    log_format: LogFormat = Field(default="text", description="How log lines are written; json is an object a line.")
+    access_log: AccessLog = Field(default="all", description="RPCs to log when they are over, at level info.")
 
     @property
     def plans(self) -> tuple[ModelPlan, ...]:

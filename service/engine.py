@@ -151,6 +151,7 @@ class Engine:
 
     def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
         """Cancel an accepted request; one that was answered already is counted as given up on the answer's way."""
+        stream.cancel_cause = cause
         if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
             self._metrics.left_unread(cause)
 

@@ -31,7 +31,7 @@ def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[
     how the request ends.
     """
     if (call := current_call()) is not None:
-        stream.on_end = call.admitted(request)
+        call.admitted(request, stream)
     try:
         yield
     except SlowReader:

@@ -163,6 +163,7 @@ class Request:
     target_ids: of a SCORE, the tokens to judge, end token included. pooling, normalize: of an EMBED.
     type_ids: token types of the source; empty where all are 0.
     picks: source positions whose states a head reads. num_fillings: of a FILL_MASK, tokens to propose for each.
+    trace_id: of the recorded trace that it belongs to; empty where there is none.
     client: who asks, as `caller.py` names it: those who wait share by it. priority: who goes first.
     """
 
@@ -184,6 +185,7 @@ class Request:
     picks: tuple[int, ...] = ()
     num_fillings: int = 0
     client: str = ""
+    trace_id: str = ""
     priority: Priority = Priority.INTERACTIVE
 
     @property

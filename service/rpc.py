@@ -22,6 +22,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from antiphon.service.call import Call, enter_call
 from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
+from antiphon.service.logs import where_of
 from antiphon.service.refusal import Metadata, status_of
 from antiphon.service.telemetry import Context as Context
 from antiphon.service.telemetry import Telemetry
@@ -154,7 +155,7 @@ async def _fail(call: Call, context: Context, error: BaseException) -> None:
         call.code = "CANCELLED" if remaining_s is None or remaining_s > 0 else "DEADLINE_EXCEEDED"
         return
     if not isinstance(error, AntiphonError):
-        log.error("%s failed", call.method, exc_info=error)
+        log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
         error = EngineFault("the server failed; its log says why")
     call.error = error
     code, message, metadata = status_of(error)

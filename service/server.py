@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 
@@ -19,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
+from antiphon.service.access_log import access_logs
 from antiphon.service.admin import AdminServicer, build_admin_server
 from antiphon.service.background import in_background, is_anything_left
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
@@ -27,6 +27,7 @@ from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.loading import Shared, StartupError, load
+from antiphon.service.logs import configure_logging
 from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.models import Models, Served
@@ -61,9 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.print_config:
             sys.stdout.write(to_toml(config))
             return 0
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-        )
+        configure_logging(config.log_level, config.log_format)
         check_port(config.host, config.port)
         if config.admin_port is not None:
             check_port(config.admin_host, config.admin_port)
@@ -106,7 +105,7 @@ async def _serve(config: ServerConfig, shared: Shared, metrics_port: int) -> int
     probes = Probes(health_servicer, SERVICES)
     await probes.start()
     control = Control(Models(), shared, probes.announce)
-    telemetry = Telemetry(shared.families)
+    telemetry = Telemetry(shared.families, *access_logs(config.access_log))
     calls = Calls(control.models, telemetry)
     server = build_server(config, calls, health_servicer)
     port = _bind(server, config.host, config.port)

@@ -21,6 +21,7 @@ from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.attention_maps import Explains, explain_response
+from antiphon.service.call import current_call
 from antiphon.service.caller import caller_of
 from antiphon.service.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.engine import Engine
@@ -268,8 +269,11 @@ class InferenceServicer:
         # None without a deadline, which the published types leave out.
         remaining_s = cast("float | None", context.time_remaining())
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
+        call = current_call()
         return {
-            "request_id": str(next(self._ids)),
+            # The client's ids need not be different from each other.
+            "request_id": f"{call.request_id if call else ''}/{next(self._ids)}",
+            "trace_id": call.trace_id if call else "",
             "arrival_s": arrival_s,
             "deadline_s": deadline_s,
             "client": caller_of(context),

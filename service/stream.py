@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Protocol
 
+from antiphon.service.cancellation import CancelCause
 from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
 
 Item = int | TokenLogprob
@@ -41,7 +42,7 @@ class OutputStream:
     once. Unread tokens are kept, at most as many as the request may generate.
 
     end_reason: how the engine ended the request; set by its thread, before the end is read.
-    on_end: takes every terminal event as it comes, read or not.
+    on_end: takes every terminal event as it comes, read or not. cancel_cause: why it was given up, if it was.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class OutputStream:
         self._finals: deque[TokenEvent] = deque()
         self._is_ended = False  # the last event has come
         self._is_exhausted = False  # and has been read
+        self.cancel_cause: CancelCause | None = None
         self.on_end: Callable[[TokenEvent], None] | None = None
         self._is_due = True  # the coalescing window is over: a token may leave
         self._wants_tokens = False

@@ -12,6 +12,7 @@ from antiphon.service.call import Call, RequestIds, find_metadata
 from antiphon.service.caller import caller_of
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import RpcMetrics
+from antiphon.service.trace_context import Sampler, read_trace_parent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Sink = Callable[[Call], None]
@@ -19,11 +20,21 @@ Sink = Callable[[Call], None]
 
 
 class Telemetry:
-    """Opens and closes the accounts of RPCs, for the event loop. sinks: where closed ones go."""
+    """Opens and closes the accounts of RPCs, for the event loop.
 
-    def __init__(self, families: MetricFamilies, *sinks: Sink, clock: Callable[[], float] = time.monotonic) -> None:
+    sinks: where closed ones go. sampler: begins traces for calls without one; None where nobody would see them.
+    """
+
+    def __init__(
+        self,
+        families: MetricFamilies,
+        *sinks: Sink,
+        sampler: Sampler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._metrics = RpcMetrics(families)
         self._sinks = sinks
+        self._sampler = sampler
         self._clock = clock
         self._ids = RequestIds()
 
@@ -35,7 +46,7 @@ class Telemetry:
             request_id=self._ids.of(request_id),
             arrival_s=self._clock(),
             caller=caller_of(context),
-            traceparent=traceparent if isinstance(traceparent, str) else None,
+            trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )
 
     def end(self, call: Call) -> None:

@@ -90,8 +90,8 @@ class ServerProcess:
         raise AssertionError(f"the metrics never came to that; they are {metrics}")
 
     def finish(self) -> tuple[int, str]:
-        """Wait for the end; exit code and what it wrote to standard error."""
-        self.process.communicate(timeout=PATIENCE_S)
+        """Wait for the end; exit code and what it wrote to standard error. `output` is the rest of standard output."""
+        self.output, _ = self.process.communicate(timeout=PATIENCE_S)
         self._errors.seek(0)
         return self.process.returncode, self._errors.read()
 
