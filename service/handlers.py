@@ -37,21 +37,21 @@ class Calls:
     """The RPCs of the models served, and how many of them are in flight."""
 
     def __init__(self, models: Models, telemetry: Telemetry) -> None:
-        self._models = models
-        self._in_flight = InFlight(telemetry)
+        self.models = models
+        self.in_flight = InFlight(telemetry)
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
-        await self._in_flight.wait_until_idle()
+        await self.in_flight.wait_until_idle()
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """Handlers of every method of the service, for `add_generic_rpc_handlers`."""
         methods = {name: self._routed(method) for name, method in _METHODS.items()}
-        return handlers_of(SERVICE, {**methods, "ListModels": self._list_models}, self._in_flight)
+        return handlers_of(SERVICE, {**methods, "ListModels": self._list_models}, self.in_flight)
 
     def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
         async def routed(request: Any, context: Context) -> Any:
-            served = self._models.find(request.model)
+            served = self.models.find(request.model)
             if (call := current_call()) is not None:
                 call.routed(served.name, served.metrics)
             return await method(served.servicer, request, context)
@@ -60,5 +60,5 @@ class Calls:
 
     async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Describe every model, the default first."""
-        self._models.check_loaded()
-        return pb.ListModelsResponse(models=[served.description for served in self._models])
+        self.models.check_loaded()
+        return pb.ListModelsResponse(models=[served.description for served in self.models])

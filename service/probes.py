@@ -10,10 +10,31 @@ from collections.abc import Iterable
 
 from grpc_health.v1 import health, health_pb2
 
+from antiphon.service.telemetry import Context
+
 LIVENESS = "liveness"
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health:
+    """Asks a health servicer, for services that tell of health in words of their own."""
+
+    def __init__(self, servicer: health.aio.HealthServicer) -> None:
+        self._servicer = servicer
+
+    async def is_ready(self, context: Context) -> bool:
+        """Whether requests should be sent here; within an RPC."""
+        return await self._is_serving("", context)
+
+    async def is_live(self, context: Context) -> bool:
+        """Whether the process does its work; within an RPC."""
+        return await self._is_serving(LIVENESS, context)
+
+    async def _is_serving(self, name: str, context: Context) -> bool:
+        found = await self._servicer.Check(health_pb2.HealthCheckRequest(service=name), context)
+        return found.status == _SERVING
 
 
 class Probes:

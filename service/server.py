@@ -31,9 +31,11 @@ from antiphon.service.logs import configure_logging
 from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.models import Models, Served
+from antiphon.service.oip import servicer as oip
+from antiphon.service.oip.servicer import OpenInferenceServicer
 from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
-from antiphon.service.probes import Probes
+from antiphon.service.probes import Health, Probes
 from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
 
@@ -43,7 +45,7 @@ _CLOSE_GRACE_S = 0.5
 _SWITCH_INTERVAL_S = 0.001
 # A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
 _MIN_CLIENT_PING_MS = 10_000
-SERVICES = (SERVICE_NAME,)
+SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
 """Services whose readiness the health service tells, beside the server's own."""
 
 
@@ -146,9 +148,11 @@ async def _admin(
 def build_server(config: ServerConfig, calls: Calls, health_servicer: health.aio.HealthServicer) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
     server = grpc.aio.server(options=_channel_options(config))
-    server.add_generic_rpc_handlers((calls.generic_handler(),))
+    open_inference = OpenInferenceServicer(calls.models, calls.in_flight, Health(health_servicer))
+    server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
     return server
 
 

@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
 from antiphon.model.config import preset
@@ -29,7 +30,8 @@ from antiphon.service.metrics import Metrics
 from antiphon.service.models import Models, Served
 from antiphon.service.options import default_options
 from antiphon.service.pacing import Pacing
-from antiphon.service.server import build_server
+from antiphon.service.probes import Probes
+from antiphon.service.server import SERVICES, build_server
 from antiphon.service.servicer import InferenceServicer, ServedModel
 from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
@@ -77,6 +79,7 @@ class Serving:
     calls: Calls
     tokenizer: Tokenizer
     registry: CollectorRegistry
+    probes: Probes
 
 
 @contextlib.asynccontextmanager
@@ -124,10 +127,14 @@ async def serving(
         )
     )
     calls = Calls(models, Telemetry(families))
-    server = build_server(config, calls, health.aio.HealthServicer())
+    health_servicer = health.aio.HealthServicer()
+    probes = Probes(health_servicer, SERVICES)
+    server = build_server(config, calls, health_servicer)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.start()
     await server.start()
+    await probes.announce(MODEL_NAME, HealthCheckResponse.SERVING)
+    await probes.ready()
     try:
         async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
             yield Serving(
@@ -138,6 +145,7 @@ async def serving(
                 calls=calls,
                 tokenizer=tokenizer,
                 registry=registry,
+                probes=probes,
             )
             assert engine.drain(timeout_s=60)
         assert engine.num_free_blocks == engine.num_blocks
