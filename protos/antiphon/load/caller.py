@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -49,15 +49,20 @@ class Caller:
             asyncio.gather(*(channel.channel_ready() for channel in self._channels)), self._plan.timeout_s
         )
 
-    async def call(self, ask: int, scheduled_s: float, start_s: float) -> Reply:
-        """Ask and wait for the end, whatever it is. start_s: time.monotonic() when the run began."""
+    async def call(
+        self, ask: int, scheduled_s: float, start_s: float, on_first: Callable[[], None] = lambda: None
+    ) -> Reply:
+        """Ask and wait for the end, whatever it is.
+
+        start_s: time.monotonic() when the run began. on_first: called when the first message of a stream is there.
+        """
         sent_s = time.monotonic() - start_s
         reply = Reply(scheduled_s=scheduled_s, sent_s=sent_s, last_s=sent_s, outcome=_UNFINISHED)
         self._turn = (self._turn + 1) % len(self._stubs)
         stub = self._stubs[self._turn]
         try:
             if self._plan.is_streaming:
-                await self._stream(stub, ask, reply, start_s)
+                await self._stream(stub, ask, reply, start_s, on_first)
             else:
                 await self._ask(stub, ask, reply)
         except grpc.aio.AioRpcError as error:
@@ -67,7 +72,9 @@ class Caller:
         reply.last_s = time.monotonic() - start_s
         return reply
 
-    async def _stream(self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply, start_s: float) -> None:
+    async def _stream(
+        self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply, start_s: float, on_first: Callable[[], None]
+    ) -> None:
         call = stub.Generate(self._streamed[ask], timeout=self._plan.timeout_s)
         ended, texts, previous_s = 0, [], 0.0
         try:
@@ -75,6 +82,7 @@ class Caller:
                 now_s = time.monotonic() - start_s
                 if reply.first_s is None:
                     reply.first_s = now_s
+                    on_first()
                 else:
                     reply.gaps_s.append(now_s - previous_s)
                 previous_s = now_s

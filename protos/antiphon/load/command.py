@@ -17,7 +17,7 @@ from antiphon.load.drive import run as drive
 from antiphon.load.flags import add_load_flags, read_plan
 from antiphon.load.plan import Plan, PlanError
 from antiphon.load.probe import Probe
-from antiphon.load.report import as_json, as_text, curve, warnings
+from antiphon.load.report import as_json, as_text, curve, mlperf_as_json, mlperf_as_text, warnings
 from antiphon.load.result import Result
 from antiphon.load.search import bracketed_rate
 
@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
                 sources = probe.sources(entries)
                 asks = (replace(ask, source=source) for ask, source in zip(plan.asks, sources, strict=True))
                 plan = replace(plan, asks=tuple(asks))
-        return _Session(arguments, replace(plan, model=model.name)).run()
+        plan = replace(plan, model=model.name)
+        return _Session(arguments, plan).run() if arguments.mlperf is None else _run_mlperf(arguments, plan)
     except (PlanError, DriveError, ValueError) as error:
         print(f"antiphon load: {error}", file=sys.stderr)
     except ServerError as error:
@@ -87,7 +88,7 @@ class _Session:
         return result.has_met_objective and result.has_kept_up
 
     def _measure(self, plan: Plan) -> Result:
-        self._tell(plan)
+        _tell(plan)
         result = drive(plan)
         self._results.append(result)
         for warning in warnings(result):
@@ -95,11 +96,6 @@ class _Session:
         if result.is_interrupted:
             raise KeyboardInterrupt
         return result
-
-    def _tell(self, plan: Plan) -> None:
-        """Say on standard error what is about to happen: it takes a while."""
-        rate = "a trace" if plan.rate is None else f"{plan.rate:,.1f} requests/s"
-        print(f"antiphon load: {rate} for {plan.end_s:g} s to {plan.model} on {plan.target}", file=sys.stderr)
 
     def _report(self) -> None:
         if self._arguments.search or self._arguments.rates:
@@ -109,8 +105,7 @@ class _Session:
         if self._arguments.search and not self._is_interrupted:
             print(_verdict(self._highest, self._plan))
         if self._arguments.json is not None:
-            text = json.dumps(self._as_json(), indent=2, ensure_ascii=False)
-            _write("--json", self._arguments.json, f"{text}\n".encode())
+            _write_json(self._arguments.json, self._as_json())
         if self._arguments.plot is not None:
             from antiphon.load.plot import draw_curve
 
@@ -132,6 +127,24 @@ class _Session:
         return EXIT_FAILED if has_failed else 0
 
 
+def _run_mlperf(arguments: argparse.Namespace, plan: Plan) -> int:
+    from antiphon.load.mlperf import check_plan, run_server_scenario
+
+    check_plan(plan)
+    _tell(plan)
+    verdict = run_server_scenario(plan, arguments.mlperf)
+    print(mlperf_as_text(verdict))
+    if arguments.json is not None:
+        _write_json(arguments.json, mlperf_as_json(plan, verdict))
+    return EXIT_FAILED if verdict.errors or (arguments.fail and not verdict.is_valid) else 0
+
+
+def _tell(plan: Plan) -> None:
+    """Say on standard error what is about to happen: it takes a while."""
+    rate = "a trace" if plan.rate is None else f"{plan.rate:,.1f} requests/s"
+    print(f"antiphon load: {rate} for {plan.end_s:g} s to {plan.model} on {plan.target}", file=sys.stderr)
+
+
 def _verdict(highest: float | None, plan: Plan) -> str:
     if not highest:
         return "no rate that was tried meets the objective"
@@ -145,6 +158,10 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise PlanError(f"{flag} {path} cannot be written: it must name a file in a directory that exists")
     if arguments.plot is not None:
         import matplotlib  # noqa: F401  # the command line says what to install
+
+
+def _write_json(path: Path, figures: dict[str, Any]) -> None:
+    _write("--json", path, f"{json.dumps(figures, indent=2, ensure_ascii=False)}\n".encode())
 
 
 def _write(flag: str, path: Path, content: bytes) -> None:

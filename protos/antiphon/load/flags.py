@@ -81,6 +81,9 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     several = group.add_mutually_exclusive_group()
     several.add_argument("--search", action="store_true", help="find the highest rate that meets the objective")
     several.add_argument("--rates", type=_rates, metavar="R,...", help="one run at each rate: the curve")
+    several.add_argument(
+        "--mlperf", type=Path, metavar="DIR", help="let LoadGen drive (MLPerf, Server scenario); its logs go to DIR"
+    )
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and goodput against the rate, as PNG")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
@@ -92,6 +95,8 @@ def read_plan(arguments: argparse.Namespace) -> tuple[Plan, list[Entry]]:
     """
     if arguments.search and arguments.objective_ttft_ms is None and arguments.objective_p99_ms is None:
         raise PlanError("--search needs --objective-ttft-ms or --objective-p99-ms: what a rate is to sustain")
+    if arguments.mlperf is not None and (arguments.plot is not None or arguments.check):
+        raise PlanError("--mlperf excludes --plot and --check: LoadGen keeps no answers, and runs at one rate")
     if arguments.trace is None:
         return _poisson_plan(arguments), []
     for flag, value in (

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from antiphon.load.percentiles import Spread
+from antiphon.load.plan import Plan
 from antiphon.load.result import MAX_LAG_MS, Result
+
+if TYPE_CHECKING:
+    from antiphon.load.mlperf import Verdict
 
 _LATENCIES = (
     ("first token", "ttft_ms"),
@@ -33,16 +37,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """One run as plain data; latencies in milliseconds, rates a second."""
     plan = result.plan
     return {
-        "target": plan.target,
-        "model": plan.model,
-        "rate": plan.rate,
-        "duration_s": plan.duration_s,
-        "warmup_s": plan.warmup_s,
-        "seed": plan.seed,
-        "processes": plan.processes,
-        "connections": plan.connections,
-        "streaming": plan.is_streaming,
-        "priority": plan.priority,
+        **_asked_for(plan),
         "interrupted": result.is_interrupted,
         "scheduled": result.num_scheduled,
         "sent": result.num_sent,
@@ -64,6 +59,39 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
+def mlperf_as_text(verdict: Verdict) -> str:
+    """LoadGen's verdict and figures, in a few lines."""
+    summary = verdict.summary
+    lines = [f"LoadGen: {'VALID' if verdict.is_valid else 'INVALID'}"]
+    lines += [f"  not satisfied: {name.removesuffix(' satisfied')}" for name in summary.missed]
+    lines += [f"  {count} failed: {status}" for status, count in verdict.errors.items()]
+    tokens = "" if summary.tokens_per_s is None else f", {summary.tokens_per_s:,.0f} tokens/s"
+    lines += [f"asked for {summary.scheduled_per_s:,.1f}/s, answered {summary.completed_per_s:,.1f}/s{tokens}", ""]
+    names = list(summary.percentiles_ms["e2e_ms"])
+    rows = [
+        (label, *(f"{summary.percentiles_ms[key][name]:.1f}" for name in names))
+        for label, key in _LATENCIES
+        if key in summary.percentiles_ms
+    ]
+    return "\n".join([*lines, *_columns([("ms", *(name.replace("_", ".") for name in names)), *rows])])
+
+
+def mlperf_as_json(plan: Plan, verdict: Verdict) -> dict[str, Any]:
+    """The same as plain data; latencies in milliseconds, rates a second."""
+    summary = verdict.summary
+    return {
+        **_asked_for(plan),
+        "valid": verdict.is_valid,
+        "missed": list(summary.missed),
+        "errors": verdict.errors,
+        "sent_per_second": summary.scheduled_per_s,
+        "ok_per_second": summary.completed_per_s,
+        "tokens_per_second": summary.tokens_per_s,
+        **summary.percentiles_ms,
+        "objective": asdict(plan.objective),
+    }
+
+
 def curve(results: Sequence[Result]) -> str:
     """A line for each run, lowest rate first; latencies in milliseconds."""
     rows = [_curve_row(result) for result in sorted(results, key=lambda result: result.plan.rate or 0)]
@@ -82,6 +110,21 @@ def warnings(result: Result) -> list[str]:
             f"latencies include; try --processes {2 * result.plan.processes}, or another machine"
         )
     return found
+
+
+def _asked_for(plan: Plan) -> dict[str, Any]:
+    return {
+        "target": plan.target,
+        "model": plan.model,
+        "rate": plan.rate,
+        "duration_s": plan.duration_s,
+        "warmup_s": plan.warmup_s,
+        "seed": plan.seed,
+        "processes": plan.processes,
+        "connections": plan.connections,
+        "streaming": plan.is_streaming,
+        "priority": plan.priority,
+    }
 
 
 def _counts(result: Result) -> str:

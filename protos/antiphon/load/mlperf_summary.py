@@ -1,0 +1,67 @@
+"""Reads the summary that MLPerf's LoadGen writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from antiphon.load.drive import DriveError
+
+_FILE = "mlperf_log_summary.txt"
+_LINE = re.compile(r"^\s*(?P<name>\S.*?)\s*:\s*(?P<value>\S+)\s*$")
+_PERCENTILE = re.compile(r"^(?P<percent>[\d.]+) percentile (?P<what>.*) \(ns\)$")
+_CONSTRAINTS = (
+    "Performance constraints satisfied",
+    "Min duration satisfied",
+    "Min queries satisfied",
+    "Early stopping satisfied",
+)
+_TOKENS = "Completed tokens per second"
+# As LoadGen words what a percentile is of, and as it is called here.
+_LATENCIES = {"first token latency": "ttft_ms", "time to output token": "per_token_ms", "latency": "e2e_ms"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """LoadGen's own figures.
+
+    missed: the constraints that were not satisfied. percentiles_ms: as {"e2e_ms": {"p50": 9.7}}; first tokens, and the
+    time per token after the first, only where they were judged.
+    """
+
+    is_valid: bool
+    missed: tuple[str, ...]
+    completed_per_s: float
+    scheduled_per_s: float
+    tokens_per_s: float | None
+    percentiles_ms: dict[str, dict[str, float]]
+
+
+def read_summary(folder: Path) -> Summary:
+    """The summary in a folder of LoadGen's logs. Raises DriveError where it is not what LoadGen writes."""
+    path = folder / _FILE
+    try:
+        matches = [match for line in path.read_text("utf-8").splitlines() if (match := _LINE.match(line))]
+        values = {match["name"]: match["value"] for match in matches}
+        return Summary(
+            is_valid=values["Result is"] == "VALID",
+            missed=tuple(name for name in _CONSTRAINTS if values.get(name, "Yes").upper() != "YES"),
+            completed_per_s=float(values["Completed samples per second"]),
+            scheduled_per_s=float(values["Scheduled samples per second"]),
+            tokens_per_s=float(values[_TOKENS]) if _TOKENS in values else None,
+            percentiles_ms=_percentiles(values),
+        )
+    except (OSError, KeyError, ValueError) as error:
+        raise DriveError(f"{path} is not a summary of LoadGen's: {error!r}") from None
+
+
+def _percentiles(values: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name, value in values.items():
+        match = _PERCENTILE.match(name)
+        if match is not None and match["what"] in _LATENCIES:
+            percent = f"p{float(match['percent']):g}".replace(".", "_")
+            found.setdefault(_LATENCIES[match["what"]], {})[percent] = int(value) / 1e6
+    return found
