@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.load.arrivals import poisson_arrivals
-from antiphon.load.percentiles import percentile
-from antiphon.load.search import highest_rate
 from antiphon.load.texts import EVERYDAY
 from antiphon.model.tokenizer import byte_bpe_format
 from antiphon.service.bench import command
@@ -164,38 +161,6 @@ def test_alternate_changes_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert alternate(lambda: run("ours"), lambda: run("theirs"), 3) == [("ours", "theirs")] * 3
     assert order == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1), (50, 2), (75, 3), (76, 4), (99, 4), (100, 4)])
-def test_percentile_is_the_nearest_rank(percent: float, expected: float) -> None:
-    assert percentile([4, 1, 3, 2], percent) == expected
-    assert percentile([7.0], percent) == 7.0
-
-
-def test_arrivals_have_the_rate_asked_for_and_depend_on_the_seed_alone() -> None:
-    arrivals = poisson_arrivals(50, 100, seed=1)
-    assert arrivals == sorted(arrivals) == poisson_arrivals(50, 100, seed=1)
-    assert arrivals != poisson_arrivals(50, 100, seed=2)
-    assert 0 < arrivals[0] < arrivals[-1] < 100
-    assert len(arrivals) == pytest.approx(5000, rel=0.1)
-    assert len(poisson_arrivals(0.001, 1, seed=1)) == 1
-
-
-@given(limit=st.floats(1.5, 90.0))
-def test_bisection_ends_just_below_the_limit(limit: float) -> None:
-    tried: list[float] = []
-
-    def holds(rate: float) -> bool:
-        tried.append(rate)
-        return rate <= limit
-
-    found = highest_rate(holds, 1.0, 100.0, steps=8)
-    assert len(tried) == 8
-    assert limit / 1.02 <= found <= limit
-
-
-def test_bisection_gives_zero_where_nothing_holds() -> None:
-    assert highest_rate(lambda rate: False, 1.0, 100.0, steps=4) == 0.0
 
 
 async def test_offer_counts_waits_from_the_scheduled_time_and_gives_up_in_the_end() -> None:

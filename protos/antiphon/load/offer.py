@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
-from antiphon.load.caller import Caller
-from antiphon.load.plan import Plan
-from antiphon.load.record import OK, Record
+from antiphon.load.plan import Ask, Plan
+from antiphon.load.record import OK, Record, Reply
 from antiphon.load.schedule import Arrival
 
 # How much longer than its deadline a call is waited for: gRPC ends it by then, or never will.
 _GRACE_S = 5.0
 
 
+class Calls(Protocol):
+    """Makes one call of a plan and waits for its end; cancelled, it still says what came of it."""
+
+    async def call(self, ask: int, scheduled_s: float, start_s: float) -> Reply:
+        """As `Caller.call`."""
+
+
 async def offer(
-    caller: Caller, plan: Plan, arrivals: Iterable[Arrival], *, start_s: float, stop: asyncio.Event
+    caller: Calls, plan: Plan, arrivals: Iterable[Arrival], *, start_s: float, stop: asyncio.Event
 ) -> Record:
     """Make every call at its time, wait for the last answers, and say what became of each.
 
@@ -38,12 +45,14 @@ async def offer(
 
 
 class _Loop:
-    def __init__(self, caller: Caller, plan: Plan, start_s: float) -> None:
+    def __init__(self, caller: Calls, plan: Plan, start_s: float) -> None:
         self.record = Record()
         self.calls: set[asyncio.Task[None]] = set()
         self._caller = caller
         self._plan = plan
         self._start_s = start_s
+        firsts: dict[Ask, int] = {}
+        self._alike = [firsts.setdefault(ask, index) for index, ask in enumerate(plan.asks)]
         self._max_outstanding = plan.max_outstanding // plan.processes
 
     async def send(self, arrivals: Iterable[Arrival], group: asyncio.TaskGroup) -> None:
@@ -67,7 +76,7 @@ class _Loop:
     async def _call(self, ask: int, scheduled_s: float) -> None:
         reply = await self._caller.call(ask, scheduled_s, self._start_s)
         if self._plan.check and reply.text is not None and reply.outcome.status == OK:
-            self.record.compare(ask, reply.text)
+            self.record.compare(self._alike[ask], reply.text)
         if scheduled_s < self._plan.warmup_s:
             self.record.num_warmup += 1
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from antiphon.client import DEFAULT_TARGET, Source
+from antiphon.client import DEFAULT_TARGET
 from antiphon.v1 import inference_pb2
 
 PRIORITIES = {
@@ -20,9 +20,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """What one request asks for. max_new_tokens: None leaves it to the model."""
+    """What one request asks for: a text, or token ids. max_new_tokens: None leaves it to the model."""
 
-    source: Source
+    source: str | tuple[int, ...]
     max_new_tokens: int | None = None
 
 

@@ -12,7 +12,7 @@ import grpc
 from antiphon.load.plan import PlanError
 from antiphon.load.texts import EVERYDAY
 from antiphon.load.trace import Entry
-from antiphon.messages import Source, server_errors
+from antiphon.messages import server_errors
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -35,7 +35,7 @@ class Probe:
             raise PlanError(f"--model: {model.name} is an encoder alone, and load asks for Generate")
         return model
 
-    def sources(self, entries: Sequence[Entry]) -> list[Source]:
+    def sources(self, entries: Sequence[Entry]) -> list[str | tuple[int, ...]]:
         """The sources of a trace's entries: their text, or everyday words of so many tokens, one of their own at least.
 
         The same every time.
@@ -73,7 +73,7 @@ class Probe:
         self._channel.close()
 
 
-def _words(sentences: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+def _words(sentences: Sequence[Sequence[int]], first: int, length: int) -> tuple[int, ...]:
     """So many token ids of sentences, over and over, from one of them on."""
     turned = itertools.islice(itertools.cycle(sentences), first % len(sentences), None)
-    return list(itertools.islice(itertools.chain.from_iterable(turned), length))
+    return tuple(itertools.islice(itertools.chain.from_iterable(turned), length))

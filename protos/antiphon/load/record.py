@@ -105,8 +105,9 @@ class Record:
 
     def compare(self, ask: int, text: str) -> None:
         """Hold an answer against the first one to the same ask."""
-        first = self.answers.setdefault(ask, text)
-        if first is text:
+        first = self.answers.get(ask)
+        if first is None:
+            self.answers[ask] = text
             return
         self.num_compared += 1
         if first != text:

@@ -1,0 +1,78 @@
+"""A server that answers as a test says, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from antiphon.v1 import inference_pb2 as pb
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Asked = pb.GenerateRequest | pb.GenerateUnaryRequest
+
+
+async def at_once(request: Asked) -> list[pb.GenerateResponse]:
+    """The words of the source one by one, the last with the end."""
+    words = request.text.split()
+    answer = [pb.GenerateResponse(text_delta=f"{word} ") for word in words]
+    end = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(generated_tokens=len(words) + 1))
+    return [*answer, end]
+
+
+class Scripted:
+    """answer: what comes of a request, once it is due. asked: every request, with its peer and its deadline."""
+
+    def __init__(self, answer: Callable[[Asked], Awaitable[list[pb.GenerateResponse]]] = at_once) -> None:
+        self._answer = answer
+        self.asked: list[tuple[Asked, str, float | None]] = []
+        self.first_asked = asyncio.Event()
+
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        for message in await self._take(request, context):
+            yield message
+
+    async def generate_unary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
+        messages = await self._take(request, context)
+        text = "".join(message.text_delta for message in messages)
+        return pb.GenerateUnaryResponse(outputs=[pb.Output(text=text)], usage=messages[-1].usage)
+
+    async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        return pb.GetModelResponse(model=pb.Model(name="scripted"))
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Its methods under the names of the contract."""
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
+            ),
+            "GenerateUnary": grpc.unary_unary_rpc_method_handler(
+                self.generate_unary, pb.GenerateUnaryRequest.FromString, pb.GenerateUnaryResponse.SerializeToString
+            ),
+            "GetModel": grpc.unary_unary_rpc_method_handler(
+                self.get_model, pb.GetModelRequest.FromString, pb.GetModelResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler("antiphon.v1.InferenceService", methods)
+
+    async def _take(self, request: Asked, context: Context) -> list[pb.GenerateResponse]:
+        self.asked.append((request, context.peer(), context.time_remaining()))
+        self.first_asked.set()
+        return await self._answer(request)
+
+
+@contextlib.asynccontextmanager
+async def served(scripted: Scripted) -> AsyncIterator[str]:
+    """Serve on a free port of the loopback; gives the target."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((scripted.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
