@@ -15,7 +15,7 @@ import time
 import grpc.experimental.gevent as grpc_gevent
 from locust import User, between, task
 
-from antiphon.client import DEFAULT_TARGET, Client, Options, ServerError
+from antiphon.client import DEFAULT_TARGET, Client, Connection, Options, RetryPolicy, ServerError
 from antiphon.load.texts import EVERYDAY
 
 grpc_gevent.init_gevent()
@@ -31,9 +31,9 @@ class Reader(User):
     wait_time = between(0.1, 1.0)
 
     def on_start(self) -> None:
-        """Connect."""
+        """Connect. Nothing is asked twice: a refusal is to be seen."""
         assert self.host is not None
-        self._client = Client(self.host)
+        self._client = Client(self.host, connection=Connection(retry=RetryPolicy(attempts=1)))
 
     def on_stop(self) -> None:
         """Hang up."""

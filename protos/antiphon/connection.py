@@ -120,10 +120,12 @@ class Connection:
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, self._credentials(), options=options)
 
-    def open_async(self, target: str, service: str) -> grpc.aio.Channel:
-        """As `open`, for an event loop."""
+    def open_async(self, target: str, service: str, *, is_shared: bool = True) -> grpc.aio.Channel:
+        """As `open`, for an event loop. is_shared: over the same connection as other channels to the target."""
         self._warn_of_plain_token(target)
         options = self._options(target, service)
+        if not is_shared:
+            options.append(("grpc.use_local_subchannel_pool", 1))
         if not self.is_encrypted:
             return grpc.aio.insecure_channel(target, options=options)
         return grpc.aio.secure_channel(target, self._credentials(), options=options)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
 
-from antiphon.load.plan import PRIORITIES, Ask, Plan
+from antiphon.client import RetryPolicy
+from antiphon.load.plan import Ask, Plan
 from antiphon.load.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
 from antiphon.messages import Languages, as_server_error, stream_request, unary_request
 from antiphon.options import Options
+from antiphon.terms import SERVICE_NAME, Terms
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1 import inference_pb2_grpc
 
@@ -33,14 +36,18 @@ class Caller:
     """The connections of one process. Close it, or use it as a context."""
 
     def __init__(self, plan: Plan) -> None:
-        """Connects when `connect` is called. Raises ValueError where an ask does not fit a message."""
+        """Connects when `connect` is called. Raises ValueError for an ask or a connection that cannot be used."""
         self._plan = plan
-        self._channels = [grpc.aio.insecure_channel(plan.target, options=_OPTIONS) for _ in range(plan.connections)]
+        self._terms = Terms(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
+        connection = replace(plan.connection, retry=RetryPolicy(attempts=1))
+        self._channels = [
+            connection.open_async(plan.target, SERVICE_NAME, is_shared=False) for _ in range(plan.connections)
+        ]
         self._stubs: list[InferenceServiceAsyncStub] = [
             inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels
         ]
-        self._streamed = [_streamed(plan, ask) for ask in plan.asks] if plan.is_streaming else []
-        self._whole = [] if plan.is_streaming else [_whole(plan, ask) for ask in plan.asks]
+        self._streamed = [self._terms.ask(_streamed(plan, ask)) for ask in plan.asks] if plan.is_streaming else []
+        self._whole = [] if plan.is_streaming else [self._terms.ask(_whole(plan, ask)) for ask in plan.asks]
         self._turn = 0
 
     async def connect(self) -> None:
@@ -75,7 +82,7 @@ class Caller:
     async def _stream(
         self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply, start_s: float, on_first: Callable[[], None]
     ) -> None:
-        call = stub.Generate(self._streamed[ask], timeout=self._plan.timeout_s)
+        call = stub.Generate(self._streamed[ask], **self._terms.call())
         ended, texts, previous_s = 0, [], 0.0
         try:
             async for message in call:
@@ -97,7 +104,7 @@ class Caller:
         reply.text = "".join(texts)
 
     async def _ask(self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply) -> None:
-        response = await stub.GenerateUnary(self._whole[ask], timeout=self._plan.timeout_s)
+        response = await stub.GenerateUnary(self._whole[ask], **self._terms.call())
         _judge(reply, len(response.outputs))
         reply.num_tokens = response.usage.generated_tokens
         reply.text = "".join(output.text for output in response.outputs)
@@ -113,13 +120,6 @@ class Caller:
         await self.close()
 
 
-_OPTIONS: Sequence[tuple[str, int]] = (
-    ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
-    ("grpc.enable_http_proxy", 0),
-)
-
-
 def _judge(reply: Reply, num_ends: int) -> None:
     """Note how a call without an error ended: the one output that was asked for ends once."""
     if num_ends == 1:
@@ -129,15 +129,11 @@ def _judge(reply: Reply, num_ends: int) -> None:
 
 
 def _streamed(plan: Plan, ask: Ask) -> pb.GenerateRequest:
-    request = stream_request(plan.model, ask.source, _options(plan, ask), Languages())
-    request.priority = PRIORITIES[plan.priority]
-    return request
+    return stream_request(plan.model, ask.source, _options(plan, ask), Languages())
 
 
 def _whole(plan: Plan, ask: Ask) -> pb.GenerateUnaryRequest:
-    request = unary_request(plan.model, ask.source, _options(plan, ask), Languages())
-    request.priority = PRIORITIES[plan.priority]
-    return request
+    return unary_request(plan.model, ask.source, _options(plan, ask), Languages())
 
 
 def _options(plan: Plan, ask: Ask) -> Options:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from antiphon.client import ServerError
+from antiphon.connection_flags import connection_problem
 from antiphon.load.drive import DriveError
 from antiphon.load.drive import run as drive
 from antiphon.load.flags import add_load_flags, read_plan
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check_outputs(arguments)
         plan, entries = read_plan(arguments)
-        with Probe(plan.target, plan.model, plan.timeout_s) as probe:
+        with Probe(plan) as probe:
             model = probe.model()
             if entries:
                 sources = probe.sources(entries)
@@ -47,8 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
                 plan = replace(plan, asks=tuple(asks))
         plan = replace(plan, model=model.name)
         return _Session(arguments, plan).run() if arguments.mlperf is None else _run_mlperf(arguments, plan)
-    except (PlanError, DriveError, ValueError) as error:
+    except (PlanError, DriveError) as error:
         print(f"antiphon load: {error}", file=sys.stderr)
+    except ValueError as error:  # of the connection, or of a number that no message can hold
+        print(f"antiphon load: {connection_problem(error)}", file=sys.stderr)
     except ServerError as error:
         print(f"antiphon load: {_explain(error, arguments.target)}", file=sys.stderr)
     return EXIT_USER_ERROR

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.client import DEFAULT_TARGET
+from antiphon.connection_flags import add_connection_flags, read_connection
 from antiphon.lines import positive
-from antiphon.load.plan import PRIORITIES, Ask, Objective, Plan, PlanError
+from antiphon.load.plan import Ask, Objective, Plan, PlanError
 from antiphon.load.texts import read_texts
 from antiphon.load.trace import Entry, read_trace
 
@@ -23,6 +24,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     _add_arrival_flags(parser.add_argument_group("what arrives, and when"))
     _add_client_flags(parser.add_argument_group("how it is sent"))
     _add_output_flags(parser.add_argument_group("what is made of it"))
+    add_connection_flags(parser)
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
@@ -49,14 +51,16 @@ def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--max-new-tokens", type=positive, metavar="N", help="most tokens of an answer")
     group.add_argument("--ignore-eos", action="store_true", help="every answer is as long as its max_new_tokens")
-    group.add_argument("--priority", choices=tuple(PRIORITIES), default="interactive", help="(default: %(default)s)")
+    group.add_argument(
+        "--priority", choices=("interactive", "batch"), help="batch lets interactive requests pass (default: server's)"
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the arrivals (default: %(default)s)")
 
 
 def _add_client_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--unary", action="store_true", help="ask for whole answers instead of streams")
     group.add_argument(
-        "--timeout", type=float, default=30.0, metavar="S", help="deadline of every call (default: %(default)g)"
+        "--timeout-s", type=float, default=30.0, metavar="S", help="deadline of every call (default: %(default)g)"
     )
     group.add_argument(
         "--processes", type=int, default=1, metavar="N", help="client processes that share the load (default: 1)"
@@ -91,7 +95,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 def read_plan(arguments: argparse.Namespace) -> tuple[Plan, list[Entry]]:
     """The plan of the first run, and the entries of its trace, whose words the server is to choose; else none.
 
-    Raises PlanError.
+    Raises PlanError, and ValueError for a connection that cannot be used.
     """
     if arguments.search and arguments.objective_ttft_ms is None and arguments.objective_p99_ms is None:
         raise PlanError("--search needs --objective-ttft-ms or --objective-p99-ms: what a rate is to sustain")
@@ -144,8 +148,9 @@ def _common(arguments: argparse.Namespace) -> dict[str, Any]:
         processes=arguments.processes,
         connections=arguments.connections,
         max_outstanding=arguments.max_outstanding,
-        timeout_s=arguments.timeout,
+        timeout_s=arguments.timeout_s,
         priority=arguments.priority,
+        connection=read_connection(arguments),
         is_streaming=not arguments.unary,
         ignore_eos=arguments.ignore_eos,
         check=arguments.check,

@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from antiphon.client import DEFAULT_TARGET
-from antiphon.v1 import inference_pb2
-
-PRIORITIES = {
-    "interactive": inference_pb2.PRIORITY_INTERACTIVE,
-    "batch": inference_pb2.PRIORITY_BATCH,
-}
+from antiphon.client import DEFAULT_TARGET, Connection, Priority
 
 
 class PlanError(ValueError):
@@ -57,7 +51,8 @@ class Plan:
     duration_s: seconds of load that are counted.
     seed: of arrivals; the same seed gives the same ones, however many processes share them.
     connections: of each process. max_outstanding: calls under way at once, over all processes; an arrival beyond is
-    dropped, and counted. timeout_s: the deadline of every call.
+    dropped, and counted. timeout_s: the deadline of every call. priority: None is the server's own.
+    connection: how a server is reached; its retries are left out, and its token is a string or in a file.
     ignore_eos: answers are as long as max_new_tokens says. check: equal asks must be answered equally.
     """
 
@@ -73,7 +68,8 @@ class Plan:
     connections: int = 1
     max_outstanding: int = 10_000
     timeout_s: float = 30.0
-    priority: str = "interactive"
+    priority: Priority | None = None
+    connection: Connection = field(default_factory=Connection)
     is_streaming: bool = True
     ignore_eos: bool = False
     check: bool = False
@@ -84,7 +80,7 @@ class Plan:
             raise PlanError("there is nothing to ask")
         if (self.rate is None) == (self.times_s is None):
             raise PlanError("arrivals come either at a rate or from a trace")
-        for flag, value in (("--rate", self.rate), ("--duration", self.duration_s), ("--timeout", self.timeout_s)):
+        for flag, value in (("--rate", self.rate), ("--duration", self.duration_s), ("--timeout-s", self.timeout_s)):
             _check_positive(flag, value)
         if not 0 <= self.warmup_s < math.inf:
             raise PlanError(f"--warmup is {self.warmup_s}; it must be 0 or more")
@@ -95,8 +91,6 @@ class Plan:
             raise PlanError(f"--max-outstanding is {self.max_outstanding}; it must be --processes or more")
         if self.objective.ttft_s is not None and not self.is_streaming:
             raise PlanError("--objective-ttft-ms needs streams: a unary answer has no first token of its own")
-        if self.priority not in PRIORITIES:
-            raise PlanError(f"--priority is {self.priority!r}; it must be one of {', '.join(PRIORITIES)}")
 
     @property
     def end_s(self) -> float:

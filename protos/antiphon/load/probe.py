@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import grpc
-
-from antiphon.load.plan import PlanError
+from antiphon.load.plan import Plan, PlanError
 from antiphon.load.texts import EVERYDAY
 from antiphon.load.trace import Entry
 from antiphon.messages import server_errors
+from antiphon.terms import SERVICE_NAME, Terms
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -20,17 +19,18 @@ from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 class Probe:
     """A connection for a few questions before the load. Close it, or use it as a context. Methods raise ServerError."""
 
-    def __init__(self, target: str, model: str, timeout_s: float) -> None:
-        self._channel = grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+    def __init__(self, plan: Plan) -> None:
+        """Raises ValueError for a connection that cannot be used."""
+        self._terms = Terms(plan.connection, timeout_s=plan.timeout_s)
+        self._channel = plan.connection.open(plan.target, SERVICE_NAME)
         self._stub = InferenceServiceStub(self._channel)
-        self._model = model
-        self._timeout_s = timeout_s
+        self._model = plan.model
 
     def model(self) -> pb.Model:
         """The model's description. Raises PlanError where it does not generate."""
         request = pb.GetModelRequest(model=self._model)
         with server_errors():
-            model = self._stub.GetModel(request, timeout=self._timeout_s).model
+            model = self._stub.GetModel(request, **self._terms.call()).model
         if model.architecture == pb.ARCHITECTURE_ENCODER:
             raise PlanError(f"--model: {model.name} is an encoder alone, and load asks for Generate")
         return model
@@ -54,14 +54,14 @@ class Probe:
     def _tokenize(self, text: str) -> list[int]:
         request = pb.TokenizeRequest(model=self._model, text=text)
         with server_errors():
-            return list(self._stub.Tokenize(request, timeout=self._timeout_s).token_ids)
+            return list(self._stub.Tokenize(request, **self._terms.call()).token_ids)
 
     def _num_added(self, ids: Sequence[int]) -> int:
         """How many tokens the server puts around a source: it says how many it read."""
         options = pb.GenerateOptions(max_new_tokens=1)
         request = pb.GenerateUnaryRequest(model=self._model, token_ids=pb.TokenIds(ids=ids), options=options)
         with server_errors():
-            usage = self._stub.GenerateUnary(request, timeout=self._timeout_s).usage
+            usage = self._stub.GenerateUnary(request, **self._terms.call()).usage
         return usage.source_tokens - len(ids)
 
     def __enter__(self) -> Self:
