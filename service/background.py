@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 THREAD_PREFIX = "antiphon-"
 """How the names of this server's own threads begin."""
@@ -37,6 +38,18 @@ def in_background(work: Callable[[], _A], name: str) -> asyncio.Future[_A]:
 def let_go(future: asyncio.Future[_A]) -> None:
     """Wait for a future no longer; what becomes of it is no matter, an exception least of all."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+@contextlib.asynccontextmanager
+async def running_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines that never end for as long as the context lasts."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def is_anything_left() -> bool:

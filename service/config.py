@@ -145,6 +145,9 @@ class ServerConfig(BaseSettings):
     drain_grace_s: float = Field(
         default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
     )
+    watchdog_timeout_s: float = Field(
+        default=60.0, ge=0.1, le=MAX_GRACE_S, description="Time a step of an engine may take before liveness fails."
+    )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
     log_format: LogFormat = Field(default="text", description="How log lines are written; json is an object a line.")
     access_log: AccessLog = Field(default="all", description="RPCs to log when they are over, at level info.")

@@ -56,7 +56,6 @@ class EncoderRunner:
         self.eos_id = model.eos_id
         self.precision = graphs.precision
         self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
-        self._memory_width = model.d_model
         self._widths = {head.task: _width_of(head, model.vocab_size) for head in model.heads}
         self._workspace = Workspace(is_own=True)
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
@@ -101,12 +100,6 @@ class EncoderRunner:
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Nothing to do: there are no rows."""
-
-    def warm_up(self) -> None:
-        """Run every graph once, so that no request pays for a first time."""
-        self.encode([[self.eos_id]], 0, [])
-        for task in self._head_graphs:
-            self.run_head(task, np.zeros((1, self._memory_width), np.float32))
 
 
 def _width_of(head: HeadConfig, vocab_size: int) -> int:

@@ -7,27 +7,36 @@ a condition and uses no CPU. Every request that submit accepts gets exactly one 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from antiphon.service.admission import admit, check_ability, limits_of
 from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
+from antiphon.service.heartbeat import Heartbeat
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
-from antiphon.service.request import ANSWERED, Pooling, Request, Task
+from antiphon.service.request import ANSWERED, FinishReason, Pooling, Request, Task, TokenEvent
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import EncodeReport, Runner
 from antiphon.service.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.sequence import SequenceGroup
 from antiphon.service.step import StepParts, Stepper
-from antiphon.service.stream import OutputStream
+from antiphon.service.stream import OutputStream, Publisher
+from antiphon.service.warm_up import warm_up
 
 __all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
 
 log = logging.getLogger(__name__)
+
+# So many failed steps in a row, and the model itself is tried.
+MAX_FAILED_STEPS = 8
+# How long a step may take to end after everything was ended. The longest of a large model takes a second or two.
+_STOP_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +90,14 @@ class Engine:
             clock=clock,
             cancellations=self._cancellations,
         )
+        self._runner: Runner | None = runner
         self._stepper: Stepper | None = Stepper(parts)
+        self._heartbeat = Heartbeat(clock)
         self._wake = threading.Condition()
         self._is_accepting = self._is_draining = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
         metrics.watch_queue(self._queue, clock)
+        metrics.watch_steps(lambda: self.busy_s)
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -96,6 +108,16 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether the engine's thread runs; False before start, after stop and after a fault it could not survive."""
         return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the step under way began, or since there is work and no step has begun; 0 where idle."""
+        return self._heartbeat.busy_s if self.is_alive else 0.0
+
+    def stack(self) -> str:
+        """Where the engine's thread is now, line by line, the latest call last."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
 
     @property
     def num_waiting(self) -> int:
@@ -146,6 +168,7 @@ class Engine:
             return False
         with self._wake:
             self._cancellations.put(request_id, cause)
+            self._heartbeat.wake()
             self._wake.notify()
         return True
 
@@ -158,7 +181,8 @@ class Engine:
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those accepted, then stop; what is left after the timeout ends at once.
 
-        Returns whether all finished in time. Blocks: call it outside the event loop.
+        Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end is left
+        to itself, and so are its rows and blocks; whoever waits is told.
         """
         with self._wake:
             self._is_accepting = False
@@ -167,22 +191,29 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         has_finished = not self._thread.is_alive()
-        self.stop()
+        self._stop(_STOP_PATIENCE_S)
+        if self._thread.is_alive():
+            log.critical("the engine hangs; its thread is here:\n%s", self.stack())
+            self._disown()
         return has_finished
 
     def stop(self) -> None:
         """End every request now, with Unavailable, and the thread. Blocks for the step under way, if any."""
-        with self._wake:
-            self._is_accepting = False
-            self._is_stopping = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._stop(None)
 
     def release(self) -> None:
         """Stop, and let go of the runner, though the engine itself is still referred to. Blocks as stop does."""
         self.stop()
-        self._stepper = None
+        self._stepper = self._runner = None
+
+    def _stop(self, patience_s: float | None) -> None:
+        with self._wake:
+            self._is_accepting = False
+            self._is_stopping = True
+            self._heartbeat.wake()
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(patience_s)
 
     def _submit(self, request: Request, stream: OutputStream) -> None:
         group = admit(request, stream, self._admission)
@@ -201,6 +232,7 @@ class Engine:
             except AntiphonError:
                 del self._live[request.request_id]
                 raise
+            self._heartbeat.wake()
             self._wake.notify()
 
     def _run(self) -> None:
@@ -210,13 +242,36 @@ class Engine:
         try:
             while self._await_work(stepper):
                 stepper.step()
+                if stepper.num_failed >= MAX_FAILED_STEPS:
+                    self._try_model(stepper)
         except Exception:
             log.exception("the engine stopped on a fault of its own")
             end = _failed
         with self._wake:
             self._is_accepting = False
         self._queue.close()
-        stepper.end_all(end)
+        try:
+            stepper.end_all(end)
+        except Exception:  # whatever broke the engine broke its accounts too; nobody may wait for ever
+            log.exception("the engine could not end its requests in order")
+            self._disown()
+
+    def _try_model(self, stepper: Stepper) -> None:
+        """Tell faults of requests from one of the model, on which the engine ends: it raises what the model does."""
+        if self._pool.num_used or self._runner is None:  # what still runs will show it
+            return
+        log.warning("%d steps in a row failed; trying the model itself", stepper.num_failed)
+        warm_up(self._runner)
+        stepper.num_failed = 0
+        log.warning("the model works; the faults were of what was asked")
+
+    def _disown(self) -> None:
+        """Tell whoever waits that nothing will come, past the thread that should have. Frees nothing."""
+        finals = [
+            (group.stream, TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, is_last=True, error=_failed()))
+            for name, group in list(self._live.items())
+        ]
+        Publisher().publish((), [], finals)
 
     def _await_work(self, stepper: Stepper) -> bool:
         """Sleep until there is something to do; False when it is time to end."""
@@ -224,7 +279,9 @@ class Engine:
             while not (self._is_stopping or stepper.has_work):
                 if self._is_draining:
                     return False
+                self._heartbeat.rest()
                 self._wake.wait()
+            self._heartbeat.beat()
             return not self._is_stopping
 
 

@@ -24,6 +24,7 @@ from antiphon.service.pacing import Pacing
 from antiphon.service.runners import AnyRunner, open_runner
 from antiphon.service.scheduler import EncodeBudget
 from antiphon.service.servicer import InferenceServicer, ServedModel
+from antiphon.service.warm_up import NotFinite, warm_up
 from antiphon.v1 import inference_pb2 as pb
 
 
@@ -63,7 +64,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     tokenizer = _tokenizer(bundle)
     budget = _encode_budget(bundle, plan)
     runner = _runner(bundle, plan)
-    runner.warm_up()
+    _warm_up(bundle, runner, plan)
     description = _described(bundle, runner, tokenizer, budget, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
@@ -96,6 +97,16 @@ def _described(
         return describe(bundle, runner, tokenizer, max_source_len=longest, max_message_bytes=plan.max_message_bytes)
     except InvalidArgument as error:
         raise StartupError(f"{bundle.path}: generation: {error}") from None
+
+
+def _warm_up(bundle: Bundle, runner: AnyRunner, plan: ModelPlan) -> None:
+    try:
+        warm_up(runner)
+    except NotFinite as error:
+        graphs = bundle.graph_set(plan.precision, plan.lowering)
+        names = {"encoder": graphs.encoder, "decoder": graphs.decoder}
+        name = names.get(error.part) or {str(task): file for task, file in graphs.heads.items()}[error.part]
+        raise StartupError(f"{bundle.file(name)}: {error}; export the bundle again") from None
 
 
 def _tokenizer(bundle: Bundle) -> Tokenizer:

@@ -6,6 +6,8 @@ view (`metrics.py`), and goes away with it. Refuses labels that grow with traffi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from antiphon.service.histogram import CountedHistogram
@@ -49,6 +51,12 @@ class MetricFamilies:
         Gauge(f"{PREFIX}memory_budget_bytes", "Bytes that all models may hold together.", registry=self._registry).set(
             num_bytes
         )
+
+    def watch_loop(self, lag_s: Callable[[], float]) -> None:
+        """Read how late the event loop is, at every scrape."""
+        Gauge(
+            f"{PREFIX}event_loop_lag_seconds", "By how much the event loop is late.", registry=self._registry
+        ).set_function(lag_s)
 
     def _requests(self) -> None:
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
@@ -100,6 +108,10 @@ class MetricFamilies:
         )
 
     def _steps(self) -> None:
+        self.engine_last_step_age = self._gauge(
+            "engine_last_step_age_seconds", "Since the step under way began, or should have; 0 where nothing is to do."
+        )
+        self.engine_stuck = self._gauge("engine_stuck", "1 while a step takes longer than watchdog_timeout_s.")
         self.prompt_tokens = self._counter("prompt_tokens", "Source tokens encoded, or prompt tokens read.")
         self.generation_tokens = self._counter(
             "generation_tokens", "Target tokens decoded, end tokens included, those of every beam."

@@ -80,7 +80,7 @@ class Metrics:
     def remove(self) -> None:
         """Take the model out of every family; what is reported later is not seen."""
         self._is_removed = True
-        for watched in (self._waiting, self._waiting_tokens, self._preempted, self._expected_wait):
+        for watched in (self._waiting, self._waiting_tokens, self._preempted, self._expected_wait, self._step_age):
             watched.set_function(lambda: 0.0)  # the child is bound here, and would keep the engine
         self._families.remove(self._name)
 
@@ -95,6 +95,15 @@ class Metrics:
         self._waiting_tokens.set_function(lambda: float(queue.num_source_tokens))
         self._preempted.set_function(lambda: float(queue.num_preempted))
         self._expected_wait.set_function(expected_wait_s)
+
+    def watch_steps(self, busy_s: Callable[[], float]) -> None:
+        """Read for how long the step under way has lasted, at every scrape."""
+        self._step_age.set_function(busy_s)
+
+    def hangs(self, *, is_hung: bool) -> None:
+        """Note whether the engine is taken to hang."""
+        if not self._is_removed:
+            self._stuck.set(is_hung)
 
     def holds(self, **kinds: int) -> None:
         """Note the bytes that the model counts for, by kind: weights, cache, workspace."""
@@ -197,6 +206,8 @@ class Metrics:
         self._queue_time = families.request_queue_time.labels(name)
 
     def _bind_steps(self, families: MetricFamilies, name: str) -> None:
+        self._step_age = families.engine_last_step_age.labels(name)
+        self._stuck = families.engine_stuck.labels(name)
         self._prompt_tokens = families.prompt_tokens.labels(name)
         self._generation_tokens = families.generation_tokens.labels(name)
         self._padding_tokens = families.padding_tokens.labels(name)

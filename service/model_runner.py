@@ -149,14 +149,6 @@ class ModelRunner:
         self.self_kv[:, target, :, :self_len] = self.self_kv[:, source, :, :self_len]
         self.cross_kv[:, target, :, :source_len] = self.cross_kv[:, source, :, :source_len]
 
-    def warm_up(self) -> None:
-        """Run both graphs once on row 0, so that no request pays for a first time.
-
-        Overwrites the row's caches: call it before any sequence runs.
-        """
-        self.encode([[self.eos_id]], 0)
-        self._decoder.run(np.array([self.bos_id], np.int64), np.array([0], np.int32), np.array([1], np.int32))
-
     def _encode_group(self, sources: list[Sequence[int]], rows: list[int]) -> int:
         """Encode sources of one length into rows; returns the peak workspace in bytes."""
         self._workspace.reset_peak()

@@ -18,7 +18,6 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.graph import Graph
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.model.ops.choices import greedy_choices
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
 from antiphon.service.native_decoder import NativeDecoder
@@ -118,26 +117,6 @@ class NativeRunner:
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Never asked: only encoders alone have heads."""
         raise NotImplementedError(f"this model has no {task} head")
-
-    def warm_up(self) -> None:
-        """Run every graph once in blocks 0 and 1, so that no request pays for a first time.
-
-        Overwrites them: call it before any sequence runs.
-        """
-        if self._encoder is not None:
-            self.encode([[self.eos_id]], 0, [[0]])
-        zeros, ones = np.zeros(1, np.int32), np.ones(1, np.int32)
-        self.decode(
-            DecodeBatch(
-                token_ids=np.array([self.bos_id], np.int64),
-                positions=zeros,
-                offsets=np.array([0, 1], np.int32),
-                self_tables=ones[None],
-                cross_tables=zeros[None],
-                source_lens=ones,
-                choices=greedy_choices(zeros),
-            )
-        )
 
 
 def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.access_log import access_logs
 from antiphon.service.admin import AdminServicer, build_admin_server
-from antiphon.service.background import in_background, is_anything_left
+from antiphon.service.background import in_background, is_anything_left, running_beside
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.control import Control
 from antiphon.service.errors import OverBudget
@@ -37,6 +38,7 @@ from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
 from antiphon.service.probes import Health, Probes
 from antiphon.service.telemetry import Telemetry
+from antiphon.service.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 
 # For the last bytes of calls that have ended, and for clients that watch the health.
@@ -123,9 +125,20 @@ async def _serve(config: ServerConfig, shared: Shared, metrics_port: int) -> int
         async with _admin(config, control, shared, telemetry) as admin_port:
             print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
             running = Running(control=control, calls=calls, probes=probes)
-            return await running.until_stopped(stop, Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s))
+            grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
+            async with _watched(config, control, probes, shared):
+                return await running.until_stopped(stop, grace)
     finally:
         await server.stop(_CLOSE_GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def _watched(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
+    """Look out for engines that hang and for a late event loop."""
+    lag, watchdog = LoopLag(time.monotonic), Watchdog(control.models, probes, config.watchdog_timeout_s)
+    shared.families.watch_loop(lambda: lag.lag_s)
+    async with running_beside(watchdog.run(), lag.run()):
+        yield
 
 
 @contextlib.asynccontextmanager

@@ -53,7 +53,10 @@ class StepParts:
 
 
 class Stepper:
-    """Runs steps over the requests it admits from the queue."""
+    """Runs steps over the requests it admits from the queue.
+
+    num_failed: steps in a row in which something failed and nothing was decoded.
+    """
 
     def __init__(self, parts: StepParts) -> None:
         self._runner = parts.runner
@@ -68,6 +71,8 @@ class Stepper:
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
+        self.num_failed = 0
+        self._has_failed = self._has_decoded = False
         self._last_decode_s = 0.0
         self._num_running = 0
         self._num_cross_blocks = 0
@@ -87,6 +92,7 @@ class Stepper:
 
     def step(self) -> None:
         """Run one step."""
+        self._has_failed = self._has_decoded = False
         self._drop_cancelled()
         self._drop_expired()
         num_before = len(self._rows)
@@ -95,6 +101,7 @@ class Stepper:
         if self._told_occupancy != self._occupancy:
             self._report_occupancy()
         self._publish(sinks, items)
+        self.num_failed = self.num_failed + 1 if self._has_failed and not self._has_decoded else 0
 
     def end_all(self, error: Callable[[], AntiphonError]) -> None:
         """End whatever runs or waits at once, each with an error of its own: it may be raised, and grow a traceback."""
@@ -239,6 +246,7 @@ class Stepper:
         except Exception as fault:
             self._fail([one.group for one in self._rows.sequences], "decode", fault)
             return (), []
+        self._has_decoded = bool((draw.token_ids[: len(self._rows)] != NOT_FINITE).any())
         self._rows.advance(draw.token_ids[: len(self._rows)])
         self._time_tokens(num_before)
         if self._rows.num_beams:
@@ -304,11 +312,13 @@ class Stepper:
         self._close(group, events[0].finish_reason or FinishReason.STOP, events)
 
     def _break(self, group: SequenceGroup) -> None:
+        self._has_failed = True
         log.error("request %s: the model's logits are not finite", group.request_id)
         self._fail_group(group, FinishReason.ERROR, EngineFault("the model produced no valid token"))
 
     def _fail(self, groups: Iterable[SequenceGroup], doing: str, fault: Exception) -> None:
         """End the groups that a fault of the runner touched; the cause goes to the log, not to the client."""
+        self._has_failed = True
         affected = list(dict.fromkeys(groups))
         log.error("the model failed to %s; %d requests end", doing, len(affected), exc_info=fault)
         for group in reversed(affected):

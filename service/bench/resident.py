@@ -35,12 +35,13 @@ def _antiphon(folder: Path, sources: list[Ids], max_new_tokens: int, settings: l
     from antiphon.model.bundle import Lowering, load_bundle
     from antiphon.service.bench.offline import Offline
     from antiphon.service.runners import open_runner
+    from antiphon.service.warm_up import warm_up
 
     threads, lowering = settings
     rows = len(sources)
     chosen: dict[str, Lowering | None] = {"": None, "native": "native", "contrib": "contrib"}
     runner = open_runner(load_bundle(folder), max_rows=rows, threads=int(threads), lowering=chosen[lowering])
-    runner.warm_up()
+    warm_up(runner)
     with Offline(runner, rows=rows) as offline:
         loaded_mb = resident_mb("VmRSS")
         offline.translate(sources, concurrency=rows, max_new_tokens=max_new_tokens)

@@ -22,6 +22,7 @@ from antiphon.service.bench.isa import choose_isa
 from antiphon.service.bench.report import BenchError
 from antiphon.service.bench.sources import Corpus, Ids, repeat, tokenize
 from antiphon.service.runners import AnyRunner, open_runner
+from antiphon.service.warm_up import warm_up
 
 MODELS = ("random", "bundle")
 PRESETS = ("tiny", "base", "big")
@@ -118,7 +119,7 @@ class Setup:
     def runner(self, subject: Subject, rows: int) -> AnyRunner:
         """A model's graphs with caches for so many rows, warmed up."""
         runner = open_runner(subject.bundle, max_rows=rows, threads=self.threads, lowering=self.lowering)
-        runner.warm_up()
+        warm_up(runner)
         return runner
 
     def subjects(self) -> list[Subject]:

@@ -11,6 +11,7 @@ from antiphon.model.graph import GraphError, has_vnni
 from antiphon.model.ops.choices import choose
 from antiphon.service.model_runner import ModelRunner
 from antiphon.service.request import SamplingParams
+from antiphon.service.warm_up import warm_up
 from tests.batches import Choice, batch_of, choice_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 
@@ -214,12 +215,12 @@ def test_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path: Path) 
     runner.decode(batch_of([[1]], [0], [16]))
 
 
-def test_runner_warm_up_runs_both_graphs_on_one_row(runner: ModelRunner) -> None:
-    runner.warm_up()
+def test_warm_up_writes_one_token_of_every_row(runner: ModelRunner) -> None:
+    warm_up(runner)
     for cache in (runner.self_kv, runner.cross_kv):
         written = np.asarray(cache.any(axis=(0, 2, 4)))
-        assert written[0, 0]
-        assert written.sum() == 1
+        assert written[:, 0].all()
+    assert np.asarray(runner.self_kv.any(axis=(0, 2, 4))).sum() == runner.max_rows
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from antiphon.service.model_runner import ModelRunner
 from antiphon.service.native_runner import NativeRunner
 from antiphon.service.runner import DecodeBatch
 from antiphon.service.runners import open_runner
+from antiphon.service.warm_up import warm_up
 from tests.batches import Choice, batch_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle
@@ -269,7 +270,7 @@ def test_native_runner_keeps_blocks_it_never_used_out_of_memory(bundle: Bundle) 
     runner = NativeRunner(bundle, max_rows=4, threads=1, num_blocks=1 << 20)
     assert runner.cache.nbytes == runner.num_blocks * runner.block_size * runner.cache_bytes_per_token
     before = resident_bytes()
-    runner.warm_up()
+    warm_up(runner)
     assert resident_bytes() - before < 32 << 20
 
 

@@ -1,0 +1,58 @@
+"""What a model is tried with before it serves: valid use of any runner, and nonsense noticed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import Task as HeadTask
+from antiphon.service.warm_up import NotFinite, warm_up
+from tests.fakes import EOS_ID, FakeRunner
+
+HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", labels=("a", "b"))}
+
+
+@pytest.mark.parametrize(
+    ("runner", "num_rows"),
+    [
+        (FakeRunner(), 8),
+        (FakeRunner(max_rows=1), 1),
+        (FakeRunner(max_source_len=4, max_target_len=4, block_size=4), 8),
+        (FakeRunner(max_rows=8, num_blocks=7, block_size=16), 3),
+        (FakeRunner(can_share_blocks=False, can_embed=False), 8),
+        (FakeRunner(has_encoder=False), 8),
+        (FakeRunner(has_encoder=False, num_blocks=3), 3),
+    ],
+)
+def test_warm_up_fills_every_row_that_fits(runner: FakeRunner, num_rows: int) -> None:
+    """The fake model refuses whatever is not used as its contract says."""
+    warm_up(runner)
+    assert runner.decoded_rows == [num_rows]
+    assert [len(sources) for sources in runner.encoded] == ([1, num_rows] if runner.has_encoder else [])
+
+
+def test_warm_up_runs_every_head_of_an_encoder_alone() -> None:
+    runner, asked = FakeRunner(has_decoder=False, heads=HEADS), []
+    run_head = runner.run_head
+
+    def noted(task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        asked.append(task)
+        return run_head(task, states)
+
+    runner.run_head = noted  # type: ignore[method-assign]
+    warm_up(runner)
+    assert asked == ["classify"]
+
+
+def test_warm_up_names_the_graph_whose_outputs_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = FakeRunner()
+    decoder.overrides[(EOS_ID,)] = np.full(decoder.vocab_size, np.nan, np.float32)
+    encoder, head = FakeRunner(), FakeRunner(has_decoder=False, heads=HEADS)
+    monkeypatch.setattr(encoder, "memory", lambda source: np.full((len(source), 4), np.inf, np.float32))
+    monkeypatch.setattr(head, "head_outputs", lambda task, states: np.full((len(states), 2), np.nan, np.float32))
+    for runner, part in ((decoder, "decoder"), (encoder, "encoder"), (head, "classify")):
+        with pytest.raises(NotFinite) as caught:
+            warm_up(runner)
+        assert caught.value.part == part
