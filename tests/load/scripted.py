@@ -31,6 +31,7 @@ class Scripted:
         self._answer = answer
         self.asked: list[tuple[Asked, str, float | None]] = []
         self.first_asked = asyncio.Event()
+        self.model = pb.Model(name="scripted")
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         for message in await self._take(request, context):
@@ -42,7 +43,7 @@ class Scripted:
         return pb.GenerateUnaryResponse(outputs=[pb.Output(text=text)], usage=messages[-1].usage)
 
     async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        return pb.GetModelResponse(model=pb.Model(name="scripted"))
+        return pb.GetModelResponse(model=self.model)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Its methods under the names of the contract."""

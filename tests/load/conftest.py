@@ -1,0 +1,18 @@
+"""The shipped model, served by a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.process import ServerProcess
+
+BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+
+
+@pytest.fixture(scope="package")
+def target() -> Iterator[str]:
+    with ServerProcess(BUNDLE) as process:
+        yield process.target
