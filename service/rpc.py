@@ -21,6 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from antiphon.service.call import Call, enter_call
+from antiphon.service.deadline import remaining_s
 from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
 from antiphon.service.logs import where_of
 from antiphon.service.refusal import Metadata, status_of
@@ -151,8 +152,8 @@ async def _fail(call: Call, context: Context, error: BaseException) -> None:
         call.code = _code_of(context)
         return
     if not isinstance(error, Exception):  # CancelledError: nobody hears any more
-        remaining_s = cast("float | None", context.time_remaining())
-        call.code = "CANCELLED" if remaining_s is None or remaining_s > 0 else "DEADLINE_EXCEEDED"
+        left_s = remaining_s(context)
+        call.code = "CANCELLED" if left_s is None or left_s > 0 else "DEADLINE_EXCEEDED"
         return
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import grpc.aio
 
@@ -23,6 +23,7 @@ from antiphon.service.answers import Answer, Wording, last_of, logprobs, timing,
 from antiphon.service.attention_maps import Explains, explain_response
 from antiphon.service.call import current_call
 from antiphon.service.caller import caller_of
+from antiphon.service.deadline import remaining_s
 from antiphon.service.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.engine import Engine
 from antiphon.service.errors import InvalidArgument, Unsupported
@@ -266,9 +267,8 @@ class InferenceServicer:
         if priority is None:
             raise InvalidArgument("priority", message.priority, "PRIORITY_INTERACTIVE or PRIORITY_BATCH")
         arrival_s = self._engine.clock()
-        # None without a deadline, which the published types leave out.
-        remaining_s = cast("float | None", context.time_remaining())
-        deadline_s = None if remaining_s is None else arrival_s + remaining_s
+        left_s = remaining_s(context)
+        deadline_s = None if left_s is None else arrival_s + left_s
         call = current_call()
         return {
             # The client's ids need not be different from each other.

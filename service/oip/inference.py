@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from antiphon.oip import inference_pb2 as oip
+from antiphon.service.deadline import remaining_s
 from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.models import Served
 from antiphon.service.oip.parameters import read_parameters
@@ -87,10 +88,9 @@ class Within:
         if write is not None:
             self.write = write
 
-    def time_remaining(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Seconds left when the request is taken up: the call's, or the request's own where they are fewer."""
-        remaining_s = cast("float | None", self._context.time_remaining())
-        limits = [limit for limit in (remaining_s, self._timeout_s) if limit is not None]
+        limits = [limit for limit in (remaining_s(self._context), self._timeout_s) if limit is not None]
         return min(limits, default=None)
 
     def __getattr__(self, name: str) -> Any:
