@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 UV_VERSION := 0.13.8
+# Published clients of other protocols, that want other versions of what .venv holds.
+FACES := .venv-faces
 
 PROTOS := $(shell find protos -name '*.proto')
 NATIVE := $(wildcard model/ops/native/*)
@@ -22,7 +24,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve test soak sanitize lint stubs wheel lock clean
+.PHONY: help setup serve test faces soak sanitize lint stubs wheel lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -32,9 +34,11 @@ setup: $(VENV)/.installed ## Make .venv with all that serving needs; leaves .ven
 serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" and the like reach the server.
 	@exec $(BIN)/antiphon serve $(ARGS)
 
-test: lint ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
+test: lint faces ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest $(ARGS)
+
+faces: $(FACES)/.installed ## Make .venv-faces, where tests run published clients of the Open Inference Protocol.
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. ROUNDS=1000 draws as many mixes.
 	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)
@@ -58,17 +62,23 @@ wheel: $(VENV)/.test-tools ## Build the sdist, and from it the wheel, into dist/
 
 lock: $(VENV)/.created ## Resolve versions and hashes again, keeping what is locked. ARGS=--upgrade takes the newest.
 	@$(PIP) install --target build/uv --upgrade uv==$(UV_VERSION)
-	@$(UV_COMPILE) --extra server --extra train --extra dev --output-file requirements/test.lock $(ARGS)
-	@$(UV_COMPILE) --extra server --constraint requirements/test.lock --output-file requirements/serve.lock $(ARGS)
+	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --extra train --extra dev --output-file requirements/test.lock $(ARGS)
+	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --constraint requirements/test.lock \
+		--output-file requirements/serve.lock $(ARGS)
+	@$(UV_COMPILE) requirements/faces.in $(addprefix --no-emit-package ,$(UNUSED_BY_FACES)) \
+		--output-file requirements/faces.lock $(ARGS)
 
 clean: ## Remove .venv and everything built.
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
+	rm -rf $(VENV) $(FACES) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.
-UV_COMPILE = build/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --group build \
-	--generate-hashes --no-annotate --no-emit-package torch --no-emit-index-url --no-emit-find-links \
-	--custom-compile-command "make lock"
+UV_COMPILE = build/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+UV_EXTRAS = --group build --extra server --no-emit-package torch
+# What the published clients require and, asked over gRPC, do not import: half of what they would have to install.
+UNUSED_BY_FACES = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
+	multidict pillow propcache pyasn1 pycparser pyjwt python-dotenv uvloop websockets yarl
 
 # Stamps lie inside .venv, so that they go when it goes. A stamp is newer than all it was made from.
 $(VENV)/.created:
@@ -96,4 +106,14 @@ $(VENV)/.test-tools: requirements/test.lock requirements/torch.txt $(VENV)/.inst
 	@echo "==> locked packages for tests, and torch"
 	@$(PIP) install --no-deps --require-hashes -r requirements/test.lock
 	@$(PIP) install -r requirements/torch.txt
+	@touch $@
+
+# kserve's packages have many files, of which few are run: they are compiled when they are.
+$(FACES)/.installed: requirements/faces.lock $(VENV)/.created
+	@rm -rf $(FACES) && mkdir $(FACES)
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then \
+		echo "==> locked packages of published clients in $(FACES)"; \
+		$(BIN)/python -m venv $(FACES) && $(FACES)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
+			install --no-compile --no-deps --require-hashes -r requirements/faces.lock; \
+	else echo "==> no kserve for this Python: the tests of published clients are skipped"; fi
 	@touch $@

@@ -12,11 +12,11 @@ from typing import Any, TypeVar, cast
 
 from antiphon.oip import inference_pb2 as oip
 from antiphon.service.deadline import remaining_s
-from antiphon.service.errors import InvalidArgument, Unsupported
+from antiphon.service.errors import InvalidArgument
 from antiphon.service.models import Served
 from antiphon.service.oip.parameters import read_parameters
 from antiphon.service.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
-from antiphon.service.oip.tensors import Tensor, read_inputs, write_outputs
+from antiphon.service.oip.tensors import Tensor, check_parameters, read_inputs, write_outputs
 from antiphon.service.telemetry import Context
 from antiphon.v1 import inference_pb2 as pb
 
@@ -103,10 +103,7 @@ def read_inference(message: oip.ModelInferRequest, served: Served, *, is_streame
     is_streamed: an answer that is generated is to be streamed.
     """
     for output in message.outputs:
-        if output.parameters:
-            raise Unsupported(
-                f"{output.name}: neither shared memory nor classification is done; ask without parameters"
-            )
+        check_parameters(output)
     wanted = tuple(output.name for output in message.outputs)
     task = find_task(served, wanted)
     if is_streamed and task is GENERATE:

@@ -63,9 +63,18 @@ def write_outputs(response: pb.ModelInferResponse, tensors: Sequence[Tensor]) ->
         response.raw_output_contents.append(_packed(tensor))
 
 
+_Given = pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
+
+
+def check_parameters(tensor: _Given) -> None:
+    """Raise Unsupported for shared memory and classification; sizes and the like, which clients add, mean nothing."""
+    for name in tensor.parameters:
+        if name.startswith("shared_memory") or name == "classification":
+            raise Unsupported(f"{tensor.name}: there is no {name} here; send and ask for plain elements")
+
+
 def _read(given: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
-    if given.parameters:
-        raise Unsupported(f"{given.name}: shared memory is not read; send the elements")
+    check_parameters(given)
     shape = tuple(given.shape)
     if len(shape) > _MAX_RANK or any(length < 0 for length in shape):
         raise InvalidArgument(f"{given.name}.shape", list(shape[:16]), f"at most {_MAX_RANK} lengths of 0 or more")
