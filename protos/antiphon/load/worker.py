@@ -8,10 +8,12 @@ parent's, a process of the same program.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import pickle
 import sys
 import threading
-from typing import BinaryIO
+from collections.abc import Coroutine
+from typing import Any, BinaryIO
 
 from antiphon.load.caller import Caller
 from antiphon.load.offer import offer
@@ -23,7 +25,17 @@ from antiphon.load.schedule import share_of
 def main() -> None:
     """Do one process's share of a plan."""
     plan, process = pickle.load(sys.stdin.buffer)
-    asyncio.run(_work(plan, process, sys.stdin.buffer, sys.stdout.buffer))
+    _run(_work(plan, process, sys.stdin.buffer, sys.stdout.buffer))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, with uvloop where it is installed: less work for each request, and sends nearer their time."""
+    if importlib.util.find_spec("uvloop") is None:
+        asyncio.run(work)
+    else:
+        import uvloop
+
+        uvloop.run(work)
 
 
 async def _work(plan: Plan, process: int, orders: BinaryIO, reports: BinaryIO) -> None:
