@@ -47,7 +47,8 @@ class Call:
     method: `package.Service/Method`. trace: where it belongs; None to none. arrival_s, ended_s: of the server's clock.
     caller: who asks, as `caller.py` names it. model_name, metrics: of the model it was routed to; "" and None before.
     trailers: what goes back in trailing metadata whether it succeeds or fails, the request id first.
-    code: name of the gRPC status it ended with. error: what the client was told instead of an answer.
+    num_messages: written to its stream. code: name of the gRPC status it ended with.
+    error: what the client was told instead of an answer.
     """
 
     method: str
@@ -62,6 +63,7 @@ class Call:
     code: str = ""
     error: AntiphonError | None = None
     ended_s: float | None = None
+    num_messages: int = 0
     _on_settled: Callable[[Call], None] | None = None
 
     def __post_init__(self) -> None:

@@ -57,17 +57,16 @@ class EncoderRunner:
         self.precision = graphs.precision
         self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
         self._widths = {head.task: _width_of(head, model.vocab_size) for head in model.heads}
-        self._workspace = Workspace(is_own=True)
-        encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
-        self._encoder = NativeEncoder(encoder, model, self._workspace, bundle.memory_fit(graphs), cache=None)
+        self.workspace = Workspace(is_own=True)
+        encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
+        self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), cache=None)
         self._head_graphs = {
-            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", threads, self._workspace)
-            for task in self.heads
+            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", threads, self.workspace) for task in self.heads
         }
         for graph in self._head_graphs.values():
             graph.require(["hidden"], ["outputs"])
-        self._workspace.trim()  # what loading worked in
-        self._workspace.limit_growth(workspace_limit_bytes)
+        self.workspace.trim()  # what loading worked in
+        self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
         self,

@@ -121,6 +121,16 @@ class Loading(Unavailable):
     reason = "LOADING"
 
 
+def refusal_reasons() -> frozenset[str]:
+    """Every ErrorInfo reason there is."""
+    found, kinds = set(), [AntiphonError]
+    while kinds:
+        kind = kinds.pop()
+        found.add(kind.reason)
+        kinds += kind.__subclasses__()
+    return frozenset(found)
+
+
 class EngineFault(AntiphonError):
     """A step of the engine failed; the cause is in the server's log, not in the message."""
 

@@ -10,11 +10,13 @@ import bisect
 import itertools
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 
@@ -51,10 +53,18 @@ class CountedHistogram(Collector):
         family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
         bounds = list(map(floatToGoString, self._bounds))
         for value, child in children:
-            counts, total = child.read()
-            buckets = list(zip(bounds, map(float, itertools.accumulate(counts)), strict=True))
+            counts, total, exemplars = child.read()
+            cumulated = map(float, itertools.accumulate(counts))
+            buckets = list(map(_bucket, bounds, cumulated, exemplars))
             family.add_metric([value], buckets, total)
         yield family
+
+
+Bucket = tuple[str, float] | tuple[str, float, Exemplar]
+
+
+def _bucket(bound: str, count: float, exemplar: Exemplar | None) -> Bucket:
+    return (bound, count) if exemplar is None else (bound, count, exemplar)
 
 
 class Observations:
@@ -64,16 +74,19 @@ class Observations:
         self._bounds = bounds
         self._counts = [0] * len(bounds)
         self._sum = 0.0
+        self._exemplars: list[Exemplar | None] = [None] * len(bounds)
         self._lock = threading.Lock()
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Add `count` observations of one value."""
+    def observe(self, value: float, count: int = 1, *, trace_id: str = "") -> None:
+        """Add `count` observations of one value; that of a recorded trace becomes the exemplar of its bucket."""
         index = bisect.bisect_left(self._bounds, value)
         with self._lock:
             self._counts[index] += count
             self._sum += value * count
+            if trace_id:
+                self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time.time())
 
-    def read(self) -> tuple[list[int], float]:
-        """Observations in each bucket, not accumulated, and the sum of all."""
+    def read(self) -> tuple[list[int], float, list[Exemplar | None]]:
+        """Observations in each bucket, not accumulated, the sum of all, and the last exemplar of each."""
         with self._lock:
-            return list(self._counts), self._sum
+            return list(self._counts), self._sum, list(self._exemplars)

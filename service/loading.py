@@ -76,8 +76,8 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
         explainer=explainer if explainer.is_available else None,
         generation=bundle.manifest.generation,
     )
-    metrics = Metrics(shared.families, name)
-    metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
+    metrics = _metrics(Metrics(shared.families, name), bundle, plan, memory)
+    metrics.watch_arena(runner.workspace)
     engine = Engine(runner, _engine_config(plan, budget), metrics)
     return Served(
         name=name,
@@ -87,6 +87,16 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
         description=description,
         metrics=metrics,
     )
+
+
+def _metrics(metrics: Metrics, bundle: Bundle, plan: ModelPlan, memory: ModelMemory) -> Metrics:
+    """The metrics of a model, with what is known of it before it serves."""
+    metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
+    graphs, architecture = bundle.graph_set(plan.precision, plan.lowering), bundle.manifest.model.architecture
+    metrics.is_served(precision=graphs.precision, lowering=graphs.lowering, architecture=architecture)
+    if (fit := bundle.memory_fit(graphs)) is not None:
+        metrics.predicts_by(fit)
+    return metrics
 
 
 def _described(

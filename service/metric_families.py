@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from antiphon.service.arena_metrics import ArenaMetrics
 from antiphon.service.histogram import CountedHistogram
 
 PREFIX = "antiphon_"
@@ -24,7 +25,8 @@ REQUEST_BUCKETS_S = (
 )  # fmt: skip
 ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 WORKSPACE_BUCKETS_BYTES = tuple(4**power * 1024 for power in range(3, 13))  # 64 KiB to 16 GiB
-RESIDUAL_BUCKETS = (-1.0, -0.5, -0.25, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+# Of what was measured over what was predicted; no residual, for a bucket below 0 is not OpenMetrics.
+QUOTIENT_BUCKETS = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 
 class MetricFamilies:
@@ -32,7 +34,7 @@ class MetricFamilies:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._all: list[Counter | Gauge | Histogram | CountedHistogram] = []
+        self._all: list[Counter | Gauge | CountedHistogram | ArenaMetrics] = []
         self._requests()
         self._rpcs()
         self._latencies()
@@ -40,6 +42,8 @@ class MetricFamilies:
         self._cache()
         self._workspace()
         self._memory()
+        self.arenas = ArenaMetrics(PREFIX, MODEL_LABEL, registry)
+        self._all.append(self.arenas)
 
     def remove(self, model_name: str) -> None:
         """Forget everything that was reported of one model; what still reports of it is not seen."""
@@ -92,6 +96,12 @@ class MetricFamilies:
             ("method", "code"),
             registry=self._registry,
         )
+        self.rpcs_in_flight = Gauge(
+            f"{PREFIX}grpc_server_in_flight",
+            "RPCs under way, requests of a stream of them each.",
+            registry=self._registry,
+        )
+        self.stream_messages = self._counter("stream_messages", "Messages written to streams.")
 
     def _latencies(self) -> None:
         self.time_to_first_token = self._histogram(
@@ -161,16 +171,25 @@ class MetricFamilies:
         self.workspace_measured_runs = self._histogram(
             f"{name}measured_run_bytes", "Of every encoder run.", WORKSPACE_BUCKETS_BYTES
         )
-        self.workspace_residual_runs = Histogram(  # the client's own: ours renders no negative bounds
-            f"{PREFIX}{name}residual_ratio",
-            "Measured less predicted over predicted, of every encoder run.",
-            (MODEL_LABEL,),
-            buckets=RESIDUAL_BUCKETS,
-            registry=self._registry,
+        self.workspace_quotient_runs = self._histogram(
+            f"{name}measured_to_predicted_ratio",
+            "Measured over predicted (fused) workspace of every encoder run: 1 and its relative residual.",
+            QUOTIENT_BUCKETS,
         )
-        self._all.append(self.workspace_residual_runs)
+
+        self.workspace_fit = self._gauge(
+            f"{name}fit_coefficient",
+            "The bundle's fit of an encoder run's workspace in bytes, a + B * (b * T + c * T^2): its a, b and c.",
+            "term",
+        )
+        self.workspace_fit_residual = self._gauge(
+            f"{name}fit_residual_ratio", "Largest relative error of the bundle's fit where it was measured."
+        )
 
     def _memory(self) -> None:
+        self.model_info = self._gauge(
+            "model_info", "How a model is served; always 1.", "precision", "lowering", "architecture"
+        )
         self.model_memory = self._gauge(
             "model_memory_bytes", "What a model counts for in the memory budget: weights, cache, workspace.", "kind"
         )

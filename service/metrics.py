@@ -6,16 +6,25 @@ The children are bound once, so that a report costs no look-up of labels. Nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 from prometheus_client import Counter
 
+from antiphon.model.bundle import MemoryFit
+from antiphon.model.ops.workspace import Workspace
 from antiphon.service.cancellation import CancelCause
+from antiphon.service.errors import Status, refusal_reasons
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.request import ANSWERED, FinishReason, Timing
 from antiphon.service.runner import EncodeReport
+
+STAGES = ("waiting", "encoding", "running")
+"""Where a request may be when it ends: the values of SequenceState."""
+# A deadline is no cancellation: it is counted as one that was missed.
+_CAUSES = tuple(cause.value for cause in CancelCause if cause is not CancelCause.DEADLINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +43,18 @@ class RpcMetrics:
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
         self._handled: dict[tuple[str, str], Counter] = {}
+        self._in_flight = families.rpcs_in_flight
+        for reason in refusal_reasons():
+            families.requests_refused.labels("", reason)
+
+    def expect(self, method: str) -> None:
+        """Show a method's counts at zero, for every status it may end with."""
+        for code in ("OK", *Status.__members__):
+            self._families.rpcs_handled.labels(method, code)
+
+    def begun(self) -> None:
+        """Note that an RPC is under way."""
+        self._in_flight.inc()
 
     def handled(self, method: str, code: str) -> None:
         """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
@@ -41,6 +62,7 @@ class RpcMetrics:
         if child is None:
             child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
         child.inc()
+        self._in_flight.dec()
 
     def refused(self, reason: str) -> None:
         """Count an RPC refused before it was known which model it is for."""
@@ -68,7 +90,7 @@ class Metrics:
     """The metrics of one model. Methods may be called from any thread."""
 
     def __init__(self, families: MetricFamilies, model_name: str) -> None:
-        """Show every metric of the model that has no further label, at zero."""
+        """Show every metric of the model at zero, under every value that a further label may have."""
         self._families = families
         self._name = model_name
         self._is_removed = False
@@ -76,6 +98,7 @@ class Metrics:
         self._bind_requests(families, model_name)
         self._bind_steps(families, model_name)
         self._bind_workspace(families, model_name)
+        self._show_labels(families)
 
     def remove(self) -> None:
         """Take the model out of every family; what is reported later is not seen."""
@@ -110,13 +133,31 @@ class Metrics:
         for kind, num_bytes in kinds.items():
             self._families.model_memory.labels(self._name, kind).set(num_bytes)
 
+    def is_served(self, *, precision: str, lowering: str, architecture: str) -> None:
+        """Note how the model is served."""
+        self._families.model_info.labels(self._name, precision, lowering, architecture).set(1)
+
+    def predicts_by(self, fit: MemoryFit) -> None:
+        """Note the fit that predictions of its workspace come from."""
+        for term, value in (("a", fit.a), ("b", fit.b), ("c", fit.c)):
+            self._families.workspace_fit.labels(self._name, term).set(value)
+        self._families.workspace_fit_residual.labels(self._name).set(fit.residual)
+
+    def watch_arena(self, workspace: Workspace) -> None:
+        """Read the allocator that the model's graphs work in at every scrape."""
+        self._families.arenas.watch(self._name, workspace)
+
+    def streamed(self, num_messages: int) -> None:
+        """Count messages written to streams."""
+        self._stream_messages.inc(num_messages)
+
     def refused(self, reason: str) -> None:
         """Count an RPC refused, by ErrorInfo reason."""
         self._count(self._families.requests_refused, reason)
 
-    def admitted(self, queued_s: float) -> None:
-        """Note that a request leaves the queue to run."""
-        self._queue_time.observe(queued_s)
+    def admitted(self, queued_s: float, trace_id: str = "") -> None:
+        """Note that a request leaves the queue to run; here as below trace_id is of the recorded trace, if any."""
+        self._queue_time.observe(queued_s, trace_id=trace_id)
 
     def encoded(self, report: EncodeReport, num_source_tokens: int) -> None:
         """Note an encoder run over sources of so many tokens together, padding not counted."""
@@ -129,9 +170,9 @@ class Metrics:
         """Note the tokens of prompts that a decoder alone is about to read."""
         self._prompt_tokens.inc(num_tokens)
 
-    def first_token(self, since_arrival_s: float) -> None:
+    def first_token(self, since_arrival_s: float, trace_id: str = "") -> None:
         """Note a request's first token."""
-        self._time_to_first_token.observe(since_arrival_s)
+        self._time_to_first_token.observe(since_arrival_s, trace_id=trace_id)
 
     def decoded(self, num_rows: int, num_repeated: int, gap_s: float) -> None:
         """Note a decoder run; `num_repeated` of its rows had a token `gap_s` seconds before."""
@@ -140,12 +181,20 @@ class Metrics:
         if num_repeated:
             self._inter_token_latency.observe(gap_s, num_repeated)
 
-    def finished(self, reason: FinishReason, stage: str, timing: Timing, *, cause: CancelCause | None = None) -> None:
+    def finished(
+        self,
+        reason: FinishReason,
+        stage: str,
+        timing: Timing,
+        *,
+        cause: CancelCause | None = None,
+        trace_id: str = "",
+    ) -> None:
         """Note a request's end, in the stage (waiting, encoding or running) where it came; cause: if cancelled, why."""
         families = self._families
         if reason in ANSWERED:
             self._count(families.request_success, reason.value)
-            self._e2e_latency.observe(timing.total_s)
+            self._e2e_latency.observe(timing.total_s, trace_id=trace_id)
         elif reason is FinishReason.CANCELLED:
             self._count(families.cancellations, stage, (cause or CancelCause.CLIENT).value)
         elif reason is FinishReason.DEADLINE:
@@ -174,6 +223,19 @@ class Metrics:
             blocks.set(num_blocks)
             num_bytes.set(num_blocks * cache.block_bytes)
 
+    def _show_labels(self, families: MetricFamilies) -> None:
+        """A counter that appears with its first event hides that event from rate()."""
+        shown: list[tuple[Counter, Iterable[tuple[str, ...]]]] = [
+            (families.request_success, ((reason.value,) for reason in ANSWERED)),
+            (families.request_errors, ((stage,) for stage in STAGES)),
+            (families.requests_refused, ((reason,) for reason in refusal_reasons())),
+            (families.cancellations, product((*STAGES, "streaming"), _CAUSES)),
+            (families.deadline_misses, ((stage,) for stage in ("submit", *STAGES, "streaming"))),
+        ]
+        for family, values in shown:
+            for labels in values:
+                family.labels(self._name, *labels)
+
     def _count(self, family: Counter, *labels: str) -> None:
         if not self._is_removed:  # the family would make the label set anew
             family.labels(self._name, *labels).inc()
@@ -192,9 +254,10 @@ class Metrics:
             self._measured_max.set(self._max_measured_bytes)
         if measured is not None and predicted is not None:
             self._residual.set(measured - predicted)
-            self._residual_runs.observe((measured - predicted) / predicted if predicted else 0.0)
+            self._quotient_runs.observe(measured / predicted if predicted else 1.0)
 
     def _bind_requests(self, families: MetricFamilies, name: str) -> None:
+        self._stream_messages = families.stream_messages.labels(name)
         self._waiting = families.num_requests_waiting.labels(name)
         self._waiting_tokens = families.num_tokens_waiting.labels(name)
         self._preempted = families.num_requests_preempted.labels(name)
@@ -228,4 +291,4 @@ class Metrics:
         self._materialised_runs = families.workspace_materialised_runs.labels(name)
         self._fused_runs = families.workspace_fused_runs.labels(name)
         self._measured_runs = families.workspace_measured_runs.labels(name)
-        self._residual_runs = families.workspace_residual_runs.labels(name)
+        self._quotient_runs = families.workspace_quotient_runs.labels(name)

@@ -71,16 +71,16 @@ class ModelRunner:
         self.cache_bytes_per_token = 2 * model.decoder_layers * model.attention_width * 4
         self._num_heads = model.num_heads
         self._fit = bundle.memory_fit(graphs)
-        self._workspace = Workspace(is_own=True)
+        self.workspace = Workspace(is_own=True)
         self.self_kv = _reserve(model, max_rows, model.max_target_len)
         self.cross_kv = _reserve(model, max_rows, model.max_source_len)
         self._cross_outputs = _cross_names("present", model.decoder_layers)
-        self._encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
+        self._encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
         self._encoder.require(["input_ids"], self._cross_outputs)
-        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self._workspace)
+        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
         self._decoder = DecoderStep(decoder, self.self_kv, self.cross_kv, model.vocab_size)
-        self._workspace.trim()  # what loading worked in
-        self._workspace.limit_growth(workspace_limit_bytes)
+        self.workspace.trim()  # what loading worked in
+        self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
         self,
@@ -151,10 +151,9 @@ class ModelRunner:
 
     def _encode_group(self, sources: list[Sequence[int]], rows: list[int]) -> int:
         """Encode sources of one length into rows; returns the peak workspace in bytes."""
-        self._workspace.reset_peak()
-        before = self._workspace.stats().in_use_bytes
+        before = self.workspace.reset_peak().in_use_bytes
         outputs = self._encoder.run({"input_ids": np.array(sources, np.int64)}, self._cross_outputs)
-        peak = self._workspace.stats().peak_bytes - before
+        peak = self.workspace.stats().peak_bytes - before
         for cache, output in zip(self.cross_kv, outputs, strict=True):
             cache[rows, :, : len(sources[0])] = output
         return peak

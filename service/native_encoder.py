@@ -97,8 +97,7 @@ class NativeEncoder:
         outputs: Arrays = {} if self._cache is None else {"written": np.zeros(1, np.int32)}
         if memory is not None:
             outputs["memory"] = memory
-        self._workspace.reset_peak()
-        before = self._workspace.stats().in_use_bytes
+        before = self._workspace.reset_peak().in_use_bytes
         self._graph.run_bound(self._graph.bind(inputs, outputs))
         return self._workspace.stats().peak_bytes - before
 

@@ -67,15 +67,15 @@ class NativeRunner:
         self.num_blocks = num_blocks or max_rows * longest
         self.cache = _reserve_pool(model, graphs, self.num_blocks)
         self.cache_bytes_per_token = self.cache[0].nbytes // CACHE_BLOCK_SIZE
-        self._workspace = Workspace(is_own=True)
+        self.workspace = Workspace(is_own=True)
         self._encoder: NativeEncoder | None = None
         if self.has_encoder:
-            encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self._workspace)
-            self._encoder = NativeEncoder(encoder, model, self._workspace, bundle.memory_fit(graphs), self.cache)
-        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self._workspace)
+            encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
+            self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), self.cache)
+        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
         self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
-        self._workspace.trim()  # what loading worked in
-        self._workspace.limit_growth(workspace_limit_bytes)
+        self.workspace.trim()  # what loading worked in
+        self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
         self,

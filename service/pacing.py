@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from antiphon.service.call import current_call
 from antiphon.service.errors import SlowReader
 
 DEFAULT_PATIENCE_S = 30.0
@@ -51,6 +52,8 @@ class Pacing:
         try:
             async with asyncio.timeout(self._patience_s):
                 await context.write(message)
+                if (call := current_call()) is not None:
+                    call.num_messages += 1
         except TimeoutError:
             raise SlowReader(f"the client took no message for {self._patience_s} s") from None
         except grpc.aio.InternalError:  # the client, or its time, went before the message did

@@ -58,6 +58,7 @@ class InFlight:
 
     def guard(self, name: str, method: Method) -> Method:
         """The method, with a request id, accounts, and a status for every error. name: `package.Service/Method`."""
+        self._telemetry.expect(name)
 
         async def guarded(request: Message | Malformed, context: Context) -> Any:
             with self._counted(), self._account(name, context) as call:
@@ -67,6 +68,7 @@ class InFlight:
 
     def guard_requests(self, name: str, method: Method) -> Method:
         """As guard, of a method that reads a stream of requests; in flight is only what `request` is entered for."""
+        self._telemetry.expect(name)
 
         async def guarded(requests: AsyncIterator[Message | Malformed], context: Context) -> Any:
             with self._account(name, context) as call:

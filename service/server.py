@@ -37,6 +37,7 @@ from antiphon.service.oip.servicer import OpenInferenceServicer
 from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
 from antiphon.service.probes import Health, Probes
+from antiphon.service.process_metrics import add_process_metrics
 from antiphon.service.telemetry import Telemetry
 from antiphon.service.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
     families = MetricFamilies(registry)
+    add_process_metrics(registry)
     if config.memory_limit_bytes is not None:
         families.set_budget(config.memory_limit_bytes)
     return Shared(

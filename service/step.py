@@ -226,7 +226,7 @@ class Stepper:
         group.admitted_s = now_s
         self._num_running += 1
         self._num_cross_blocks += group.num_cross_blocks
-        self._metrics.admitted(now_s - group.request.arrival_s)
+        self._metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
 
     def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
         request = group.request
@@ -258,7 +258,8 @@ class Stepper:
         for sequence in self._rows.sequences[num_before:]:
             if sequence.group.first_token_s is None:
                 sequence.group.first_token_s = now_s
-                self._metrics.first_token(now_s - sequence.group.request.arrival_s)
+                request = sequence.group.request
+                self._metrics.first_token(now_s - request.arrival_s, request.trace_id)
         self._metrics.decoded(len(self._rows), num_before, now_s - self._last_decode_s)
         self._last_decode_s = now_s
 
@@ -343,7 +344,7 @@ class Stepper:
         del self._live[group.request_id]
         timing = group.timing(self._clock())
         self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
-        self._metrics.finished(reason, stage.value, timing, cause=group.cancel_cause)
+        self._metrics.finished(reason, stage.value, timing, cause=group.cancel_cause, trace_id=group.request.trace_id)
 
     def _release(self, group: SequenceGroup) -> None:
         self._queue.remove(group.request_id)

@@ -38,8 +38,13 @@ class Telemetry:
         self._clock = clock
         self._ids = RequestIds()
 
+    def expect(self, method: str) -> None:
+        """Show the counts of a method at zero."""
+        self._metrics.expect(method)
+
     def begin(self, method: str, context: Context) -> Call:
-        """A call that arrives now."""
+        """A call that arrives now; exactly one `end` is to follow."""
+        self._metrics.begun()
         request_id, traceparent = find_metadata(context.invocation_metadata() or ())
         return Call(
             method=method,
@@ -55,6 +60,8 @@ class Telemetry:
         if call.error is not None and call.is_refused:
             refused = self._metrics.refused if call.metrics is None else call.metrics.refused
             refused(call.error.reason)
+        if call.num_messages and call.metrics is not None:
+            call.metrics.streamed(call.num_messages)
         call.end(self._clock(), self._tell)
 
     def _tell(self, call: Call) -> None:

@@ -60,6 +60,7 @@ class Workspace:
 
     def __init__(self, library: Path = LIBRARY, *, is_own: bool = False) -> None:
         self.library = library
+        self._highest_bytes = 0
         try:
             self._native = ctypes.CDLL(str(library))
             _check_version(self._native)
@@ -86,9 +87,17 @@ class Workspace:
         """Make this thread's sessions allocate again where they did before `enter`."""
         self._use(previous)
 
-    def reset_peak(self) -> None:
-        """Let peak_bytes start again from in_use_bytes."""
+    @property
+    def highest_bytes(self) -> int:
+        """The largest peak_bytes there ever was, whatever was reset."""
+        return max(self._highest_bytes, self.stats().peak_bytes)
+
+    def reset_peak(self) -> WorkspaceStats:
+        """Let peak_bytes start again from in_use_bytes; returns the counters of before."""
+        before = self.stats()
+        self._highest_bytes = max(self._highest_bytes, before.peak_bytes)
         self._reset_peak(self._handle)
+        return before
 
     def trim(self) -> None:
         """Give what nobody uses back to the operating system."""

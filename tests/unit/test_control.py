@@ -89,8 +89,8 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
         stepper = served.engine._stepper
         assert stepper is not None
         runner: Any = stepper._runner
-        native = (runner._workspace._stats, runner._workspace._handle)
-        gone = [weakref.ref(runner), weakref.ref(runner.cache), weakref.ref(runner._workspace)]
+        native = (runner.workspace._stats, runner.workspace._handle)
+        gone = [weakref.ref(runner), weakref.ref(runner.cache), weakref.ref(runner.workspace)]
         del runner, stepper
         assert await host.control.unload("second", 5)
         # `served` is still referred to, as by calls that write their last answers; no garbage was collected.

@@ -4,11 +4,19 @@ import dataclasses
 import math
 import re
 import weakref
+from itertools import product
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from antiphon.model.bundle import MemoryFit
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.cancellation import CancelCause
+from antiphon.service.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import CacheUse, Metrics
 from antiphon.service.request import FinishReason, Timing
@@ -64,14 +72,15 @@ def test_metrics_show_workspace_beside_its_predictions(scrape: Scrape) -> None:
     assert scrape(f"{name}predicted_materialised_bytes") == 4000
     assert scrape(f"{name}residual_bytes") == -100
     assert scrape(f"{name}measured_run_bytes_count") == 2
-    assert [scrape(f"{name}residual_ratio_bucket", le=le) for le in ("-0.25", "0.0", "1.0")] == [0, 1, 2]
+    quotients = [scrape(f"{name}measured_to_predicted_ratio_bucket", le=le) for le in ("0.75", "0.9", "1.25", "1.5")]
+    assert quotients == [0, 1, 1, 2]
 
 
 def test_metrics_leave_out_a_workspace_that_was_not_measured(scrape: Scrape) -> None:
     unknown = dataclasses.replace(REPORT, peak_workspace_bytes=None, predicted_fused_bytes=None)
     scrape.metrics.encoded(unknown, 30)
     assert scrape("encoder_workspace_measured_run_bytes_count") == 0
-    assert scrape("encoder_workspace_residual_ratio_count") == 0
+    assert scrape("encoder_workspace_measured_to_predicted_ratio_count") == 0
     assert scrape("encoder_workspace_predicted_materialised_run_bytes_count") == 1
 
 
@@ -117,7 +126,7 @@ def test_metrics_keep_models_apart_and_share_the_families(scrape: Scrape) -> Non
     other.finished(FinishReason.STOP, "running", TIMING)
     assert [scrape("generation_tokens_total", model_name=name) for name in ("one", "two")] == [5, 2]
     assert [scrape("decode_batch_size_count", model_name=name) for name in ("one", "two")] == [1, 1]
-    assert scrape("request_success_total", finished_reason=FinishReason.STOP.value) is None
+    assert scrape("request_success_total", finished_reason=FinishReason.STOP.value) == 0
 
 
 def test_metrics_show_what_waits_at_every_scrape(scrape: Scrape) -> None:
@@ -143,7 +152,7 @@ def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scr
     assert watched() is None
     other.decoded(1, 1, 0.1)  # an engine may still end its last requests
     other.finished(FinishReason.STOP, "running", TIMING)
-    assert {labels["model_name"] for labels in labels_of(scrape.registry)} == {"one"}
+    assert {labels["model_name"] for labels in labels_of(scrape.registry) if "model_name" in labels} == {"one"}
 
 
 class Waiting:
@@ -170,3 +179,57 @@ def test_metrics_show_what_models_hold_and_the_budget_where_there_is_one(scrape:
     assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") is None
     scrape.families.set_budget(1 << 30)
     assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") == 1 << 30
+
+
+def test_counters_stand_at_zero_under_every_label_before_their_first_event(scrape: Scrape) -> None:
+    before = labels_of(scrape.registry)
+    for reason, stage, cause in product(FinishReason, ("waiting", "encoding", "running"), CancelCause):
+        if (reason, cause) != (FinishReason.CANCELLED, CancelCause.DEADLINE):  # that is a deadline miss
+            scrape.metrics.finished(reason, stage, TIMING, cause=cause)
+    for cause in CancelCause:
+        scrape.metrics.left_unread(cause)
+    for kind in (InvalidArgument, QueueFull, SlowReader, Unavailable):
+        scrape.metrics.refused(kind.reason)
+    scrape.metrics.deadline_missed("submit")
+    assert labels_of(scrape.registry) == before
+
+
+def test_metrics_show_how_a_model_is_served_and_the_fit_of_its_predictions(scrape: Scrape) -> None:
+    scrape.metrics.is_served(precision="int8", lowering="native", architecture="encoder")
+    fit = MemoryFit(a=7.0, b=5.0, c=3.0, residual=0.02, exponent=2.0, max_len=64, max_rows=8)
+    scrape.metrics.predicts_by(fit)
+    assert scrape("model_info", precision="int8", lowering="native", architecture="encoder") == 1
+    assert [scrape("encoder_workspace_fit_coefficient", term=term) for term in "abc"] == [7, 5, 3]
+    assert scrape("encoder_workspace_fit_residual_ratio") == 0.02
+
+
+def test_arena_metrics_show_what_an_allocator_counts_and_its_highest_peak(scrape: Scrape) -> None:
+    workspace = Workspace(is_own=True)
+    scrape.metrics.watch_arena(workspace)
+    workspace.limit_growth(1 << 20)
+    stats = workspace.stats()
+    for field in ("in_use_bytes", "reserved_bytes", "cached_bytes", "limit_bytes"):
+        assert scrape(f"arena_{field}") == getattr(stats, field)
+    assert scrape("arena_peak_bytes") == workspace.highest_bytes
+    assert scrape("arena_refusals_total") == 0
+    scrape.metrics.remove()
+    watched = weakref.ref(workspace)
+    del workspace
+    assert watched() is None
+
+
+def test_latency_exemplars_name_the_trace_in_the_bucket_of_their_value(scrape: Scrape) -> None:
+    scrape.metrics.first_token(0.0015, "ab" * 16)
+    scrape.metrics.first_token(0.0016)
+    scrape.metrics.finished(FinishReason.STOP, "running", TIMING, trace_id="cd" * 16)
+    render, parse = cast(Any, openmetrics.generate_latest), cast(Any, openmetrics_families)
+    found = {
+        (sample.name, sample.labels["le"]): sample.exemplar
+        for family in parse(render(scrape.registry).decode())
+        for sample in family.samples
+        if sample.exemplar
+    }
+    assert {key: (exemplar.labels, exemplar.value) for key, exemplar in found.items()} == {
+        ("antiphon_time_to_first_token_seconds_bucket", "0.002"): ({"trace_id": "ab" * 16}, 0.0015),
+        ("antiphon_e2e_request_latency_seconds_bucket", "0.5"): ({"trace_id": "cd" * 16}, 0.5),
+    }
