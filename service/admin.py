@@ -5,6 +5,7 @@ Off unless asked for, and on loopback unless told otherwise: whoever reaches it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -66,10 +67,12 @@ class AdminServicer:
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
 
-def build_admin_server(servicer: AdminServicer, telemetry: Telemetry) -> grpc.aio.Server:
+def build_admin_server(
+    servicer: AdminServicer, telemetry: Telemetry, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
     """A gRPC server with the admin service and reflection, bound to no port yet."""
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(options=options, interceptors=interceptors)
     methods: dict[str, Method] = {
         "LoadModel": servicer.load_model,
         "UnloadModel": servicer.unload_model,

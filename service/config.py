@@ -24,6 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from antiphon.service.access_settings import AccessSettings, contradiction
 from antiphon.service.model_settings import (
     BatchedTokens,
     CacheBlocks,
@@ -67,7 +68,7 @@ def usable_cores() -> int:
         return affinity
 
 
-class ServerConfig(BaseSettings):
+class ServerConfig(AccessSettings):
     """Settings of one server process. Frozen; names carry their units."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
@@ -126,16 +127,6 @@ class ServerConfig(BaseSettings):
         le=86_400,
         description="Time that a message of a stream may wait for its client to read before the call is ended.",
     )
-    max_message_bytes: int = Field(default=1_048_576, ge=1024, le=1_073_741_824, description="Largest request message.")
-    max_concurrent_streams: int = Field(
-        default=1024, ge=1, le=100_000, description="Most RPCs in flight on one connection."
-    )
-    keepalive_time_s: float = Field(
-        default=60.0, ge=1, le=86_400, description="Silence after which the server pings a client."
-    )
-    keepalive_timeout_s: float = Field(
-        default=20.0, ge=0.1, le=3600, description="Time a client has to answer a ping before its connection closes."
-    )
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
@@ -170,8 +161,10 @@ class ServerConfig(BaseSettings):
 
 
 def fields() -> Mapping[str, FieldInfo]:
-    """Every field of ServerConfig, in order of declaration."""
-    return ServerConfig.model_fields
+    """Every field of ServerConfig, in order of declaration, those of its ports last."""
+    inherited = AccessSettings.model_fields
+    own = {name: field for name, field in ServerConfig.model_fields.items() if name not in inherited}
+    return {**own, **inherited}
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +211,8 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
     _check_ports(config)
+    if problem := contradiction(config, has_admin=config.admin_port is not None):
+        raise ConfigError(problem)
     if config.models and "bundle" in config.model_fields_set:
         raise ConfigError(f"bundle is {config.bundle} and there are models; give one or the other")
     # Sources are merged from the weakest to the strongest; the default model is the first of the strongest.
@@ -251,6 +246,8 @@ def to_toml(config: ServerConfig) -> str:
 def _toml_line(name: str, value: object) -> str:
     if value is None:
         return f"# {name} is unset"
+    if isinstance(value, bool):
+        return f"{name} = {str(value).lower()}"
     shown = value if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
     return f"{name} = {shown}"
 
@@ -338,8 +335,12 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return f"one of {', '.join(choices)}"
     if schema["type"] == "object":
         return "a table of models by name, each with a path"
+    if pattern := schema.get("pattern"):
+        return f"a text that matches {pattern}"
     if schema["type"] == "string":
         return "a text that is not empty"
+    if schema["type"] == "boolean":
+        return "true or false"
     kind = "a whole number" if schema["type"] == "integer" else "a number"
     return f"{kind} from {schema['minimum']} to {schema['maximum']}"
 
@@ -351,12 +352,15 @@ def _help(field: FieldInfo, schema: Mapping[str, Any]) -> str:
         text += f": {', '.join(choices)}"
     if field.default_factory is not None or field.default in (None, SHIPPED_BUNDLE):
         return text
-    return f"{text} (default: {field.default})"
+    default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    return f"{text} (default: {default})"
 
 
 def _metavar(schema: Mapping[str, Any]) -> str:
-    if schema.get("format") == "path":
-        return "DIR"
+    if schema.get("format") in ("path", "file"):
+        return "DIR" if schema["format"] == "path" else "FILE"
+    if schema["type"] == "boolean":
+        return "BOOL"
     if schema["type"] == "object":
         return "NAME=PATH"
     return "TEXT" if schema["type"] == "string" else "N"

@@ -9,6 +9,7 @@ class Status(enum.Enum):
     """Names of the gRPC status codes this service uses; the servicer maps them by name."""
 
     INVALID_ARGUMENT = enum.auto()
+    UNAUTHENTICATED = enum.auto()
     NOT_FOUND = enum.auto()
     ALREADY_EXISTS = enum.auto()
     FAILED_PRECONDITION = enum.auto()
@@ -99,6 +100,23 @@ class SlowReader(AntiphonError):
 
     status = Status.RESOURCE_EXHAUSTED
     reason = "SLOW_READER"
+
+
+class TooManyRpcs(QueueFull):
+    """As many RPCs are in flight as a server takes; try again after `retry_after_s` seconds."""
+
+    reason = "TOO_MANY_RPCS"
+
+
+class Unauthenticated(AntiphonError):
+    """A call carries no token, or one that is nobody's. is_presented: whether it carries any."""
+
+    status = Status.UNAUTHENTICATED
+
+    def __init__(self, message: str, *, is_presented: bool = False) -> None:
+        super().__init__(message)
+        self.is_presented = is_presented
+        self.reason = "TOKEN_INVALID" if is_presented else "TOKEN_MISSING"
 
 
 class DeadlineExceeded(AntiphonError):

@@ -36,9 +36,10 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
 class Calls:
     """The RPCs of the models served, and how many of them are in flight."""
 
-    def __init__(self, models: Models, telemetry: Telemetry) -> None:
+    def __init__(self, models: Models, telemetry: Telemetry, max_rpcs: int | None = None) -> None:
+        """max_rpcs: most of them that may be in flight; None is any number."""
         self.models = models
-        self.in_flight = InFlight(telemetry)
+        self.in_flight = InFlight(telemetry, max_rpcs)
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""

@@ -62,6 +62,14 @@ class MetricFamilies:
             f"{PREFIX}event_loop_lag_seconds", "By how much the event loop is late.", registry=self._registry
         ).set_function(lag_s)
 
+    def certificate_expiry(self) -> Gauge:
+        """When the certificate in use expires; without a call there is none, and no such metric."""
+        return Gauge(
+            f"{PREFIX}tls_certificate_expiry_timestamp_seconds",
+            "When the certificate that the ports show expires, in Unix time.",
+            registry=self._registry,
+        )
+
     def _requests(self) -> None:
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self.num_tokens_waiting = self._gauge("num_tokens_waiting", "Source tokens of the requests in the queue.")
@@ -102,6 +110,12 @@ class MetricFamilies:
             registry=self._registry,
         )
         self.stream_messages = self._counter("stream_messages", "Messages written to streams.")
+        self.tls_reloads = Counter(
+            f"{PREFIX}tls_reloads", "Changed certificates read again, by result.", ("result",), registry=self._registry
+        )
+        self.token_reloads = Counter(
+            f"{PREFIX}token_reloads", "Changed token files read again, by result.", ("result",), registry=self._registry
+        )
 
     def _latencies(self) -> None:
         self.time_to_first_token = self._histogram(

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from antiphon.model.bundle import MemoryFit
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.cancellation import CancelCause
 from antiphon.service.errors import Status, refusal_reasons
 from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.reload import Result
 from antiphon.service.request import ANSWERED, FinishReason, Timing
 from antiphon.service.runner import EncodeReport
 
@@ -67,6 +68,28 @@ class RpcMetrics:
     def refused(self, reason: str) -> None:
         """Count an RPC refused before it was known which model it is for."""
         self._families.requests_refused.labels("", reason).inc()
+
+
+class FileMetrics:
+    """The metrics of files that are renewed under a running server. Thread-safe, as those who read files are."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._expiry: Gauge | None = None
+
+    def count_tls(self, result: Result) -> None:
+        """Count certificates that were read again."""
+        self._families.tls_reloads.labels(result).inc()
+
+    def count_tokens(self, result: Result) -> None:
+        """Count a token file that was read again."""
+        self._families.token_reloads.labels(result).inc()
+
+    def set_certificate_expiry(self, expires_s: float) -> None:
+        """Report when the certificate in use expires, in Unix time."""
+        if self._expiry is None:
+            self._expiry = self._families.certificate_expiry()
+        self._expiry.set(expires_s)
 
 
 class WatchedQueue(Protocol):

@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from antiphon.service.errors import AntiphonError, InvalidArgument, QueueFull
+from antiphon.service.errors import AntiphonError, InvalidArgument, QueueFull, Unauthenticated
 
 DOMAIN = "antiphon"
 
@@ -29,6 +29,8 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
     metadata: Metadata = (("grpc-status-details-bin", status.SerializeToString()),)
     if isinstance(error, QueueFull):
         metadata += (("grpc-retry-pushback-ms", str(_pushback_ms(error))),)
+    if isinstance(error, Unauthenticated):  # RFC 6750, section 3
+        metadata += (("www-authenticate", 'Bearer error="invalid_token"' if error.is_presented else "Bearer"),)
     return code, str(error), metadata
 
 

@@ -22,7 +22,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from antiphon.service.call import Call, enter_call
 from antiphon.service.deadline import remaining_s
-from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument
+from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument, TooManyRpcs
 from antiphon.service.logs import where_of
 from antiphon.service.refusal import Metadata, status_of
 from antiphon.service.telemetry import Context as Context
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 # How long the status of a failed call may wait behind messages that its client does not read.
 _STATUS_PATIENCE_S = 2.0
+
+# When a client turned away by the number of calls may come again: some have ended by then.
+_FULL_RETRY_S = 1.0
 
 Method = Callable[[Any, Context], Awaitable[Any]]
 
@@ -46,8 +49,10 @@ class Malformed:
 class InFlight:
     """The RPCs under way: how many they are, and what is told of each."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, max_rpcs: int | None = None) -> None:
+        """max_rpcs: beyond so many, RPCs are refused; None takes any number. Streams of requests are not counted."""
         self._telemetry = telemetry
+        self._max_rpcs = max_rpcs
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,7 +67,7 @@ class InFlight:
 
         async def guarded(request: Message | Malformed, context: Context) -> Any:
             with self._counted(), self._account(name, context) as call:
-                return await _conclude(call, method, request, context)
+                return await _conclude(call, self._full if self._is_full else method, request, context)
 
         return guarded
 
@@ -84,6 +89,14 @@ class InFlight:
         """
         with self._counted(), self._account(name, context) as call:
             yield call
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_rpcs is not None and self._num_active > self._max_rpcs
+
+    async def _full(self, request: Any, context: Context) -> None:
+        message = f"{self._max_rpcs} calls are in flight, which is max_concurrent_rpcs"
+        raise TooManyRpcs(message, retry_after_s=_FULL_RETRY_S)
 
     @contextlib.contextmanager
     def _account(self, name: str, context: Context) -> Iterator[Call]:

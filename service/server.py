@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
+from antiphon.service.access import Access
 from antiphon.service.access_log import access_logs
 from antiphon.service.admin import AdminServicer, build_admin_server
 from antiphon.service.background import in_background, is_anything_left, running_beside
@@ -27,10 +28,12 @@ from antiphon.service.control import Control
 from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
+from antiphon.service.listener import address_of, bind, channel_options
 from antiphon.service.loading import Shared, StartupError, load
 from antiphon.service.logs import configure_logging
 from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.metrics import FileMetrics
 from antiphon.service.models import Models, Served
 from antiphon.service.oip import servicer as oip
 from antiphon.service.oip.servicer import OpenInferenceServicer
@@ -38,6 +41,7 @@ from antiphon.service.pacing import Pacing
 from antiphon.service.ports import PortError, check_port, serve_metrics
 from antiphon.service.probes import Health, Probes
 from antiphon.service.process_metrics import add_process_metrics
+from antiphon.service.reload import FileProblem
 from antiphon.service.telemetry import Telemetry
 from antiphon.service.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
@@ -46,8 +50,6 @@ from antiphon.v1 import inference_pb2 as pb
 _CLOSE_GRACE_S = 0.5
 # How long the event loop may keep the interpreter from the engine's thread. The default, 5 ms, is several steps.
 _SWITCH_INTERVAL_S = 0.001
-# A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
-_MIN_CLIENT_PING_MS = 10_000
 SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
 """Services whose readiness the health service tells, beside the server's own."""
 
@@ -72,9 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
         if config.admin_port is not None:
             check_port(config.admin_host, config.admin_port)
         registry = CollectorRegistry()
-        with _metrics_port(config, registry) as metrics_port:
-            code = uvloop.run(_serve(config, _shared(config, registry), metrics_port))
-    except (ConfigError, StartupError, OverBudget, PortError) as error:
+        shared = _shared(config, registry)
+        access = Access(config, FileMetrics(shared.families))
+        access.warn()
+        with _metrics_port(config, access, registry) as metrics_port:
+            code = uvloop.run(_serve(config, access, shared, metrics_port))
+    except (ConfigError, StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
     if is_anything_left():  # neither can be interrupted: a model being loaded, an engine that hangs
@@ -95,8 +100,8 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
 
 
 @contextlib.contextmanager
-def _metrics_port(config: ServerConfig, registry: CollectorRegistry) -> Iterator[int]:
-    server = serve_metrics(config.metrics_host, config.metrics_port, registry)
+def _metrics_port(config: ServerConfig, access: Access, registry: CollectorRegistry) -> Iterator[int]:
+    server = serve_metrics(config.metrics_host, config.metrics_port, registry, access.metrics_context)
     try:
         yield server.server_port
     finally:
@@ -104,7 +109,7 @@ def _metrics_port(config: ServerConfig, registry: CollectorRegistry) -> Iterator
         server.server_close()
 
 
-async def _serve(config: ServerConfig, shared: Shared, metrics_port: int) -> int:
+async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics_port: int) -> int:
     stop = Stop()
     stop.on_signals()
     health_servicer = health.aio.HealthServicer()
@@ -112,9 +117,9 @@ async def _serve(config: ServerConfig, shared: Shared, metrics_port: int) -> int
     await probes.start()
     control = Control(Models(), shared, probes.announce)
     telemetry = Telemetry(shared.families, *access_logs(config.access_log))
-    calls = Calls(control.models, telemetry)
-    server = build_server(config, calls, health_servicer)
-    port = _bind(server, config.host, config.port)
+    calls = Calls(control.models, telemetry, config.max_concurrent_rpcs)
+    server = build_server(config, calls, health_servicer, access.interceptors(telemetry))
+    port = bind(server, config.host, config.port, access.credentials)
     await server.start()  # who asks already is told to come again, which a closed port would not say
     try:
         served = await stop.unless_asked(in_background(lambda: [load(plan, shared) for plan in config.plans], "load"))
@@ -124,7 +129,7 @@ async def _serve(config: ServerConfig, shared: Shared, metrics_port: int) -> int
         for one in served:
             await control.publish(one)
         await probes.ready()
-        async with _admin(config, control, shared, telemetry) as admin_port:
+        async with _admin(config, access, control, shared, telemetry) as admin_port:
             print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
             running = Running(control=control, calls=calls, probes=probes)
             grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
@@ -145,14 +150,15 @@ async def _watched(config: ServerConfig, control: Control, probes: Probes, share
 
 @contextlib.asynccontextmanager
 async def _admin(
-    config: ServerConfig, control: Control, shared: Shared, telemetry: Telemetry
+    config: ServerConfig, access: Access, control: Control, shared: Shared, telemetry: Telemetry
 ) -> AsyncIterator[int | None]:
     """Serve the admin service where a port is set; its port."""
     if config.admin_port is None:
         yield None
         return
-    server = build_admin_server(AdminServicer(control, shared.budget, config), telemetry)
-    port = _bind(server, config.admin_host, config.admin_port)
+    servicer = AdminServicer(control, shared.budget, config)
+    server = build_admin_server(servicer, telemetry, access.admin_interceptors(telemetry))
+    port = bind(server, config.admin_host, config.admin_port, access.credentials)
     await server.start()
     try:
         yield port
@@ -160,9 +166,14 @@ async def _admin(
         await server.stop(_CLOSE_GRACE_S)
 
 
-def build_server(config: ServerConfig, calls: Calls, health_servicer: health.aio.HealthServicer) -> grpc.aio.Server:
+def build_server(
+    config: ServerConfig,
+    calls: Calls,
+    health_servicer: health.aio.HealthServicer,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
-    server = grpc.aio.server(options=_channel_options(config))
+    server = grpc.aio.server(options=channel_options(config), interceptors=interceptors)
     open_inference = OpenInferenceServicer(calls.models, calls.in_flight, Health(health_servicer))
     server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -171,38 +182,16 @@ def build_server(config: ServerConfig, calls: Calls, health_servicer: health.aio
     return server
 
 
-def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", 0),  # on, two servers would share a port in silence
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
-        ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1000)),
-        ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
-    ]
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    try:
-        return server.add_insecure_port(_address(host, port))
-    except RuntimeError:  # taken since check_port looked
-        raise PortError(f"port {port} on {host} cannot be used") from None
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _ready_line(
     config: ServerConfig, served: Sequence[Served], port: int, metrics_port: int, admin_port: int | None
 ) -> str:
-    address = _address(config.host, port)
+    address = address_of(config.host, port)
     target = "" if address == DEFAULT_TARGET else f"--target {address} "
-    admin = "" if admin_port is None else f", admin on {_address(config.admin_host, admin_port)}"
+    scheme = "https" if config.metrics_tls else "http"
+    admin = "" if admin_port is None else f", admin on {address_of(config.admin_host, admin_port)}"
     return (
         f"antiphon: ready: {', '.join(f'{one.name} ({one.precision})' for one in served)} on {address}, "
-        f"metrics on http://{_address(config.metrics_host, metrics_port)}/metrics{admin}; "
+        f"metrics on {scheme}://{address_of(config.metrics_host, metrics_port)}/metrics{admin}; "
         f"next: antiphon {first_command(served[0].description, target)}"
     )
 

@@ -21,12 +21,15 @@ from prometheus_client import CollectorRegistry
 from antiphon.model.config import preset
 from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.service.access import Access
 from antiphon.service.attention_maps import Explains
+from antiphon.service.call import Call
 from antiphon.service.config import ServerConfig
 from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.handlers import Calls
+from antiphon.service.listener import bind
 from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import Metrics
+from antiphon.service.metrics import FileMetrics, Metrics
 from antiphon.service.models import Models, Served
 from antiphon.service.options import default_options
 from antiphon.service.pacing import Pacing
@@ -70,7 +73,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """A running server and the parts behind it. `channel` does not retry."""
+    """A running server and the parts behind it. `channel` does not retry, or encrypt. ended: calls that are over."""
 
     target: str
     channel: grpc.aio.Channel
@@ -80,6 +83,7 @@ class Serving:
     tokenizer: Tokenizer
     registry: CollectorRegistry
     probes: Probes
+    ended: list[Call]
 
 
 @contextlib.asynccontextmanager
@@ -126,11 +130,14 @@ async def serving(
             metrics=metrics,
         )
     )
-    calls = Calls(models, Telemetry(families))
+    ended: list[Call] = []
+    telemetry = Telemetry(families, ended.append)
+    access = Access(config, FileMetrics(families))
+    calls = Calls(models, telemetry, config.max_concurrent_rpcs)
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
-    server = build_server(config, calls, health_servicer)
-    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server = build_server(config, calls, health_servicer, access.interceptors(telemetry))
+    target = f"127.0.0.1:{bind(server, '127.0.0.1', 0, access.credentials)}"
     engine.start()
     await server.start()
     await probes.announce(MODEL_NAME, HealthCheckResponse.SERVING)
@@ -146,6 +153,7 @@ async def serving(
                 tokenizer=tokenizer,
                 registry=registry,
                 probes=probes,
+                ended=ended,
             )
             assert engine.drain(timeout_s=60)
         assert engine.num_free_blocks == engine.num_blocks

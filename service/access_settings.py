@@ -1,0 +1,80 @@
+"""Settings of a server's ports: who may enter, over what, and how much of a connection one client may have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+File = Annotated[Path, Field(json_schema_extra={"format": "file"})]
+Seconds = Annotated[float, Field(ge=1, le=31_536_000)]
+# What HTTP/2 carries of a metadata key.
+MetadataKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]$")]
+
+
+class AccessSettings(BaseSettings):
+    """Settings of the ports, part of ServerConfig."""
+
+    tls_cert: File | None = Field(
+        default=None, description="PEM file of the certificate chain that the gRPC ports show; set: TLS."
+    )
+    tls_key: File | None = Field(default=None, description="PEM file of its private key.")
+    tls_client_ca: File | None = Field(
+        default=None, description="PEM file of authorities; set: clients must show a certificate of theirs."
+    )
+    metrics_tls: bool = Field(default=False, description="Whether /metrics is served over the same TLS, as https.")
+    auth_tokens_file: File | None = Field(
+        default=None, description="File of NAME:SHA256 lines; set: calls must carry one of these bearer tokens."
+    )
+    admin_tokens_file: File | None = Field(default=None, description="As auth_tokens_file, of the admin port.")
+    caller_metadata_key: MetadataKey | None = Field(
+        default=None, description="Metadata key by which a trusted proxy names the client, for its fair share."
+    )
+    max_message_bytes: int = Field(default=1_048_576, ge=1024, le=1_073_741_824, description="Largest request message.")
+    max_response_bytes: Annotated[int, Field(ge=1024, le=2_147_483_647)] | None = Field(
+        default=None, description="Largest response message; unset is no limit."
+    )
+    max_metadata_bytes: int = Field(
+        default=16_384, ge=1024, le=1_048_576, description="Most metadata of one call, as HTTP/2 counts it."
+    )
+    max_concurrent_rpcs: int = Field(
+        default=4096, ge=1, le=1_000_000, description="Most RPCs in flight on all connections; health is not counted."
+    )
+    max_concurrent_streams: int = Field(
+        default=1024, ge=1, le=100_000, description="Most RPCs in flight on one connection."
+    )
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None, description="Most connections to the gRPC port; unset is no limit."
+    )
+    max_connection_age_s: Seconds | None = Field(
+        default=None, description="Age at which a connection is asked to end, so that clients look for new replicas."
+    )
+    max_connection_age_grace_s: Seconds | None = Field(
+        default=None, description="Time that its running calls then have; unset is as long as they take."
+    )
+    max_connection_idle_s: Seconds | None = Field(
+        default=None, description="Time without a call after which a connection is closed; unset is never."
+    )
+    keepalive_time_s: float = Field(
+        default=60.0, ge=1, le=86_400, description="Silence after which the server pings a client."
+    )
+    keepalive_timeout_s: float = Field(
+        default=20.0, ge=0.1, le=3600, description="Time a client has to answer a ping before its connection closes."
+    )
+
+
+def contradiction(settings: AccessSettings, *, has_admin: bool) -> str | None:
+    """What is wrong with the settings together; None where nothing is."""
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        given, missing = ("tls_cert", "tls_key") if settings.tls_key is None else ("tls_key", "tls_cert")
+        return f"{given} is {getattr(settings, given)} and {missing} is unset; TLS needs both"
+    for name in ("tls_client_ca", "metrics_tls"):
+        if getattr(settings, name) and settings.tls_cert is None:
+            return f"{name} is {getattr(settings, name)} and tls_cert is unset; it needs tls_cert and tls_key"
+    if settings.max_connection_age_grace_s is not None and settings.max_connection_age_s is None:
+        return "max_connection_age_grace_s is set and max_connection_age_s is not; it needs an age"
+    if has_admin and settings.auth_tokens_file is not None and settings.admin_tokens_file is None:
+        return "auth_tokens_file and admin_port are set and admin_tokens_file is not; the admin port needs its own"
+    return None

@@ -1,0 +1,74 @@
+"""Certificates as files, made afresh: authorities, servers, clients, and pairs that are wrong in one way."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from antiphon.client import Connection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A certificate chain and its key, as PEM files."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """Issues pairs into a folder."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self._folder = folder
+        self._authority = trustme.CA()
+        self.file = folder / f"{name}.pem"
+        self._authority.cert_pem.write_to_path(str(self.file))
+        self._num_issued = 0
+
+    def server(self, **given: Any) -> Pair:
+        """Of this machine."""
+        return self._issue("127.0.0.1", "localhost", **given)
+
+    def expired_server(self) -> Pair:
+        """Of this machine, until yesterday."""
+        return self.server(not_after=datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1))
+
+    def client(self, *names: str, **given: Any) -> Pair:
+        """Of a client of these names."""
+        return self._issue(*names, **given)
+
+    def _issue(self, *names: str, **given: Any) -> Pair:
+        issued = self._authority.issue_cert(*names, **given)
+        self._num_issued += 1
+        pair = Pair(
+            cert=self._folder / f"{self.file.stem}-{self._num_issued}.pem",
+            key=self._folder / f"{self.file.stem}-{self._num_issued}.key",
+        )
+        pair.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        pair.key.write_bytes(issued.private_key_pem.bytes())
+        pair.key.chmod(0o600)
+        return pair
+
+
+def encrypt(key: Path) -> None:
+    """Put a key under a passphrase, in place."""
+    plain = serialization.load_pem_private_key(key.read_bytes(), password=None)
+    key.write_bytes(
+        plain.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+
+
+def trusting(authority: Authority, pair: Pair | None = None, **given: Any) -> Connection:
+    """A client's connection that trusts an authority, and shows a pair."""
+    cert, key = (None, None) if pair is None else (pair.cert, pair.key)
+    return Connection(tls_ca=authority.file, tls_cert=cert, tls_key=key, **given)
