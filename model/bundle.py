@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,11 +23,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.external_data import NotAGraph, external_files
 from antiphon.model.head_config import Task
 from antiphon.model.text_format import TextFormat
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+# Plain, and never hidden: no path leads out of the directory.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_MAX_MANIFEST_BYTES = 1 << 24
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Precision = Literal["float32", "int8", "int4"]
@@ -237,31 +242,34 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def load_bundle(path: Path) -> Bundle:
-    """Read and verify a bundle: manifest valid and of a known version, every file present and unchanged.
+    """Read and verify a bundle: manifest valid and of a known version, every file of use listed, present, unchanged.
 
-    Raises BundleError.
+    Nothing outside its directory is ever opened. Raises BundleError.
     """
     manifest = _read_manifest(path)
-    named = {*manifest.text.files} | {
+    graphs = {
         name
         for g in manifest.graphs
         for name in (g.encoder, g.decoder, g.explain, *g.heads.values())
         if name is not None
     }
+    named = {*manifest.text.files} | graphs
     if unlisted := sorted(named - manifest.files.keys()):
         raise BundleError(f"{path / MANIFEST_NAME}: files does not list {', '.join(unlisted)}")
     for name, expected in manifest.files.items():
         _check_file(path, name, expected)
+    for name in sorted(graphs):
+        _check_external_data(path, name, manifest)
     return Bundle(path=path, manifest=manifest)
 
 
 def _read_manifest(path: Path) -> Manifest:
     source = path / MANIFEST_NAME
     try:
-        raw = json.loads(source.read_bytes())
+        raw = json.loads(_read_at_most(source, _MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         raise BundleError(f"{path} is not a bundle: {MANIFEST_NAME} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{source} cannot be read: {error}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
@@ -276,12 +284,36 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{source}: {field}: {first['msg']}") from None
 
 
+def _read_at_most(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes} bytes")
+    return content
+
+
+def _check_external_data(path: Path, name: str, manifest: Manifest) -> None:
+    """Weights that `files` leaves out were never verified, and may lie anywhere."""
+    try:
+        unlisted = sorted(external_files(path / name) - manifest.files.keys())
+    except NotAGraph as error:
+        raise BundleError(str(error)) from None
+    if unlisted:
+        shown = ", ".join(map(repr, unlisted))
+        raise BundleError(f"{path / name} keeps weights in {shown}, which files of {MANIFEST_NAME} does not list")
+
+
 def _check_file(path: Path, name: str, expected: FileEntry) -> None:
     target = path / name
-    if Path(name).name != name:
+    if not _FILE_NAME.fullmatch(name):
         raise BundleError(f"{path / MANIFEST_NAME}: files names {name!r}; only plain file names are allowed")
     if not target.is_file():
         raise BundleError(f"{target} is missing")
+    if not target.resolve().is_relative_to(path.resolve()):
+        raise BundleError(f"{target} is a link out of the bundle")
+    size = target.stat().st_size
+    if size != expected.size:  # before a byte is read
+        raise BundleError(f"{target} is damaged: {size} bytes, the manifest says {expected.size}")
     found = file_entry(target)
     if found != expected:
         raise BundleError(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
+from typing import Protocol, get_args
 
 from prometheus_client import Counter, Gauge
 
@@ -76,6 +76,9 @@ class FileMetrics:
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
         self._expiry: Gauge | None = None
+        for family in (families.tls_reloads, families.token_reloads):
+            for result in get_args(Result):
+                family.labels(result)
 
     def count_tls(self, result: Result) -> None:
         """Count certificates that were read again."""

@@ -60,6 +60,19 @@ def test_serve_lock_agrees_with_test_lock() -> None:
     assert serve <= test
 
 
+def test_serve_lock_holds_everything_that_serving_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["serving"], *extras["server"]]
+    held = {canonical(line.split("==")[0]) for line in locked("serve.lock")}
+    assert {canonical(re.split(r"[^\w.-]", line)[0]) for line in wanted} - held == {"antiphon"}
+
+
+def canonical(name: str) -> str:
+    """As package indexes compare names (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def test_project_states_build_requirements_and_torch_once_each() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["dependency-groups"]["build"] == project["build-system"]["requires"]
