@@ -15,6 +15,7 @@ from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.explain import Explainer
 from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_of_longest
+from antiphon.service.machine import check_memory
 from antiphon.service.memory import LIMIT_MARGIN, MemoryBudget, ModelMemory, encode_budget, need_of
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
@@ -34,11 +35,12 @@ class StartupError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What the models of a server have in common."""
+    """What the models of a server have in common. machine_bytes: memory there is; None where that is not known."""
 
     families: MetricFamilies
     pacing: Pacing
     budget: MemoryBudget
+    machine_bytes: int | None = None
 
 
 def load(plan: ModelPlan, shared: Shared) -> Served:
@@ -52,6 +54,7 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
         need = need_of(bundle, bundle.graph_set(plan.precision, plan.lowering), plan)
         shared.budget.take(name, need)
         try:
+            check_memory(shared.budget.held, shared.machine_bytes)
             return _open(bundle, name, plan, shared, need.memory)
         except BaseException:
             shared.budget.give_back(name)

@@ -31,6 +31,7 @@ from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, en
 from antiphon.service.listener import address_of, bind, channel_options
 from antiphon.service.loading import Shared, StartupError, load
 from antiphon.service.logs import configure_logging
+from antiphon.service.machine import allow_files, memory_bytes
 from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import FileMetrics
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_port(config.host, config.port)
         if config.admin_port is not None:
             check_port(config.admin_host, config.admin_port)
+        allow_files(sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans))
         registry = CollectorRegistry()
         shared = _shared(config, registry)
         access = Access(config, FileMetrics(shared.families))
@@ -96,6 +98,7 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
         families=families,
         pacing=Pacing(config.max_stream_messages_per_s, patience_s=config.slow_reader_timeout_s),
         budget=MemoryBudget(config.memory_limit_bytes),
+        machine_bytes=memory_bytes(),
     )
 
 
