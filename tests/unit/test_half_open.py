@@ -13,7 +13,7 @@ from tests.serving import Gate, asking, serving
 
 
 class Wire:
-    """Carries bytes between a client and a server until it is cut; what is sent then is swallowed, and nothing closed."""
+    """Carries bytes between a client and a server until it is cut: they are swallowed then, and nothing is closed."""
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
@@ -26,11 +26,12 @@ class Wire:
         """Carry for as long as the context lasts; where clients connect to."""
         server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         try:
-            yield "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
+            server.close()
             for task in self._tasks:
                 task.cancel()
-            server.close()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
         self._may_carry.clear()
@@ -41,9 +42,10 @@ class Wire:
             self._tasks.add(asyncio.ensure_future(self._carry(source, target)))
 
     async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            await self._may_carry.wait()
-            target.write(data)
+        with contextlib.closing(target):
+            while data := await source.read(65536):
+                await self._may_carry.wait()
+                target.write(data)
 
 
 async def test_half_open_connection_gives_up_its_requests() -> None:
