@@ -12,6 +12,7 @@ from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.errors import InvalidArgument, Unsupported
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.request import Pooling, Request, Task, head_of
+from antiphon.service.reservations import first_blocks, may_run_short
 from antiphon.service.runner import Runner
 from antiphon.service.scheduler import EncodeBudget
 from antiphon.service.sequence import SequenceGroup
@@ -24,6 +25,7 @@ class AdmissionLimits:
     blocks in all.
 
     has_encoder, has_decoder, can_share_blocks, can_embed, heads: what the runner says of itself.
+    may_run_short: requests of one row take their blocks as they need them.
     """
 
     vocab_size: int
@@ -38,6 +40,7 @@ class AdmissionLimits:
     can_share_blocks: bool
     can_embed: bool
     heads: frozenset[HeadTask]
+    may_run_short: bool
 
 
 def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None) -> AdmissionLimits:
@@ -58,11 +61,12 @@ def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None)
         can_share_blocks=runner.can_share_blocks,
         can_embed=runner.can_embed,
         heads=frozenset(runner.heads),
+        may_run_short=may_run_short(runner, num_rows),
     )
 
 
 def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
-    """Build the waiting group of a request, with the blocks of its source and of its longest targets counted.
+    """Build the waiting group of a request, with the blocks of its source and of its targets counted.
 
     Raises InvalidArgument for a request that could not run even if nothing else did, Unsupported for one that the
     graphs cannot run.
@@ -71,15 +75,20 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
     _check_source(request, limits)
     _check_rows(request, limits)
     num_rows, num_slots, max_new_tokens = _needs(request, limits)
+    num_self_blocks = blocks_for(num_slots, limits.block_size)
+    grows = limits.may_run_short and request.task is Task.GENERATE and num_rows == 1
+    num_fed = 1 + len(request.prefix_ids)
     group = SequenceGroup(
         request=request,
         stream=stream,
         max_new_tokens=max_new_tokens,
         num_rows=num_rows,
-        num_self_blocks=blocks_for(num_slots, limits.block_size),
+        num_self_blocks=num_self_blocks,
         num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size) if limits.has_decoder else 0,
+        num_first_blocks=first_blocks(num_fed, num_self_blocks, limits.block_size) if grows else num_self_blocks,
+        grows=grows,
     )
-    if group.num_blocks > limits.num_blocks:
+    if group.max_blocks > limits.num_blocks:
         raise _too_large(group, limits)
     return group
 

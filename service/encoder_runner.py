@@ -33,6 +33,7 @@ class EncoderRunner:
     has_encoder = can_embed = True
     has_decoder = False
     can_share_blocks = True
+    can_resume = False
     block_size = CACHE_BLOCK_SIZE
     num_blocks = 0
     cache_bytes_per_token = 0

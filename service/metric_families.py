@@ -76,6 +76,9 @@ class MetricFamilies:
         self.num_requests_preempted = self._gauge(
             "num_requests_preempted", "Of the requests in the queue, those that ran before."
         )
+        self.preemptions = self._counter(
+            "preemptions", "Times that a running request gave its blocks to others, to go on later."
+        )
         self.expected_wait = self._gauge(
             "expected_wait_seconds", "How long it would take to serve all in the queue; not a number while unknown."
         )

@@ -200,6 +200,14 @@ class Metrics:
         """Note a request's first token."""
         self._time_to_first_token.observe(since_arrival_s, trace_id=trace_id)
 
+    def preempted(self) -> None:
+        """Count a running request that had to give up its place for a while."""
+        self._preemptions.inc()
+
+    def resumed(self, gap_s: float) -> None:
+        """Note the token of a request that goes on so many seconds after it was preempted."""
+        self._inter_token_latency.observe(gap_s)
+
     def decoded(self, num_rows: int, num_repeated: int, gap_s: float) -> None:
         """Note a decoder run; `num_repeated` of its rows had a token `gap_s` seconds before."""
         self._decode_batch_size.observe(num_rows)
@@ -286,6 +294,7 @@ class Metrics:
         self._stream_messages = families.stream_messages.labels(name)
         self._waiting = families.num_requests_waiting.labels(name)
         self._waiting_tokens = families.num_tokens_waiting.labels(name)
+        self._preemptions = families.preemptions.labels(name)
         self._preempted = families.num_requests_preempted.labels(name)
         self._expected_wait = families.expected_wait.labels(name)
         self._running = families.num_requests_running.labels(name)

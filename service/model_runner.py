@@ -41,6 +41,7 @@ class ModelRunner:
     has_encoder = True
     has_decoder = True
     can_share_blocks = False
+    can_resume = False
     can_embed = False
     heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 

@@ -39,6 +39,7 @@ class NativeRunner:
 
     has_decoder = True
     can_share_blocks = True
+    can_resume = True
     heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 
     def __init__(

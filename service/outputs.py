@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from antiphon.service.beam_search import Hypothesis
 from antiphon.service.request import FinishReason, Timing, TokenEvent, TokenLogprob
-from antiphon.service.sequence import Sequence, SequenceGroup, SequenceState
+from antiphon.service.sequence import Sequence, SequenceGroup
 
 
 def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:
@@ -25,8 +25,8 @@ def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[Token
 def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
     """The terminal events of every output that is not finished, of a group that waits, is encoded or samples."""
     reason = FinishReason.TIME_LIMIT
-    if group.state is SequenceState.RUNNING:
-        return [output_event(one, reason) for one in group.sequences if one.row is not None]
+    if begun := [one for one in group.sequences if one.row is not None or one.produced]:
+        return [output_event(one, reason) for one in begun]
     count = group.request.params.num_return_sequences
     return [TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason) for index in range(count)]
 

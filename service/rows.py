@@ -39,6 +39,8 @@ class RunningRows:
     """Arrays of max_rows entries, and the decoder's next batch as views of them.
 
     self_width, cross_width: blocks of the longest target and source.
+    history_width: target positions of which a row's tokens are kept, so that it can feed them again; 0 keeps none.
+    keeps_tokens: whether it is not 0. num_self_blocks: blocks that each row's own table names.
     token_ids, positions: the last token a row is to feed, and where it stands; what precedes it in a first step
     is the begin token and the prefix. end_positions: where its last token may be fed.
     is_beam: rows whose next token a beam search decides; num_beams: how many.
@@ -46,7 +48,7 @@ class RunningRows:
     judging: sequence and token of every choice of the last batch after the rows' own: targets that are judged.
     """
 
-    def __init__(self, max_rows: int, *, self_width: int, cross_width: int) -> None:
+    def __init__(self, max_rows: int, *, self_width: int, cross_width: int, history_width: int = 0) -> None:
         self.token_ids: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.positions: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.end_positions: NDArray[np.int32] = np.zeros(max_rows, np.int32)
@@ -55,10 +57,14 @@ class RunningRows:
         self.is_beam: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.self_tables: NDArray[np.int32] = np.zeros((max_rows, self_width), np.int32)
         self.cross_tables: NDArray[np.int32] = np.zeros((max_rows, cross_width), np.int32)
+        self.num_self_blocks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.keeps_tokens = history_width > 0
+        self._history: NDArray[np.int32] = np.zeros((max_rows, history_width), np.int32)
         self.choices = _no_choices(max_rows)
         own = (self.token_ids, self.positions, self.end_positions, self.source_lens, self.expiries_s, self.is_beam)
+        tables = (self.self_tables, self.cross_tables, self.num_self_blocks, self._history)
         chosen = (getattr(self.choices, name) for name in _OF_CHOICES)
-        self._arrays: tuple[NDArray[Any], ...] = (*own, self.self_tables, self.cross_tables, *chosen)
+        self._arrays: tuple[NDArray[Any], ...] = (*own, *tables, *chosen)
         self._one_each: NDArray[np.int32] = np.arange(max_rows + 1, dtype=np.int32)
         self._starts: dict[int, _Start] = {}  # of rows that have not decoded yet and feed more than the begin token
         self._next_expiry_s = math.inf  # never later than the earliest of a row
@@ -87,13 +93,24 @@ class RunningRows:
             return 0
         return int(self.positions[row]) - len(request.prefix_ids)
 
+    def produced(self, row: int) -> tuple[int, ...]:
+        """Tokens that a row has produced, oldest first, where they are kept; the last is the one it is to feed."""
+        sequence, end = self.sequences[row], int(self.positions[row]) + 1
+        return tuple(self._history[row, 1 + len(sequence.group.request.prefix_ids) : end].tolist())
+
+    def extend(self, sequence: Sequence) -> None:
+        """Note that a sequence's own block table has grown."""
+        row = _row(sequence)
+        self.num_self_blocks[row] = len(sequence.self_block_table)
+        self.self_tables[row, : len(sequence.self_block_table)] = sequence.self_block_table
+
     def append(self, sequences: Iterable[Sequence], bos_id: int) -> None:
         """Give sequences the rows after the last one, ready to decode from the begin token."""
         for sequence in sequences:
             row = len(self.sequences)
+            sequence.row = row
             self._fill(row, sequence, bos_id)
             self._next_expiry_s = min(self._next_expiry_s, float(self.expiries_s[row]))
-            sequence.row = row
             self.sequences.append(sequence)
             self.num_beams += int(self.is_beam[row])
             if sequence.edits is not None:
@@ -125,6 +142,8 @@ class RunningRows:
         else:
             self.token_ids[:num_rows] = token_ids
             self.positions[:num_rows] += token_ids >= 0
+        if self.keeps_tokens:
+            self._history[self._one_each[:num_rows], self.positions[:num_rows]] = self.token_ids[:num_rows]
         if self._starts:
             self._starts.clear()
             self.choices.given_ids[:num_rows] = -1
@@ -171,12 +190,14 @@ class RunningRows:
         self.positions[row] = len(start.fed) - 1
         if len(start.fed) > 1:
             self._starts[row] = start
-        self.end_positions[row] = len(start.fed) - 1 + group.max_new_tokens
+        self.end_positions[row] = len(start.fed) - 1 - len(sequence.produced) + group.max_new_tokens
         self.source_lens[row] = group.source_len
         self.expiries_s[row] = group.expires_s
         self.is_beam[row] = group.is_beam_search
-        self.self_tables[row, : len(sequence.self_block_table)] = sequence.self_block_table
+        self.extend(sequence)
         self.cross_tables[row, : len(group.cross_block_table)] = group.cross_block_table
+        if self.keeps_tokens:
+            self._history[row, : len(start.fed)] = start.fed
         self._settle(row, sequence)
         if self.choices.given_ids[row] >= 0:
             self._starts[row] = start
@@ -303,7 +324,7 @@ def _start(sequence: Sequence, bos_id: int) -> _Start:
         return _Start((*given_ids, *target_ids[:-1]), tuple(enumerate(target_ids[:-1], len(given_ids) - 1)))
     if sequence.group.is_beam_search and sequence.index > 0:
         return _Start(given_ids[:1])  # all beams go on from the first one: what these compute is never looked at
-    return _Start(given_ids)
+    return _Start((*given_ids, *sequence.produced))
 
 
 def _given(sequence: Sequence) -> int:
@@ -312,7 +333,7 @@ def _given(sequence: Sequence) -> int:
     if request.task is Task.SCORE:
         return request.target_ids[-1]
     forced = request.params.forced_first_id
-    return -1 if forced is None or sequence.group.is_beam_search else forced
+    return -1 if forced is None or sequence.produced or sequence.group.is_beam_search else forced
 
 
 def _no_choices(max_rows: int) -> Choices:

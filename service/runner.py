@@ -133,6 +133,10 @@ class Runner(Protocol):
         """Whether several rows may read the same blocks, and copy_blocks works: beams and samples need it."""
 
     @property
+    def can_resume(self) -> bool:
+        """Whether a source encoded again and a target fed again, in one step, go on with the same bits."""
+
+    @property
     def can_embed(self) -> bool:
         """Whether encode can keep the encoder's states."""
 

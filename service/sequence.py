@@ -36,6 +36,7 @@ class Sequence:
     sink: takes its tokens; a beam's are told by its search.
     logprob_sum: of its tokens, where log-probabilities are asked for.
     num_generated: target tokens produced; up to date once its row is vacated (until then the rows count).
+    produced: the tokens it had produced when it was preempted, which it feeds again; empty if it never was.
     """
 
     group: SequenceGroup
@@ -47,6 +48,7 @@ class Sequence:
     stop_matcher: StopMatcher | None = None
     logprob_sum: float = 0.0
     num_generated: int = 0
+    produced: tuple[int, ...] = ()
 
     @property
     def is_watched(self) -> bool:
@@ -66,11 +68,14 @@ class SequenceGroup:
 
     max_new_tokens: most target tokens of an output, the end token included; never above what the model has room for.
     num_rows: rows it needs at once: its beams or samples; 0 for what is only encoded.
-    num_self_blocks, num_cross_blocks: to be reserved for each row's prefix and longest target, and for the source.
+    num_self_blocks, num_cross_blocks: what each row's prefix and longest target take, and the source.
+    num_first_blocks: of num_self_blocks, what a row takes as it joins; all of them unless it grows.
+    grows: its row takes further blocks as it needs them, and may be preempted.
     sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
     blocks: every block it still holds.
     source_len: tokens to encode, end token included; 0 for a decoder alone.
     ticket: its place in the order in which groups were admitted; one that was preempted keeps it.
+    preempted_s: when it was preempted; None once it goes on.
     cost: tokens it is expected to take, source and target, by which those who wait take turns.
     num_generated: target tokens produced for its finished outputs.
     cancel_cause: why it was given up, if it was.
@@ -82,6 +87,8 @@ class SequenceGroup:
     num_rows: int
     num_self_blocks: int
     num_cross_blocks: int
+    num_first_blocks: int = 0
+    grows: bool = False
     state: SequenceState = SequenceState.WAITING
     sequences: tuple[Sequence, ...] = ()
     cross_block_table: tuple[int, ...] = ()
@@ -90,6 +97,7 @@ class SequenceGroup:
     ticket: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
+    preempted_s: float | None = None
     num_generated: int = 0
     cancel_cause: CancelCause | None = None
     source_len: int = field(init=False)
@@ -98,6 +106,7 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         self.source_len = len(self.request.source_ids)
         self.cost = _cost(self)
+        self.num_first_blocks = self.num_first_blocks or self.num_self_blocks
 
     @property
     def request_id(self) -> str:
@@ -112,13 +121,20 @@ class SequenceGroup:
     @property
     def num_blocks(self) -> int:
         """Blocks it must have before it may run."""
+        return self.num_rows * self.num_first_blocks + self.num_cross_blocks
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks it may come to hold."""
         return self.num_rows * self.num_self_blocks + self.num_cross_blocks
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Source, prefix and given target tokens to compute at its first step: a prefix, or prompt, for each sample."""
+        """Tokens to compute as it joins: source, each sample's prefix or prompt, given target, what it had produced."""
         num_prefixes = 1 if self.is_beam_search else self.num_rows
-        return self.source_len + num_prefixes * len(self.request.prefix_ids) + len(self.request.target_ids)
+        num_produced = sum(len(sequence.produced) for sequence in self.sequences)
+        given = num_prefixes * len(self.request.prefix_ids) + len(self.request.target_ids)
+        return self.source_len + given + num_produced
 
     @property
     def expires_s(self) -> float:
@@ -136,6 +152,19 @@ class SequenceGroup:
             first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
             total_s=now_s - arrival_s,
         )
+
+
+def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequence, ...]:
+    """The rows of a group that is admitted, before they have produced anything."""
+    request = group.request
+    sequences = tuple(
+        Sequence(group=group, index=index, sink=group.stream.output(index)) for index in range(group.num_rows)
+    )
+    if request.task is Task.GENERATE:
+        for sequence in sequences:
+            sequence.edits = LogitEdits.of(request.params, request.given_ids(bos_id), eos_id)
+            sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
+    return sequences
 
 
 def _cost(group: SequenceGroup) -> int:

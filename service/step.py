@@ -17,16 +17,16 @@ from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.commit import Ended, commit
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.service.kv_cache import BlockPool, blocks_for
-from antiphon.service.logit_edits import LogitEdits
-from antiphon.service.metrics import CacheUse, Metrics
+from antiphon.service.metrics import Metrics
 from antiphon.service.outputs import beam_events, last_of, output_event, time_limit_events
 from antiphon.service.readout import read_out
-from antiphon.service.request import FinishReason, Readout, Task, TokenEvent
+from antiphon.service.request import FinishReason, Readout, TokenEvent
 from antiphon.service.request_queue import RequestQueue
+from antiphon.service.reservations import Reservations, may_run_short
 from antiphon.service.rows import RunningRows
 from antiphon.service.runner import NOT_FINITE, Draw, Runner
 from antiphon.service.scheduler import SchedulerLimits, schedule
-from antiphon.service.sequence import Sequence, SequenceGroup, SequenceState
+from antiphon.service.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
 from antiphon.service.stream import Item, OutputStream, Publisher, TokenSink
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Stepper:
         self._clock = parts.clock
         self._cancellations = parts.cancellations
         self._rows = _empty_rows(parts)
+        self._reservations = Reservations(self._rows, parts.pool)
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
@@ -75,7 +76,7 @@ class Stepper:
         self._has_failed = self._has_decoded = False
         self._last_decode_s = 0.0
         self._num_running = 0
-        self._num_cross_blocks = 0
+        self._num_admitted = 0
         self._num_deferred = 0
         self._told_occupancy = (-1, -1, -1)
         self._report_occupancy()  # before the first request: an empty cache must not look like a full one
@@ -95,6 +96,7 @@ class Stepper:
         self._has_failed = self._has_decoded = False
         self._drop_cancelled()
         self._drop_expired()
+        self._reservations.grow(self._preempt)
         num_before = len(self._rows)
         self._admit()
         sinks, items = self._decode(num_before) if self._rows else ((), [])
@@ -157,7 +159,7 @@ class Stepper:
         batch = schedule(
             self._queue.peek(1 + self._limits.max_num_seqs - len(self._rows)),
             num_running=len(self._rows),
-            num_free_blocks=self._pool.num_free,
+            num_free_blocks=self._reservations.num_admissible_blocks,
             limits=self._limits,
             num_deferred=self._num_deferred,
         )
@@ -219,24 +221,26 @@ class Stepper:
     def _reserve(self, group: SequenceGroup, now_s: float) -> None:
         """Take a group out of the queue, and its blocks out of the pool."""
         self._queue.take(group.request_id, now_s)
-        group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
-        group.sequences = tuple(self._sequence(group, index) for index in range(group.num_rows))
-        group.blocks = {*group.cross_block_table}.union(*(one.self_block_table for one in group.sequences))
         group.state = SequenceState.ENCODING
-        group.admitted_s = now_s
         self._num_running += 1
-        self._num_cross_blocks += group.num_cross_blocks
-        self._metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
+        if group.admitted_s is None:
+            self._num_admitted += 1
+            group.ticket, group.admitted_s = self._num_admitted, now_s
+            group.sequences = sequences_of(group, self._runner.bos_id, self._runner.eos_id)
+            self._metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
+        self._reservations.take(group)
 
-    def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
-        request = group.request
-        blocks = self._pool.allocate(group.num_self_blocks)
-        sequence = Sequence(group=group, index=index, sink=group.stream.output(index), self_block_table=blocks)
-        if request.task is Task.GENERATE:
-            given_ids = request.given_ids(self._runner.bos_id)
-            sequence.edits = LogitEdits.of(request.params, given_ids, self._runner.eos_id)
-            sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
-        return sequence
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Let a running group of one row wait again, its blocks free; it will go on from the tokens it has."""
+        (sequence,) = group.sequences
+        assert sequence.row is not None
+        sequence.produced = self._rows.produced(sequence.row)
+        self._vacate(sequence)
+        self._reservations.yield_all(group)
+        group.state, group.preempted_s = SequenceState.WAITING, self._clock()
+        self._num_running -= 1
+        self._queue.put_back(group)
+        self._metrics.preempted()
 
     def _decode(self, num_before: int) -> Told:
         """Decode every row, the ones from `num_before` on for the first time; returns what is to be published."""
@@ -255,11 +259,13 @@ class Stepper:
 
     def _time_tokens(self, num_before: int) -> None:
         now_s = self._clock()
-        for sequence in self._rows.sequences[num_before:]:
-            if sequence.group.first_token_s is None:
-                sequence.group.first_token_s = now_s
-                request = sequence.group.request
-                self._metrics.first_token(now_s - request.arrival_s, request.trace_id)
+        for group in (sequence.group for sequence in self._rows.sequences[num_before:]):
+            if group.first_token_s is None:
+                group.first_token_s = now_s
+                self._metrics.first_token(now_s - group.request.arrival_s, group.request.trace_id)
+            elif group.preempted_s is not None:
+                self._metrics.resumed(now_s - group.preempted_s)
+                group.preempted_s = None
         self._metrics.decoded(len(self._rows), num_before, now_s - self._last_decode_s)
         self._last_decode_s = now_s
 
@@ -300,9 +306,7 @@ class Stepper:
         if group.num_finished == group.num_rows:
             self._close(group, ended.reason, [event])
         else:
-            freed = set(sequence.self_block_table) & group.blocks
-            self._pool.free(freed)
-            group.blocks -= freed
+            self._reservations.give_back_output(sequence)
             self._finals.append((group.stream, event))
 
     def _end_search(self, group: SequenceGroup, reason: FinishReason | None = None) -> None:
@@ -340,7 +344,9 @@ class Stepper:
         self._release(group)
         if stage is not SequenceState.WAITING:
             self._num_running -= 1
-            self._num_cross_blocks -= group.num_cross_blocks
+            self._reservations.give_back(group)
+        elif group.sequences:  # preempted
+            group.num_generated = group.sequences[0].num_generated
         del self._live[group.request_id]
         timing = group.timing(self._clock())
         self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
@@ -354,8 +360,6 @@ class Stepper:
             if sequence.row is not None:
                 self._vacate(sequence)
                 group.num_generated += 0 if group.is_beam_search else sequence.num_generated
-        self._pool.free(group.blocks)
-        group.blocks = set()
 
     def _vacate(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -372,17 +376,10 @@ class Stepper:
     @property
     def _occupancy(self) -> tuple[int, int, int]:
         """Requests that run, blocks that are free, and blocks of sources: what gauges are made of."""
-        return self._num_running, self._pool.num_free, self._num_cross_blocks
+        return self._num_running, self._pool.num_free, self._reservations.num_cross_blocks
 
     def _report_occupancy(self) -> None:
-        blocks = self._pool
-        use = CacheUse(
-            num_self=blocks.num_used - self._num_cross_blocks,
-            num_cross=self._num_cross_blocks,
-            num_free=blocks.num_free,
-            block_bytes=blocks.block_size * self._runner.cache_bytes_per_token,
-        )
-        self._metrics.occupied(self._num_running, use)
+        self._metrics.occupied(self._num_running, self._reservations.use(self._runner.cache_bytes_per_token))
         self._told_occupancy = self._occupancy
 
     def _publish(self, sinks: tuple[TokenSink, ...], items: list[Item]) -> None:
@@ -393,9 +390,10 @@ class Stepper:
 
 
 def _empty_rows(parts: StepParts) -> RunningRows:
-    runner, block_size = parts.runner, parts.pool.block_size
+    runner, block_size, max_rows = parts.runner, parts.pool.block_size, parts.limits.max_num_seqs
     return RunningRows(
-        parts.limits.max_num_seqs,
+        max_rows,
         self_width=blocks_for(runner.max_target_len, block_size) if runner.has_decoder else 1,
         cross_width=blocks_for(runner.max_source_len, block_size) if runner.has_encoder else 1,
+        history_width=1 + runner.max_target_len if may_run_short(runner, max_rows) else 0,
     )

@@ -69,6 +69,7 @@ class FakeRunner:
         block_size: int = 16,
         num_blocks: int | None = None,
         can_share_blocks: bool = True,
+        can_resume: bool = True,
         can_embed: bool = True,
         reads_history: bool = False,
         has_encoder: bool = True,
@@ -86,6 +87,7 @@ class FakeRunner:
         self.has_decoder = has_decoder
         self.heads: Mapping[HeadTask, HeadConfig] = heads or {}
         self.can_share_blocks = can_share_blocks
+        self.can_resume = can_resume
         self.can_embed = can_embed
         self.reads_history = reads_history
         self.begin_id = BOS_ID

@@ -9,10 +9,11 @@ set and number of threads; `make soak` draws many.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.export import export_bundle
 from antiphon.service.admission import admit, limits_of
 from antiphon.service.cancellation import CancelCause, Cancellations
+from antiphon.service.errors import InvalidArgument
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
@@ -79,13 +81,14 @@ class Crowd:
         self.pool = BlockPool(runner.num_blocks, runner.block_size)
         self.queue = RequestQueue(QueueLimits(max_requests=1000, max_source_tokens=100_000))
         self.limits = limits_of(runner, runner.max_rows)
+        self.registry = CollectorRegistry()
         self.stepper = Stepper(
             StepParts(
                 runner=cast(Runner, self.watcher),
                 queue=self.queue,
                 pool=self.pool,
                 limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=160),
-                metrics=Metrics(MetricFamilies(CollectorRegistry()), "fake"),
+                metrics=Metrics(MetricFamilies(self.registry), "fake"),
                 live=self.live,
                 clock=FakeClock(),
                 cancellations=self.cancellations,
@@ -102,6 +105,10 @@ class Crowd:
             self.cancellations.put(request_id, CancelCause.CLIENT)
         self.stepper.step()
         assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self.registry.get_sample_value("antiphon_preemptions_total", {"model_name": "fake"}) or 0)
 
     def finish(self) -> None:
         while self.stepper.has_work:
@@ -171,11 +178,29 @@ def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
     )
 
 
-def run_mix(runner: NativeRunner, dice: random.Random, loop: asyncio.AbstractEventLoop, count: int) -> Crowd:
+def long_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
+    """The same, but for most of what writes in one row: that begins early and ends at the last position there is."""
+    made = random_request(dice, name, runner)
+    while made.task is Task.GENERATE and made.params.num_rows > 1 and dice.random() < 0.9:
+        made = random_request(dice, name, runner)
+    if made.task is not Task.GENERATE or made.params.num_rows > 1:
+        return made
+    params = dataclasses.replace(made.params, max_new_tokens=None, ignore_eos=True, stop_ids=())
+    return dataclasses.replace(made, source_ids=made.source_ids[:16], params=params, prefix_ids=made.prefix_ids[:3])
+
+
+def run_mix(
+    runner: NativeRunner,
+    dice: random.Random,
+    loop: asyncio.AbstractEventLoop,
+    count: int,
+    draw: Callable[[random.Random, str, NativeRunner], Request] = random_request,
+) -> Crowd:
     crowd = Crowd(runner, loop)
     pace = dice.choice([0.1, 0.4, 1.5])  # steps for each arrival: the crowd is dense or thin
     for index in range(count):
-        crowd.add(random_request(dice, str(index), runner))
+        with contextlib.suppress(InvalidArgument):  # more beams than a small pool could ever hold
+            crowd.add(draw(dice, str(index), runner))
         while dice.random() < pace / (1 + pace):
             crowd.step(*dice.sample(list(crowd.live), int(dice.random() < 0.05 * len(crowd.live))))
     crowd.finish()
@@ -244,6 +269,33 @@ def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
     crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=2)
     alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1)
     check_against_alone(run_mix(crowded, random.Random(0), loop, NUM_REQUESTS // 4), alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+def test_preempted_requests_get_the_bits_they_get_uninterrupted(
+    bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
+) -> None:
+    longest = NativeRunner(bundle, max_rows=1, threads=1).num_blocks
+    crowded = NativeRunner(bundle, max_rows=24, threads=threads, precision=precision, num_blocks=4 * longest)
+    alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1, precision=precision)
+    num_preemptions = 0
+    for seed in range(ROUNDS):
+        crowd = run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 2, long_request)
+        check_against_alone(crowd, alone)
+        num_preemptions += crowd.num_preemptions
+    assert num_preemptions > 5 * ROUNDS
+
+
+def test_preempted_requests_get_the_bits_they_get_uninterrupted_with_every_kind_of_positions(
+    variant: Bundle, loop: asyncio.AbstractEventLoop
+) -> None:
+    longest = NativeRunner(variant, max_rows=1, threads=1).num_blocks
+    crowded = NativeRunner(variant, max_rows=24, threads=2, num_blocks=3 * longest)
+    alone = NativeRunner(variant, max_rows=MAX_WIDTH, threads=1)
+    crowd = run_mix(crowded, random.Random(0), loop, NUM_REQUESTS // 2, long_request)
+    check_against_alone(crowd, alone)
+    assert crowd.num_preemptions > 0
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])

@@ -156,7 +156,7 @@ def test_rows_advance_no_position_of_an_invalid_row(loop: asyncio.AbstractEventL
 
 def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.AbstractEventLoop) -> None:
     model = Model(loop)
-    model.add(SamplingParams(temperature=1e-60, top_p=1e-60, top_k=2**40), (), 3)
+    model.add(SamplingParams(temperature=1e-60, top_p=1e-40, top_k=2**40), (), 3)
     batch = model.rows.batch().choices
     assert 0 < batch.temperatures[0] < 1e-30
     assert 0 < batch.top_ps[0] < 1e-30

@@ -91,10 +91,10 @@ def test_step_fills_the_whole_target_when_nothing_ends_it(bench: Bench) -> None:
     assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.max_target_len)
 
 
-def test_step_reserves_for_the_longest_target_so_that_no_running_request_runs_out(
+def test_step_reserves_for_the_longest_target_where_none_could_go_on_later(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    bench = Bench(loop, num_blocks=10)
+    bench = Bench(loop, num_blocks=10, can_resume=False)
     params = SamplingParams(max_new_tokens=11)  # 3 blocks, and 1 for the source
     sequences = [bench.add(str(i), source_of(target_len=20, variant=i), params) for i in range(3)]
     bench.step()
