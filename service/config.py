@@ -50,6 +50,7 @@ SHIPPED_BUNDLE = Path(__file__).parent.parent / "model" / "bundles" / "en-de"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+ENDPOINT_PATTERN = r"^https?://[^/\s]+/?$"
 AccessLog = Literal["all", "errors", "none"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -142,6 +143,12 @@ class ServerConfig(AccessSettings):
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
     log_format: LogFormat = Field(default="text", description="How log lines are written; json is an object a line.")
     access_log: AccessLog = Field(default="all", description="RPCs to log when they are over, at level info.")
+    otlp_endpoint: Annotated[str, Field(pattern=ENDPOINT_PATTERN)] | None = Field(
+        default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset sends none."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of the calls without a trace that begin one."
+    )
 
     @property
     def plans(self) -> tuple[ModelPlan, ...]:

@@ -37,6 +37,7 @@ class MetricFamilies:
         self._all: list[Counter | Gauge | CountedHistogram | ArenaMetrics] = []
         self._requests()
         self._rpcs()
+        self._spans()
         self._latencies()
         self._steps()
         self._cache()
@@ -118,6 +119,17 @@ class MetricFamilies:
         )
         self.token_reloads = Counter(
             f"{PREFIX}token_reloads", "Changed token files read again, by result.", ("result",), registry=self._registry
+        )
+
+    def _spans(self) -> None:
+        self.spans_exported = Counter(
+            f"{PREFIX}spans_exported", "Spans that the collector took.", registry=self._registry
+        )
+        self.spans_dropped = Counter(
+            f"{PREFIX}spans_dropped",
+            "What the collector was not told, by why: calls that found the queue full, spans that it did not take.",
+            ("reason",),
+            registry=self._registry,
         )
 
     def _latencies(self) -> None:

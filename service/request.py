@@ -248,6 +248,7 @@ class Timing:
     queued_s: float | None
     first_token_s: float | None
     total_s: float
+    encoded_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class SequenceGroup:
     num_finished: int = 0
     ticket: int = 0
     admitted_s: float | None = None
+    encoded_s: float | None = None
     first_token_s: float | None = None
     preempted_s: float | None = None
     num_generated: int = 0
@@ -149,6 +150,7 @@ class SequenceGroup:
         arrival_s = self.request.arrival_s
         return Timing(
             queued_s=None if self.admitted_s is None else self.admitted_s - arrival_s,
+            encoded_s=None if self.encoded_s is None else self.encoded_s - arrival_s,
             first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
             total_s=now_s - arrival_s,
         )

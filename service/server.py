@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.access import Access
-from antiphon.service.access_log import access_logs
 from antiphon.service.admin import AdminServicer, build_admin_server
 from antiphon.service.background import in_background, is_anything_left, running_beside
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
@@ -36,6 +35,7 @@ from antiphon.service.memory import MemoryBudget
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import FileMetrics
 from antiphon.service.models import Models, Served
+from antiphon.service.observation import check_tracing, observing
 from antiphon.service.oip import servicer as oip
 from antiphon.service.oip.servicer import OpenInferenceServicer
 from antiphon.service.pacing import Pacing
@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout.write(to_toml(config))
             return 0
         configure_logging(config.log_level, config.log_format)
+        check_tracing(config)
         check_port(config.host, config.port)
         if config.admin_port is not None:
             check_port(config.admin_host, config.admin_port)
@@ -113,13 +114,19 @@ def _metrics_port(config: ServerConfig, access: Access, registry: CollectorRegis
 
 
 async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics_port: int) -> int:
+    async with observing(config, shared.families) as telemetry:
+        return await _serve_calls(config, access, shared, telemetry, metrics_port)
+
+
+async def _serve_calls(
+    config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry, metrics_port: int
+) -> int:
     stop = Stop()
     stop.on_signals()
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     await probes.start()
     control = Control(Models(), shared, probes.announce)
-    telemetry = Telemetry(shared.families, *access_logs(config.access_log))
     calls = Calls(control.models, telemetry, config.max_concurrent_rpcs)
     server = build_server(config, calls, health_servicer, access.interceptors(telemetry))
     port = bind(server, config.host, config.port, access.credentials)

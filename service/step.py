@@ -121,15 +121,17 @@ class Stepper:
         now_s = self._clock()
         self._expire((*self._queue.expired(now_s), *self._rows.expired(now_s)), now_s)
 
-    def _drop_encoded(self, groups: Iterable[SequenceGroup]) -> None:
+    def _drop_encoded(self, groups: tuple[SequenceGroup, ...]) -> None:
         """End those whose client or time went while they were encoded, before anything is decoded for them."""
+        now_s = self._clock()
+        for one in groups:
+            one.encoded_s = one.encoded_s or now_s  # the first time, where it was preempted
         for request_id, cause in self._cancellations.take():
             group = self._live.get(request_id)
             if group is not None and group.state is SequenceState.ENCODING:
                 self._cancel(group, cause)
             else:  # this step counts on the rows that there are
                 self._cancellations.put(request_id, cause)
-        now_s = self._clock()
         self._expire((group for group in groups if group.expires_s <= now_s), now_s)
 
     def _expire(self, groups: Iterable[SequenceGroup], now_s: float) -> None:
