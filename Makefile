@@ -24,7 +24,8 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve test faces soak sanitize lint stubs wheel lock clean
+.PHONY: help setup serve test faces soak sanitize reliability crowd endurance overload faults fuzz lint stubs wheel lock \
+	clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +47,25 @@ soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. RO
 sanitize: $(VENV)/.test-tools ## Call the native operators at random under sanitizers. ROUNDS=1000 calls each as often.
 	@CXX="$(CXX)" ANTIPHON_SANITIZE_ROUNDS=$(or $(ROUNDS),300) \
 		$(BIN)/python -m pytest tests/parity/test_native_sanitized.py $(ARGS)
+
+reliability: crowd faults fuzz overload endurance ## All of docs/reliability.md at full size: about two hours.
+
+crowd: $(VENV)/.test-tools ## 1,000 streams at once, and 10,000 calls of which a third is given up.
+	@$(LONG)STREAMS=1000 $(LONG)CALLS=10000 $(LONG)AT_ONCE=512 \
+		$(BIN)/python -m pytest tests/reliability/test_crowd.py $(ARGS)
+
+faults: $(VENV)/.test-tools ## Lost clients, lossy networks, lost replicas, full disks, damaged files, at length. Best as root.
+	@$(LONG)FAULT_CALLS=400 $(LONG)KILLED_CLIENTS=20 $(BIN)/python -m pytest tests/reliability/test_faults_*.py $(ARGS)
+
+fuzz: $(VENV)/.test-tools ## Random messages, texts and files. MINUTES=5 for each target that is guided by coverage.
+	@$(LONG)FUZZ_EXAMPLES=3000 $(LONG)FUZZ_BUNDLE_EXAMPLES=1000 $(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
+		$(BIN)/python -m pytest tests/reliability/test_fuzz_*.py $(ARGS)
+
+overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer twice as much. MINUTES=10
+	@$(BIN)/python -m tests.reliability.overload --minutes $(or $(MINUTES),10) $(ARGS)
+
+endurance: $(VENV)/.test-tools ## Mixed traffic, memory watched. MINUTES=60
+	@$(BIN)/python -m tests.reliability.endurance --minutes $(or $(MINUTES),60) $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, mypy and the C++ compiler's warnings only.
 	@echo "==> ruff, mypy, $(firstword $(CXX)) -Werror"
@@ -79,6 +99,8 @@ UV_EXTRAS = --group build --extra server --no-emit-package torch
 # What the published clients require and, asked over gRPC, do not import: half of what they would have to install.
 UNUSED_BY_FACES = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
 	multidict pillow propcache pyasn1 pycparser pyjwt python-dotenv uvloop websockets yarl
+
+LONG := ANTIPHON_RELIABILITY_
 
 # Stamps lie inside .venv, so that they go when it goes. A stamp is newer than all it was made from.
 $(VENV)/.created:

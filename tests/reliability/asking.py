@@ -20,6 +20,9 @@ SENTENCES = [
 ]  # fmt: skip
 # At so many lengths and ways to decode, requests meet in every order; more would only cost time for references.
 NUM_KINDS = 56
+# From this number on requests are greedy and long, so that very many are under way at once; few kinds of them.
+LONG = 1000
+NUM_LONG_KINDS = 12
 
 Texts = tuple[str, ...]
 
@@ -34,6 +37,8 @@ class Ask:
 
 def ask(number: int) -> Ask:
     """Greedy requests mostly; samples, beams, penalties and stop strings among them. Every length from 2 to 57."""
+    if number >= LONG:
+        return _long(number % NUM_LONG_KINDS)
     kind = number % NUM_KINDS
     text = " ".join(SENTENCES[kind % len(SENTENCES) :][: 1 + kind % 3])
     longest = 2 + kind
@@ -48,6 +53,10 @@ def ask(number: int) -> Ask:
     else:
         options = Options(max_new_tokens=longest)
     return Ask(text=text, options=options)
+
+
+def _long(kind: int) -> Ask:
+    return Ask(text=SENTENCES[kind], options=Options(max_new_tokens=230 + kind, ignore_eos=True))
 
 
 async def references(client: AsyncClient, numbers: Iterable[int] = range(NUM_KINDS)) -> dict[int, Texts]:
