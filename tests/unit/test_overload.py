@@ -1,0 +1,206 @@
+"""What a client sees of every bound of the queue: a refusal without response headers, and when to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from antiphon.service.engine import EngineConfig
+from antiphon.service.request import Priority
+from antiphon.service.request_queue import MAX_RETRY_S, MIN_RETRY_S
+from antiphon.service.scheduler import EncodeBudget
+from antiphon.service.stream import OutputStream
+from antiphon.v1 import inference_pb2 as pb
+from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.serving import Details, Serving, asking, asking_whole, details_of, refusal, serving, stub_of
+
+STEP_S = 0.1
+THIS_HOST = "ipv4:127.0.0.1"
+LENGTH = 5  # source tokens of everything that waits
+
+
+class Overload:
+    """A server of one row whose steps take STEP_S each, held before one of them while requests wait."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self.reached = threading.Event()
+        self._tickets = itertools.count()
+        self.served: Serving
+
+    def prepare(self, runner: FakeRunner) -> None:
+        runner.before_decode = self._pass
+
+    async def hold(self) -> None:
+        """Let a request run, and hold it."""
+        self._is_open.clear()
+        self.reached.clear()
+        self.wait(1)
+        assert await asyncio.to_thread(self.reached.wait, 60)
+
+    def release(self) -> None:
+        self._is_open.set()
+
+    def wait(
+        self, count: int, *, client: str = "other", priority: Priority = Priority.INTERACTIVE
+    ) -> list[OutputStream]:
+        """Let so many requests more of a client wait, each of three steps."""
+        streams = []
+        for _ in range(count):
+            name = f"waiting {next(self._tickets)}"
+            made = request_of(name, source_of(target_len=2, length=LENGTH), arrival_s=self.clock())
+            stream = OutputStream(name)
+            self.served.engine.submit(dataclasses.replace(made, client=client, priority=priority), stream)
+            streams.append(stream)
+        return streams
+
+    async def measure(self) -> None:
+        """Let the server find out how fast it is: a request in three steps."""
+        streams = self.wait(20)
+        await asyncio.gather(*(stream.collect() for stream in streams))
+
+    def _pass(self, num_rows: int) -> None:
+        self.clock.advance(STEP_S)
+        self.reached.set()
+        if not self._is_open.wait(timeout=60):
+            raise AssertionError("nobody opened")
+
+
+@contextlib.asynccontextmanager
+async def overload(config: EngineConfig) -> AsyncIterator[Overload]:
+    held = Overload()
+    config = dataclasses.replace(config, max_num_seqs=1)
+    async with serving(config, prepare=held.prepare, clock=held.clock) as served:
+        held.served = served
+        try:
+            yield held
+        finally:
+            held.release()
+
+
+async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
+    """The refusal of a stream and of a unary call, which say the same."""
+    for call in (
+        stub_of(served).Generate(asking(source_of(target_len=2, length=LENGTH))),
+        stub_of(served).GenerateUnary(asking_whole(source_of(target_len=2, length=LENGTH))),
+    ):
+        error = await refusal(call)
+        details = details_of(error)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details.reason == "QUEUE_FULL"
+        assert details.retry_after_s is not None
+        assert MIN_RETRY_S <= details.retry_after_s <= MAX_RETRY_S
+        assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) == round(details.retry_after_s * 1000)
+    return error, details
+
+
+async def test_a_queue_full_of_requests_pushes_back() -> None:
+    async with overload(EngineConfig(max_queued_requests=3)) as held:
+        await held.hold()
+        held.wait(3)
+        error, _ = await pushed_back(held.served)
+        assert "3 requests wait" in (error.details() or "")
+
+
+async def test_a_queue_full_of_tokens_pushes_back() -> None:
+    async with overload(EngineConfig(max_queued_tokens=2 * LENGTH)) as held:
+        await held.hold()
+        held.wait(1, client="one")
+        held.wait(1, client="two")
+        error, _ = await pushed_back(held.served)
+        assert f"{2 * LENGTH} source tokens wait" in (error.details() or "")
+
+
+async def test_a_client_that_would_fill_the_queue_is_pushed_back_and_others_are_not() -> None:
+    async with overload(EngineConfig(max_queued_requests=8)) as held:
+        await held.hold()
+        held.wait(4, client=THIS_HOST)
+        held.wait(2)
+        error, _ = await pushed_back(held.served)
+        assert "this client" in (error.details() or "")
+        held.wait(2)
+
+
+async def test_a_wait_above_the_bound_pushes_back_for_as_long_as_it_would_take() -> None:
+    async with overload(EngineConfig(max_queue_time_s=1.0)) as held:
+        await held.measure()
+        await held.hold()
+        streams = held.wait(4, client=THIS_HOST)  # three steps each
+        error, details = await pushed_back(held.served)
+        assert "longer than the 1 s allowed" in (error.details() or "")
+        assert details.retry_after_s == pytest.approx(4 * 3 * STEP_S, rel=0.25)
+        held.release()
+        assert all([(await stream.collect())[-1].error is None for stream in streams])
+        assert (await stub_of(held.served).GenerateUnary(asking_whole())).outputs
+
+
+async def test_a_deadline_before_its_turn_is_refused_at_once() -> None:
+    async with overload(EngineConfig()) as held:
+        await held.measure()
+        await held.hold()
+        held.wait(200, client=THIS_HOST)  # a minute of the engine's clock
+        call = stub_of(held.served).GenerateUnary(asking_whole(), timeout=20.0)
+        error = await refusal(call)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert details_of(error).reason == "DEADLINE_EXCEEDED"
+        labels = {"model_name": "fake", "stage": "submit"}
+        assert held.served.registry.get_sample_value("antiphon_deadline_misses_total", labels) == 1
+        patient = stub_of(held.served).GenerateUnary(asking_whole(), timeout=300.0)
+        held.release()
+        assert (await patient).outputs
+
+
+async def test_a_batch_request_waits_behind_what_an_interactive_one_overtakes() -> None:
+    """The expected wait of an interactive request counts little of the batch that waits, that of a batch all of it."""
+    async with overload(EngineConfig(max_queue_time_s=5.0)) as held:
+        await held.measure()
+        await held.hold()
+        held.wait(16, client=THIS_HOST, priority=Priority.BATCH)  # 4.8 seconds
+        held.wait(4)
+        request = asking_whole()
+        request.priority = pb.PRIORITY_BATCH
+        assert details_of(await refusal(stub_of(held.served).GenerateUnary(request))).reason == "QUEUE_FULL"
+        request.priority = pb.PRIORITY_INTERACTIVE
+        taken = stub_of(held.served).GenerateUnary(request)
+        held.release()
+        assert (await taken).outputs
+
+
+async def test_what_could_never_run_is_no_overload() -> None:
+    """A source that the workspace cannot hold, and a target that the pool cannot: the fields are named at once."""
+    budget = EncodeBudget(max_bytes=100, predict=lambda num_tokens, longest: 10 * num_tokens)
+    async with serving(EngineConfig(encode_budget=budget)) as served:
+        error = await refusal(stub_of(served).GenerateUnary(asking_whole((9,) * 10)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details_of(error).field == "token_ids"
+        assert "1 to 10 tokens long" in (error.details() or "")
+        assert (await stub_of(served).GenerateUnary(asking_whole((9,) * 9))).outputs
+
+
+async def test_preemption_is_not_seen_by_clients() -> None:
+    """Many streams over a pool of few blocks: the same answers as alone, in order, each once."""
+
+    def tight(runner: FakeRunner) -> None:
+        runner.num_blocks = 10
+
+    asked = [source_of(target_len=20 + index % 9, variant=index) for index in range(12)]
+    async with serving(prepare=tight) as served:
+
+        async def tokens(source: tuple[int, ...]) -> list[int]:
+            return [one async for part in stub_of(served).Generate(asking(source)) for one in part.token_ids]
+
+        found = await asyncio.gather(*map(tokens, asked))
+        assert found == [served.runner.answer(source)[0] for source in asked]
+        preemptions = served.registry.get_sample_value("antiphon_preemptions_total", {"model_name": "fake"})
+        assert preemptions is not None
+        assert preemptions > 0
