@@ -1,0 +1,168 @@
+"""What clients and probes see of a real process while it starts and while it leaves.
+
+A start is held by a bundle whose manifest is a pipe: it is read once the test writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from antiphon.admin_client import AdminClient
+from antiphon.client import AsyncClient, Options, ServerError
+from antiphon.model.bundle import MANIFEST_NAME
+from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.integration.conftest import SENTENCES
+from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment
+from tests.serving import details_of
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+ENDLESS = Options(max_new_tokens=2048)
+NO_RETRIES = [("grpc.enable_retries", 0)]
+
+
+@pytest.fixture
+def held(bundle: Path, tmp_path: Path) -> Path:
+    """A bundle that cannot be read before somebody writes its manifest."""
+    copy = tmp_path / "held"
+    shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns(MANIFEST_NAME))
+    os.mkfifo(copy / MANIFEST_NAME)
+    return copy
+
+
+@contextlib.contextmanager
+def starting(bundle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that starts, and where it will listen."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*ANTIPHON, "serve", str(bundle), "--port", str(port), "--metrics-port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        yield process, f"127.0.0.1:{port}"
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def channel_to(target: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel that is connected, and retries nothing."""
+    async with grpc.aio.insecure_channel(target, options=NO_RETRIES) as channel:
+        async with asyncio.timeout(PATIENCE_S):
+            await channel.channel_ready()
+        yield channel
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+
+
+async def refusal_of(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
+    stub: Any = InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
+    assert not caught.value.initial_metadata()  # to be tried elsewhere
+    return caught.value
+
+
+async def test_port_answers_while_the_model_is_loaded(held: Path, bundle: Path) -> None:
+    with starting(held) as (process, target):
+        async with channel_to(target) as channel:
+            services = ("", "antiphon.v1.InferenceService")
+            assert [await health_of(channel, service) for service in services] == [NOT_SERVING] * 2
+            assert await health_of(channel, "liveness") == SERVING
+            error = await refusal_of(channel)
+            assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNAVAILABLE, "LOADING")
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == NOT_SERVING
+            await asyncio.to_thread((held / MANIFEST_NAME).write_bytes, (bundle / MANIFEST_NAME).read_bytes())
+            assert (await watch.read()).status == SERVING
+            answer = await InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
+            assert answer.outputs
+        assert process.stdout is not None
+        assert "ready" in await asyncio.to_thread(process.stdout.readline)
+
+
+async def test_sigterm_leaves_at_once_while_the_model_is_loaded(held: Path) -> None:
+    with starting(held) as (process, target):
+        async with channel_to(target):
+            process.send_signal(signal.SIGTERM)
+            _, errors = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
+    assert (process.returncode, "Traceback" in errors) == (0, False)
+
+
+async def test_sigterm_gives_up_a_load_under_way_and_tells_who_asked(held: Path, bundle: Path) -> None:
+    with ServerProcess(bundle, ["--admin-port", "0"]) as server:
+        assert server.admin_target is not None
+        with AdminClient(server.admin_target) as admin:
+            loading = asyncio.ensure_future(asyncio.to_thread(admin.load_model, "second", str(held)))
+            pipe = await asyncio.to_thread((held / MANIFEST_NAME).open, "wb")  # opens once it is being read
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(ServerError) as caught:
+                await loading
+        code, errors = await asyncio.to_thread(server.finish)
+        pipe.close()
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert (code, "Traceback" in errors) == (0, False)
+
+
+async def test_drain_delay_serves_on_after_the_probes_have_turned(bundle: Path) -> None:
+    with ServerProcess(bundle, ["--drain-delay-s", "1"]) as server:
+        async with channel_to(server.target) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == SERVING
+            server.process.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            assert await health_of(channel, "liveness") == SERVING
+            late = InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
+            assert (await late).outputs
+        assert (await asyncio.to_thread(server.finish))[0] == 0
+
+
+async def test_sigterm_finishes_those_that_wait_as_well(bundle: Path) -> None:
+    """No request that was admitted is lost: two rows, and many more requests than rows."""
+    options = Options(max_new_tokens=300)
+    with ServerProcess(bundle, ["--max-num-seqs", "2"]) as server:
+        async with AsyncClient(server.target) as client:
+            calls = [asyncio.ensure_future(client.generate_text(text, options)) for text in SENTENCES[:12]]
+            await asyncio.to_thread(
+                server.wait_for_metrics,
+                lambda now: now["antiphon_num_requests_waiting"] + now["antiphon_num_requests_running"] == len(calls),
+            )
+            server.process.send_signal(signal.SIGTERM)
+            answers = await asyncio.gather(*calls)
+        code, _ = await asyncio.to_thread(server.finish)
+    assert [len(answer.token_ids) > 0 for answer in answers] == [True] * len(calls)
+    assert code == 0
+
+
+async def test_second_signal_leaves_at_once_in_the_drain_delay(bundle: Path) -> None:
+    with ServerProcess(bundle, ["--drain-delay-s", "3600"]) as server:
+        async with channel_to(server.target) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == SERVING
+            server.process.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            server.process.send_signal(signal.SIGINT)
+            code, _ = await asyncio.to_thread(server.finish)
+    assert code == 128 + signal.SIGINT
