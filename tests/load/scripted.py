@@ -25,10 +25,19 @@ async def at_once(request: Asked) -> list[pb.GenerateResponse]:
 
 
 class Scripted:
-    """answer: what comes of a request, once it is due. asked: every request, with its peer and its deadline."""
+    """answer: what comes of a request, once it is due. asked: every request, with its peer and its deadline.
 
-    def __init__(self, answer: Callable[[Asked], Awaitable[list[pb.GenerateResponse]]] = at_once) -> None:
+    refusal: the status of every answer instead.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Asked], Awaitable[list[pb.GenerateResponse]]] = at_once,
+        *,
+        refusal: grpc.StatusCode | None = None,
+    ) -> None:
         self._answer = answer
+        self._refusal = refusal
         self.asked: list[tuple[Asked, str, float | None]] = []
         self.first_asked = asyncio.Event()
         self.model = pb.Model(name="scripted")
@@ -63,6 +72,8 @@ class Scripted:
     async def _take(self, request: Asked, context: Context) -> list[pb.GenerateResponse]:
         self.asked.append((request, context.peer(), context.time_remaining()))
         self.first_asked.set()
+        if self._refusal is not None:
+            await context.abort(self._refusal, "not now")
         return await self._answer(request)
 
 

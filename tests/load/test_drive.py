@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from antiphon.load.caller import Caller
@@ -180,7 +181,7 @@ class CountingCaller(Caller):
         return reply
 
 
-async def test_refusals_are_counted_by_status_and_reason_and_never_retried() -> None:
+async def test_refusals_are_counted_by_status_reason_and_pushback() -> None:
     gates: list[Gate] = []
     config = EngineConfig(max_num_seqs=1, max_queued_requests=2)
     async with serving(config, prepare=lambda runner: gates.append(Gate(runner))) as server:
@@ -196,6 +197,15 @@ async def test_refusals_are_counted_by_status_and_reason_and_never_retried() -> 
         assert result.error_reasons == {"RESOURCE_EXHAUSTED/QUEUE_FULL": num_refused}
         assert result.num_pushbacks == num_refused
         assert sum(map(len, server.runner.encoded)) == result.num_ok
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_refused_call_is_not_made_again(is_streaming: bool) -> None:
+    scripted = Scripted(refusal=grpc.StatusCode.UNAVAILABLE)
+    async with served(scripted) as target:
+        result = await drive(plan_of(target, is_streaming=is_streaming))
+    assert result.errors == {"UNAVAILABLE": len(scripted.asked)}
+    assert len(scripted.asked) == result.num_sent == result.num_scheduled
 
 
 async def test_calls_end_at_their_deadline() -> None:

@@ -30,7 +30,7 @@ def draw_curve(results: Sequence[Result], highest: float | None = None) -> bytes
     for axes in (first, whole, throughput):
         if highest:
             axes.axvline(highest, color="green", linestyle=":", label=f"highest rate within: {highest:,.1f}/s")
-        axes.set(xlabel="requests/s", xlim=(0, None), ylim=(0, None))
+        axes.set(xlabel="requests/s", xlim=(0, None))
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
     plan = held[0].plan
@@ -53,7 +53,7 @@ def _draw_latency(axes: Axes, results: Sequence[Result], name: str, label: str, 
         axes.axhline(
             1e3 * bound_s, color="black", linestyle="--", linewidth=1, label=f"objective, {1e3 * bound_s:g} ms"
         )
-    axes.set(ylabel=label)
+    axes.set(ylabel=label, yscale="log")  # beyond saturation they grow a hundredfold
 
 
 def _draw_throughput(axes: Axes, results: Sequence[Result]) -> None:
@@ -62,4 +62,4 @@ def _draw_throughput(axes: Axes, results: Sequence[Result]) -> None:
     axes.plot(rates, [result.ok_per_s for result in results], "o-", label="answered")
     if results[0].plan.objective.is_given:
         axes.plot(rates, [result.goodput_per_s or 0.0 for result in results], "s--", label="within the objective")
-    axes.set(ylabel="answers/s")
+    axes.set(ylabel="answers/s", ylim=(0, None))
