@@ -124,11 +124,12 @@ def test_equal_asks_that_are_answered_differently_are_found_in_and_across_proces
         ours.compare(0, text)
     assert (ours.num_compared, ours.num_mismatches) == (2, 1)
     theirs.compare(0, "Wie geht es Ihnen?")
+    theirs.compare(0, "Wie geht es dir?")
     theirs.compare(1, "Halt!")
     ours.merge(theirs)
-    assert (ours.num_compared, ours.num_mismatches) == (3, 2)
+    assert (ours.num_compared, ours.num_mismatches) == (4, 3)
     text = as_text(Result(plan=Plan(asks=ASKS, rate=1, check=True), record=ours))
-    assert "2 of 3 answers differ" in text
+    assert "3 of 4 answers differ" in text
     assert "'Wie geht es Ihnen?'" in text
 
 

@@ -34,6 +34,6 @@ def spread_ms(seconds: Sequence[float]) -> Spread | None:
 
 
 def _nearest_rank(ordered: Sequence[float], percent: float) -> float:
-    # 99.9 is no binary fraction: without rounding, 1,000 values times 99.9 % would end above 999.
+    # 99.9 is no binary fraction: without rounding, 99.9 % of 41,000 values would be more than 40,959 of them.
     rank = math.ceil(round(len(ordered) * percent / 100, 9))
     return ordered[max(rank, 1) - 1]
