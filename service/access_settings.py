@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from pydantic_settings import BaseSettings
 
-File = Annotated[Path, Field(json_schema_extra={"format": "file"})]
+File = Annotated[Path, WithJsonSchema({"type": "string", "format": "file"})]
 Seconds = Annotated[float, Field(ge=1, le=31_536_000)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 # What HTTP/2 carries of a metadata key.
 MetadataKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]$")]
 
@@ -17,12 +18,17 @@ MetadataKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]$
 class AccessSettings(BaseSettings):
     """Settings of the ports, part of ServerConfig."""
 
-    tls_cert: File | None = Field(
-        default=None, description="PEM file of the certificate chain that the gRPC ports show; set: TLS."
+    probe_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the probe port listens on.")
+    probe_port: Port | None = Field(
+        default=None,
+        description="Port of health alone, in the open: Kubernetes probes without TLS; 0 takes any free one.",
     )
-    tls_key: File | None = Field(default=None, description="PEM file of its private key.")
+    tls_cert: File | None = Field(
+        default=None, description="File (PEM) of the certificate chain that the gRPC ports show; set: TLS."
+    )
+    tls_key: File | None = Field(default=None, description="File (PEM) of its private key.")
     tls_client_ca: File | None = Field(
-        default=None, description="PEM file of authorities; set: clients must show a certificate of theirs."
+        default=None, description="File (PEM) of authorities; set: clients must show a certificate of theirs."
     )
     metrics_tls: bool = Field(default=False, description="Whether /metrics is served over the same TLS, as https.")
     auth_tokens_file: File | None = Field(

@@ -24,7 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from antiphon.service.access_settings import AccessSettings, contradiction
+from antiphon.service.access_settings import AccessSettings, Port, contradiction
 from antiphon.service.model_settings import (
     BatchedTokens,
     CacheBlocks,
@@ -52,7 +52,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 ENDPOINT_PATTERN = r"^https?://[^/\s]+/?$"
 AccessLog = Literal["all", "errors", "none"]
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ConfigError(Exception):
@@ -230,7 +229,7 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
 def _check_ports(config: ServerConfig) -> None:
     """Raise ConfigError where two listeners share a port and an address."""
     taken = {(config.host, config.port): "port"}
-    for field in ("metrics", "admin"):
+    for field in ("metrics", "admin", "probe"):
         host, port = getattr(config, f"{field}_host"), getattr(config, f"{field}_port")
         if port and (other := taken.setdefault((host, port), f"{field}_port")) != f"{field}_port":
             raise ConfigError(f"{field}_port is {port}; it must differ from {other}, on the same address")

@@ -109,14 +109,18 @@ class TooManyRpcs(QueueFull):
 
 
 class Unauthenticated(AntiphonError):
-    """A call carries no token, or one that is nobody's. is_presented: whether it carries any."""
+    """A call carries no bearer token. `challenge` is what RFC 6750, section 3, answers."""
 
     status = Status.UNAUTHENTICATED
+    reason = "TOKEN_MISSING"
+    challenge = "Bearer"
 
-    def __init__(self, message: str, *, is_presented: bool = False) -> None:
-        super().__init__(message)
-        self.is_presented = is_presented
-        self.reason = "TOKEN_INVALID" if is_presented else "TOKEN_MISSING"
+
+class TokenInvalid(Unauthenticated):
+    """A call carries a token that is nobody's."""
+
+    reason = "TOKEN_INVALID"
+    challenge = 'Bearer error="invalid_token"'
 
 
 class DeadlineExceeded(AntiphonError):

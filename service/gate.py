@@ -13,7 +13,7 @@ import grpc.aio
 
 from antiphon.service.call import is_request_id
 from antiphon.service.caller import enter_caller
-from antiphon.service.errors import Unauthenticated
+from antiphon.service.errors import TokenInvalid, Unauthenticated
 from antiphon.service.reload import Reloading
 from antiphon.service.rpc import Context, InFlight
 from antiphon.service.telemetry import Telemetry
@@ -64,7 +64,7 @@ class Gate(grpc.aio.ServerInterceptor):
         scheme, _, token = str(given[0]).partition(" ")
         owner = owner_of(token.strip(), self._tokens.current()) if scheme.lower() == "bearer" else None
         if owner is None or len(given) > 1:
-            raise Unauthenticated("the token is not one of this server's", is_presented=True)
+            raise TokenInvalid("the token is not one of this server's")
         return owner
 
     def _named_by_proxy(self, metadata: Metadata) -> str | None:

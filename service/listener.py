@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import grpc
 import grpc.aio
 
@@ -12,6 +15,9 @@ from antiphon.service.ports import PortError
 _MIN_CLIENT_PING_MS = 10_000
 # For TLS, and for the first bytes of HTTP/2: who says nothing holds a descriptor. gRPC's own default is two minutes.
 _HANDSHAKE_TIMEOUT_MS = 20_000
+
+# For the last bytes of calls that have ended, and for clients that watch the health.
+_CLOSE_GRACE_S = 0.5
 
 Option = tuple[str, int]
 
@@ -51,6 +57,19 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
         return server.add_secure_port(address_of(host, port), credentials)
     except RuntimeError:  # taken since check_port looked
         raise PortError(f"port {port} on {host} cannot be used") from None
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> AsyncIterator[int]:
+    """Serve on a port while entered; the port. Raises PortError."""
+    bound = bind(server, host, port, credentials)
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(_CLOSE_GRACE_S)
 
 
 def address_of(host: str, port: int) -> str:

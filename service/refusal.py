@@ -29,8 +29,8 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
     metadata: Metadata = (("grpc-status-details-bin", status.SerializeToString()),)
     if isinstance(error, QueueFull):
         metadata += (("grpc-retry-pushback-ms", str(_pushback_ms(error))),)
-    if isinstance(error, Unauthenticated):  # RFC 6750, section 3
-        metadata += (("www-authenticate", 'Bearer error="invalid_token"' if error.is_presented else "Bearer"),)
+    if isinstance(error, Unauthenticated):
+        metadata += (("www-authenticate", error.challenge),)
     return code, str(error), metadata
 
 

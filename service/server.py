@@ -11,6 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 
 import grpc.aio
 import uvloop
@@ -27,7 +28,7 @@ from antiphon.service.control import Control
 from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
-from antiphon.service.listener import address_of, bind, channel_options
+from antiphon.service.listener import address_of, channel_options, listening
 from antiphon.service.loading import Shared, StartupError, load
 from antiphon.service.logs import configure_logging
 from antiphon.service.machine import allow_files, memory_bytes
@@ -47,8 +48,6 @@ from antiphon.service.telemetry import Telemetry
 from antiphon.service.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 
-# For the last bytes of calls that have ended, and for clients that watch the health.
-_CLOSE_GRACE_S = 0.5
 # How long the event loop may keep the interpreter from the engine's thread. The default, 5 ms, is several steps.
 _SWITCH_INTERVAL_S = 0.001
 SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
@@ -72,9 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         configure_logging(config.log_level, config.log_format)
         check_tracing(config)
-        check_port(config.host, config.port)
-        if config.admin_port is not None:
-            check_port(config.admin_host, config.admin_port)
+        _check_ports(config)
         allow_files(sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans))
         registry = CollectorRegistry()
         shared = _shared(config, registry)
@@ -88,6 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     if is_anything_left():  # neither can be interrupted: a model being loaded, an engine that hangs
         end_now(code)
     return code
+
+
+def _check_ports(config: ServerConfig) -> None:
+    for name in ("", "admin_", "probe_"):
+        port = getattr(config, f"{name}port")
+        if port is not None:
+            check_port(getattr(config, f"{name}host"), port)
 
 
 def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
@@ -129,9 +133,11 @@ async def _serve_calls(
     control = Control(Models(), shared, probes.announce)
     calls = Calls(control.models, telemetry, config.max_concurrent_rpcs)
     server = build_server(config, calls, health_servicer, access.interceptors(telemetry))
-    port = bind(server, config.host, config.port, access.credentials)
-    await server.start()  # who asks already is told to come again, which a closed port would not say
-    try:
+    # The port opens first: who asks already is told to come again, which a closed port would not say.
+    async with (
+        _probe_port(config, health_servicer) as probe_port,
+        listening(server, config.host, config.port, access.credentials) as port,
+    ):
         served = await stop.unless_asked(in_background(lambda: [load(plan, shared) for plan in config.plans], "load"))
         if served is None:
             return 0
@@ -140,13 +146,24 @@ async def _serve_calls(
             await control.publish(one)
         await probes.ready()
         async with _admin(config, access, control, shared, telemetry) as admin_port:
-            print(_ready_line(config, served, port, metrics_port, admin_port), flush=True)
+            ports = _Ports(port=port, metrics=metrics_port, admin=admin_port, probe=probe_port)
+            print(_ready_line(config, served, ports), flush=True)
             running = Running(control=control, calls=calls, probes=probes)
             grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
             async with _watched(config, control, probes, shared):
                 return await running.until_stopped(stop, grace)
-    finally:
-        await server.stop(_CLOSE_GRACE_S)
+
+
+@contextlib.asynccontextmanager
+async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthServicer) -> AsyncIterator[int | None]:
+    """Serve health alone, in the open, where a port is set; its port."""
+    if config.probe_port is None:
+        yield None
+        return
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    async with listening(server, config.probe_host, config.probe_port, None) as port:
+        yield port
 
 
 @contextlib.asynccontextmanager
@@ -168,12 +185,8 @@ async def _admin(
         return
     servicer = AdminServicer(control, shared.budget, config)
     server = build_admin_server(servicer, telemetry, access.admin_interceptors(telemetry))
-    port = bind(server, config.admin_host, config.admin_port, access.credentials)
-    await server.start()
-    try:
+    async with listening(server, config.admin_host, config.admin_port, access.credentials) as port:
         yield port
-    finally:
-        await server.stop(_CLOSE_GRACE_S)
 
 
 def build_server(
@@ -192,16 +205,25 @@ def build_server(
     return server
 
 
-def _ready_line(
-    config: ServerConfig, served: Sequence[Served], port: int, metrics_port: int, admin_port: int | None
-) -> str:
-    address = address_of(config.host, port)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ports:
+    """Where a server listens; None where it was not asked to."""
+
+    port: int
+    metrics: int
+    admin: int | None
+    probe: int | None
+
+
+def _ready_line(config: ServerConfig, served: Sequence[Served], ports: _Ports) -> str:
+    address = address_of(config.host, ports.port)
     target = "" if address == DEFAULT_TARGET else f"--target {address} "
     scheme = "https" if config.metrics_tls else "http"
-    admin = "" if admin_port is None else f", admin on {address_of(config.admin_host, admin_port)}"
+    admin = "" if ports.admin is None else f", admin on {address_of(config.admin_host, ports.admin)}"
+    probe = "" if ports.probe is None else f", probes on {address_of(config.probe_host, ports.probe)}"
     return (
         f"antiphon: ready: {', '.join(f'{one.name} ({one.precision})' for one in served)} on {address}, "
-        f"metrics on {scheme}://{address_of(config.metrics_host, metrics_port)}/metrics{admin}; "
+        f"metrics on {scheme}://{address_of(config.metrics_host, ports.metrics)}/metrics{admin}{probe}; "
         f"next: antiphon {first_command(served[0].description, target)}"
     )
 

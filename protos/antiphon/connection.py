@@ -27,6 +27,7 @@ _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 _MOST_ATTEMPTS = 5
 # A call whose backoff rounds to nothing hangs until its deadline (grpc/grpc#41036; 28 of 60 calls at 1 ms, 1.85.1).
 _LEAST_BACKOFF_S = 0.01
+_KEEPALIVE_TIMEOUT_MS = 20_000
 _RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 # A request that outgrows its buffer is sent once and never again. gRPC's own 256 KiB would leave out requests that a
 # server takes (max_message_bytes, 1 MiB unless set); this much is held only while such a request is under way.
@@ -151,6 +152,8 @@ class Connection:
         ]
         if self.keepalive_s is not None:
             options.append(("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)))
+            # What gRPC really waits for the answer; left out it is a minute, whatever keepalive_timeout_ms says.
+            options.append(("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS))
         if self.tls_server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls_server_name))
         return options

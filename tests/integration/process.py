@@ -22,7 +22,7 @@ PATIENCE_S = 120
 
 _READY = re.compile(
     r"antiphon: ready: (?P<model>\S+) \((?P<precision>\w+)\)(?:, \S+ \(\w+\))* on (?P<target>\S+), "
-    r"metrics on (?P<url>\S+?)(?:, admin on (?P<admin>\S+))?;"
+    r"metrics on (?P<url>\S+?)(?:, admin on (?P<admin>\S+?))?(?:, probes on (?P<probe>\S+))?;"
 )
 
 
@@ -61,7 +61,7 @@ class ServerProcess:
         match = _READY.match(self.ready_line)
         if match is None:
             raise AssertionError(f"no ready line but {self.ready_line!r}; {self.finish()[1]}")
-        self.model, self.precision, self.target, self._metrics_url, self.admin_target = match.groups()
+        self.model, self.precision, self.target, self.metrics_url, self.admin_target, self.probe_target = match.groups()
 
     @property
     def port(self) -> int:
@@ -69,11 +69,11 @@ class ServerProcess:
 
     @property
     def metrics_port(self) -> int:
-        return int(self._metrics_url.rpartition(":")[2].removesuffix("/metrics"))
+        return int(self.metrics_url.rpartition(":")[2].removesuffix("/metrics"))
 
     def metrics(self) -> dict[str, float]:
         """Every sample of one scrape, keyed name{label=value,...}; without the model's name, if it is the first's."""
-        with urllib.request.urlopen(self._metrics_url, timeout=PATIENCE_S) as response:
+        with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as response:
             text = response.read().decode()
         return {
             sample.name + _labels(sample.labels, self.model): sample.value

@@ -333,3 +333,9 @@ def test_token_file_that_others_may_read_is_warned_of(tokens: Path) -> None:
     tokens.chmod(0o644)
     (warning,) = access.warnings_of(ServerConfig(auth_tokens_file=tokens))
     assert str(tokens) in warning
+
+
+def test_ports_listen_on_loopback_unless_asked() -> None:
+    config = ServerConfig()
+    hosts = (config.host, config.metrics_host, config.admin_host, config.probe_host)
+    assert [access.is_loopback(host) for host in hosts] == [True] * 4
