@@ -107,13 +107,14 @@ class FairLine:
         client = self._clients[name]
         del client.waiting[group.request_id]
         self._count(client, group, -1)
-        if client.waiting:
-            if end != client.start:
-                self._turn(client, end)
-            return
-        client.ticket = -1  # its turn is stale
-        del self._clients[name]
-        self._remember(name, end)
+        if not client.waiting:
+            client.ticket = -1  # its turn is stale
+            del self._clients[name]
+            self._remember(name, end)
+        elif end != client.start:
+            self._turn(client, end)
+        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # else each look passes them
+            heapq.heappop(self._turns)
 
     def _turn(self, client: _Client, start: float) -> None:
         client.start, client.ticket = start, self._next_ticket

@@ -222,18 +222,19 @@ class RequestQueue:
 
     def _exceeds_share(self, group: SequenceGroup) -> bool:
         """Whether the queue has only room left that is kept for clients which hold less than this one."""
-        limits, num_tokens, lines = self._limits, group.request.num_source_tokens, self._lines.values()
+        limits, num_tokens = self._limits, group.request.num_source_tokens
+        is_reserved = _is_reserved(len(self._waiting) + 1, limits.max_requests)
+        are_reserved = _is_reserved(self._num_source_tokens + num_tokens, limits.max_source_tokens)
+        if not (is_reserved or are_reserved):
+            return False
+        lines = self._lines.values()
         held = [line.held_by(group.request.client) for line in lines]
         num_others = sum(line.num_clients for line in lines) - sum(one.num_requests > 0 for one in held)
         shares = 1 + max(1, num_others)  # somebody else may come
-
-        def exceeds(taken: int, of_client: int, most: int) -> bool:
-            return taken > most - most // RESERVED_SHARE and of_client * shares > most
-
         requests = 1 + sum(one.num_requests for one in held)
         tokens = num_tokens + sum(one.num_source_tokens for one in held)
-        return exceeds(len(self._waiting) + 1, requests, limits.max_requests) or exceeds(
-            self._num_source_tokens + num_tokens, tokens, limits.max_source_tokens
+        return (is_reserved and requests * shares > limits.max_requests) or (
+            are_reserved and tokens * shares > limits.max_source_tokens
         )
 
     def _wait_s(self, group: SequenceGroup, now_s: float) -> float | None:
@@ -256,3 +257,8 @@ class RequestQueue:
             return None
         cost += sum(group.cost for group in self._preempted.values())
         return cost / max(rate, 1e-9)
+
+
+def _is_reserved(taken: int, most: int) -> bool:
+    """Whether the last of so many is within what is kept for clients that hold little."""
+    return taken > most - most // RESERVED_SHARE

@@ -37,6 +37,16 @@ def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
     return min(blocks_for(num_fed + 1, block_size), num_self_blocks)
 
 
+def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
+    """Arrays for so many rows, which keep their tokens where the pool may run short."""
+    return RunningRows(
+        num_rows,
+        self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
+        cross_width=blocks_for(runner.max_source_len, runner.block_size) if runner.has_encoder else 1,
+        history_width=1 + runner.max_target_len if may_run_short(runner, num_rows) else 0,
+    )
+
+
 class Reservations:
     """The blocks of every admitted group, over the rows and the pool of an engine.
 

@@ -16,14 +16,13 @@ from antiphon.service.beam_rows import BeamRows
 from antiphon.service.cancellation import CancelCause, Cancellations
 from antiphon.service.commit import Ended, commit
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
-from antiphon.service.kv_cache import BlockPool, blocks_for
+from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.outputs import beam_events, last_of, output_event, time_limit_events
 from antiphon.service.readout import read_out
 from antiphon.service.request import FinishReason, Readout, TokenEvent
 from antiphon.service.request_queue import RequestQueue
-from antiphon.service.reservations import Reservations, may_run_short
-from antiphon.service.rows import RunningRows
+from antiphon.service.reservations import Reservations, empty_rows
 from antiphon.service.runner import NOT_FINITE, Draw, Runner
 from antiphon.service.scheduler import SchedulerLimits, schedule
 from antiphon.service.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
@@ -67,7 +66,7 @@ class Stepper:
         self._live = parts.live
         self._clock = parts.clock
         self._cancellations = parts.cancellations
-        self._rows = _empty_rows(parts)
+        self._rows = empty_rows(parts.runner, parts.limits.max_num_seqs)
         self._reservations = Reservations(self._rows, parts.pool)
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._publisher = Publisher()
@@ -343,12 +342,12 @@ class Stepper:
         stage = group.state
         group.state = SequenceState.FINISHED
         group.stream.end_reason = reason
+        if stage is not SequenceState.RUNNING:  # it may have run before
+            group.num_generated = sum(sequence.num_generated for sequence in group.sequences)
         self._release(group)
         if stage is not SequenceState.WAITING:
             self._num_running -= 1
             self._reservations.give_back(group)
-        elif group.sequences:  # preempted
-            group.num_generated = group.sequences[0].num_generated
         del self._live[group.request_id]
         timing = group.timing(self._clock())
         self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
@@ -389,13 +388,3 @@ class Stepper:
         if items or finals:
             for sink in self._publisher.publish(sinks, items, finals):
                 self._cancellations.put(sink.request_id, CancelCause.LOST_LOOP)
-
-
-def _empty_rows(parts: StepParts) -> RunningRows:
-    runner, block_size, max_rows = parts.runner, parts.pool.block_size, parts.limits.max_num_seqs
-    return RunningRows(
-        max_rows,
-        self_width=blocks_for(runner.max_target_len, block_size) if runner.has_decoder else 1,
-        cross_width=blocks_for(runner.max_source_len, block_size) if runner.has_encoder else 1,
-        history_width=1 + runner.max_target_len if may_run_short(runner, max_rows) else 0,
-    )

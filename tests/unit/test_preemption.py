@@ -184,6 +184,21 @@ def test_a_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventL
     assert bench.pool.num_free == bench.pool.num_blocks
 
 
+def test_a_preempted_request_can_end_while_its_source_is_encoded_again(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    params = SamplingParams(max_new_tokens=20, time_limit_s=5.0)
+    group = bench.ask(long_request("ccc", params=params, arrival_s=bench.clock()))
+    assert run_until_preempted(bench) is group
+    bench.runner.before_encode = lambda sources: bench.clock.advance(5.0)
+    bench.finish()
+    event = bench.output(group)
+    produced = group.sequences[0].produced
+    assert (event.token_ids, event.finish_reason) == (produced, FinishReason.TIME_LIMIT)
+    assert event.num_generated == len(produced) > 0
+
+
 def test_preemption_works_for_a_decoder_alone(loop: asyncio.AbstractEventLoop) -> None:
     def prompt(name: str) -> Request:
         made = request_of(name, (), params=SamplingParams(max_new_tokens=14, temperature=1.0, seed=len(name)))
