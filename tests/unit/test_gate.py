@@ -252,6 +252,21 @@ async def test_calls_beyond_the_limit_are_refused_with_pushback_and_health_is_no
             await stub.GetModel(pb.GetModelRequest())
 
 
+async def test_calls_beyond_the_streams_of_a_connection_wait_at_the_client() -> None:
+    gates: list[Gate] = []
+    async with serving(prepare=lambda runner: gates.append(Gate(runner)), max_concurrent_streams=1) as served:
+        stub = stub_of(served)
+        running = asyncio.ensure_future(_text_of(stub.Generate(asking())))
+        await asyncio.to_thread(gates[0].reached.wait)
+        error = await refusal(stub.GetModel(pb.GetModelRequest(), timeout=0.2))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        waiting = asyncio.ensure_future(stub.GetModel(pb.GetModelRequest()))
+        gates[0].open()
+        await running
+        await waiting
+    assert [call.method.rpartition("/")[2] for call in served.ended] == ["Generate", "GetModel"]
+
+
 async def test_metadata_beyond_the_limit_is_refused() -> None:
     async with serving(max_metadata_bytes=2048) as served:
         stub = stub_of(served)
