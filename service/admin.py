@@ -1,6 +1,7 @@
 """antiphon.v1.AdminService: which models there are, changed on a port of its own. Decides nothing.
 
-Off unless asked for, and on loopback unless told otherwise: whoever reaches it may load any bundle of this disk.
+Off unless asked for, and on loopback unless told otherwise: whoever reaches it may load any bundle of this disk. Beside
+it channelz, which shows every connection of the process, with the addresses of who is at its other end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_reflection.v1alpha import reflection
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +25,7 @@ from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import admin_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
+CHANNELZ_NAME: str = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 _NAMES: TypeAdapter[str] = TypeAdapter(ModelName)
 _MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
@@ -79,7 +82,8 @@ def build_admin_server(
         "GetMemory": servicer.get_memory,
     }
     server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry)),))
-    reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), server)
+    channelz.add_channelz_servicer(server)
+    reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server
 
 

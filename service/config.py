@@ -139,6 +139,13 @@ class ServerConfig(AccessSettings):
     watchdog_timeout_s: float = Field(
         default=60.0, ge=0.1, le=MAX_GRACE_S, description="Time a step of an engine may take before liveness fails."
     )
+    load_reports: Literal["on", "off"] = Field(
+        default="on",
+        description="Whether RPCs tell in a trailer how busy the server is, and a service of its own does.",
+    )
+    load_report_interval_s: float = Field(
+        default=1.0, ge=0.1, le=3600, description="Shortest interval between the reports of a load report stream."
+    )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
     log_format: LogFormat = Field(default="text", description="How log lines are written; json is an object a line.")
     access_log: AccessLog = Field(default="all", description="RPCs to log when they are over, at level info.")

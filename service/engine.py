@@ -67,7 +67,7 @@ class Engine:
     def __init__(
         self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        max_num_seqs = _max_num_seqs(runner, config)
+        self._max_num_seqs = max_num_seqs = _max_num_seqs(runner, config)
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -128,6 +128,11 @@ class Engine:
     def num_running(self) -> int:
         """Requests being generated."""
         return 0 if self._stepper is None else self._stepper.num_running
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows that run together at most."""
+        return self._max_num_seqs
 
     @property
     def num_blocks(self) -> int:

@@ -37,6 +37,7 @@ _STATUS_PATIENCE_S = 2.0
 _FULL_RETRY_S = 1.0
 
 Method = Callable[[Any, Context], Awaitable[Any]]
+Trailer = Callable[[Call], tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class InFlight:
         """max_rpcs: beyond so many, RPCs are refused; None takes any number. Streams of requests are not counted."""
         self._telemetry = telemetry
         self._max_rpcs = max_rpcs
+        self._last_trailer: Trailer | None = None
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,13 +63,25 @@ class InFlight:
         """Return when no RPC is in flight."""
         await self._idle.wait()
 
+    def expect(self, name: str) -> None:
+        """Show the counts of what `request` is to be entered for."""
+        self._telemetry.expect(name)
+
+    def end_with(self, trailer: Trailer) -> None:
+        """Ask for one more trailer of every RPC, when its status is known."""
+        self._last_trailer = trailer
+
+    def apart(self) -> InFlight:
+        """For RPCs that last as long as their clients like: accounted for like others, and waited for by nobody."""
+        return InFlight(self._telemetry, self._max_rpcs)
+
     def guard(self, name: str, method: Method) -> Method:
         """The method, with a request id, accounts, and a status for every error. name: `package.Service/Method`."""
         self._telemetry.expect(name)
 
         async def guarded(request: Message | Malformed, context: Context) -> Any:
             with self._counted(), self._account(name, context) as call:
-                return await _conclude(call, self._full if self._is_full else method, request, context)
+                return await self._conclude(call, self._full if self._is_full else method, request, context)
 
         return guarded
 
@@ -77,7 +91,7 @@ class InFlight:
 
         async def guarded(requests: AsyncIterator[Message | Malformed], context: Context) -> Any:
             with self._account(name, context) as call:
-                return await _conclude(call, method, _parsed(requests), context)
+                return await self._conclude(call, method, _parsed(requests), context)
 
         return guarded
 
@@ -97,6 +111,26 @@ class InFlight:
     async def _full(self, request: Any, context: Context) -> None:
         message = f"{self._max_rpcs} calls are in flight, which is max_concurrent_rpcs"
         raise TooManyRpcs(message, retry_after_s=_FULL_RETRY_S)
+
+    async def _conclude(self, call: Call, method: Method, request: Any, context: Context) -> Any:
+        """Run a method, and end its RPC with a status and trailers whatever it raises."""
+        try:
+            if isinstance(request, Malformed):
+                raise request.error
+            answer = await method(request, context)
+            call.code = _code_of(context)
+            context.set_trailing_metadata(self._trailers(call))
+            return answer
+        except BaseException as error:
+            if (failure := _failure(call, context, error)) is not None:
+                code, message, metadata = failure
+                await _abort(context, code, message, (*metadata, *self._trailers(call)))
+            raise
+
+    def _trailers(self, call: Call) -> Metadata:
+        if self._last_trailer is not None:
+            call.trailers.append(self._last_trailer(call))
+        return tuple(call.trailers)
 
     @contextlib.contextmanager
     def _account(self, name: str, context: Context) -> Iterator[Call]:
@@ -139,20 +173,6 @@ _HANDLERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]
 }
 
 
-async def _conclude(call: Call, method: Method, request: Any, context: Context) -> Any:
-    """Run a method, and end its RPC with a status and trailers whatever it raises."""
-    try:
-        if isinstance(request, Malformed):
-            raise request.error
-        answer = await method(request, context)
-        call.code = _code_of(context)
-        context.set_trailing_metadata(tuple(call.trailers))
-        return answer
-    except BaseException as error:
-        await _fail(call, context, error)
-        raise
-
-
 async def _parsed(requests: AsyncIterator[Message | Malformed]) -> AsyncIterator[Message]:
     """A stream's requests; raises where one could not be parsed."""
     async for request in requests:
@@ -161,22 +181,22 @@ async def _parsed(requests: AsyncIterator[Message | Malformed]) -> AsyncIterator
         yield request
 
 
-async def _fail(call: Call, context: Context, error: BaseException) -> None:
-    """Note how a call failed, and end it with a status unless it has ended already, as one that is cancelled has."""
+def _failure(call: Call, context: Context, error: BaseException) -> tuple[grpc.StatusCode, str, Metadata] | None:
+    """Note how a call failed; the status to end it with, None where it has ended already, as one that is cancelled."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.UsageError)):
         call.code = _code_of(context)
-        return
+        return None
     if not isinstance(error, Exception):  # CancelledError: nobody hears any more
         left_s = remaining_s(context)
         call.code = "CANCELLED" if left_s is None or left_s > 0 else "DEADLINE_EXCEEDED"
-        return
+        return None
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
         error = EngineFault("the server failed; its log says why")
     call.error = error
     code, message, metadata = status_of(error)
     call.code = code.name
-    await _abort(context, code, message, (*metadata, *call.trailers))
+    return code, message, metadata
 
 
 async def _abort(context: Context, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:

@@ -29,6 +29,8 @@ from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.listener import address_of, channel_options, listening
+from antiphon.service.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
+from antiphon.service.load_report import LoadReports, LoadServicer
 from antiphon.service.loading import Shared, StartupError, load
 from antiphon.service.logs import configure_logging
 from antiphon.service.machine import allow_files, memory_bytes
@@ -196,11 +198,21 @@ def build_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
-    server = grpc.aio.server(options=channel_options(config), interceptors=interceptors)
-    open_inference = OpenInferenceServicer(calls.models, calls.in_flight, Health(health_servicer))
+    # What channelz shows it shows on the admin port only.
+    options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]
+    server = grpc.aio.server(options=options, interceptors=interceptors)
+    pacing = Pacing(config.max_stream_messages_per_s, patience_s=config.slow_reader_timeout_s)
+    open_inference = OpenInferenceServicer(calls.models, calls.in_flight, Health(health_servicer), pacing)
     server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    if config.load_reports == "on":
+        reports = LoadReports(calls.models)
+        calls.in_flight.end_with(reports.trailer)
+        server.add_generic_rpc_handlers(
+            (LoadServicer(reports, config.load_report_interval_s).handler(calls.in_flight),)
+        )
+        names.append(LOAD_SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 

@@ -14,6 +14,7 @@ from antiphon.service.oip.answering import Answering
 from antiphon.service.oip.inference import VERSION
 from antiphon.service.oip.stream import Conversation
 from antiphon.service.oip.tasks import TEXT, Described, is_encoder, tensors_of
+from antiphon.service.pacing import Pacing
 from antiphon.service.probes import Health
 from antiphon.service.rpc import InFlight, Method, handlers_of
 from antiphon.service.telemetry import Context
@@ -24,13 +25,19 @@ SERVICE_NAME = SERVICE.full_name
 # As Triton names them; model_stream_infer it has without a name.
 EXTENSIONS = ("model_configuration", "model_stream_infer", "parameters", "schedule_policy", "statistics")
 _PLATFORM = "antiphon"
+# Under which the requests of streams are accounted for, beside the streams themselves.
+_STREAMED = f"{SERVICE_NAME}/ModelStreamInfer:request"
 _CONFIG_TYPES = {"BYTES": pb.TYPE_STRING, "INT32": pb.TYPE_INT32, "INT64": pb.TYPE_INT64, "FP32": pb.TYPE_FP32}
 
 
 class OpenInferenceServicer:
-    """The RPC methods, for every model. They raise AntiphonError; `rpc.py` tells the client."""
+    """The RPC methods, for every model. They raise AntiphonError; `rpc.py` tells the client.
 
-    def __init__(self, models: Models, in_flight: InFlight, health: Health) -> None:
+    pacing: how long a message of a stream may wait for its reader.
+    """
+
+    def __init__(self, models: Models, in_flight: InFlight, health: Health, pacing: Pacing) -> None:
+        self._pacing = pacing
         self._answering = Answering(models)
         self._in_flight = in_flight
         self._health = health
@@ -49,6 +56,7 @@ class OpenInferenceServicer:
             "ModelStatistics": self.model_statistics,
             "RepositoryIndex": self.repository_index,
         }
+        self._in_flight.expect(_STREAMED)
         return handlers_of(SERVICE, methods, self._in_flight)
 
     async def server_live(self, message: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -89,8 +97,7 @@ class OpenInferenceServicer:
 
     async def model_stream_infer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
         """Answer requests as they come."""
-        name = f"{SERVICE_NAME}/ModelStreamInfer:request"
-        await Conversation(name, self._answering, self._in_flight, context).run(requests)
+        await Conversation(_STREAMED, self._answering, self._in_flight, self._pacing, context).run(requests)
 
     async def model_config(self, message: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         """Describe a model as Triton's configurations do."""

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.errors import AntiphonError, InvalidArgument
+from antiphon.service.errors import AntiphonError, InvalidArgument, SlowReader
 from antiphon.service.oip.answering import Answering
 from antiphon.service.oip.inference import VERSION, Inference, Within
 from antiphon.service.oip.tasks import STREAMED, delta, is_encoder
+from antiphon.service.pacing import Pacing
 from antiphon.service.rpc import InFlight
 from antiphon.service.telemetry import Context
 from antiphon.v1 import inference_pb2 as pb
@@ -28,10 +29,11 @@ ERROR_HEADER = ("triton_grpc_error", "true")
 class Conversation:
     """One call and the requests that it brings. name: under which each of them is accounted for."""
 
-    def __init__(self, name: str, answering: Answering, in_flight: InFlight, context: Context) -> None:
+    def __init__(self, name: str, answering: Answering, in_flight: InFlight, pacing: Pacing, context: Context) -> None:
         self._name = name
         self._answering = answering
         self._in_flight = in_flight
+        self._pacing = pacing
         self._context = context
         self._writing = asyncio.Lock()  # gRPC takes one message at a time, whichever request it is of
         self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
@@ -58,7 +60,7 @@ class Conversation:
                 call.code = "OK"
             except AntiphonError as error:
                 call.code = error.status.name
-                if self._ends_on_error:
+                if self._ends_on_error or isinstance(error, SlowReader):  # who takes no message takes none of this
                     raise
                 call.error = error
                 failed = oip.ModelInferResponse(id=request.id, model_name=request.model_name, model_version=VERSION)
@@ -97,4 +99,4 @@ class Conversation:
     async def _write(self, response: oip.ModelStreamInferResponse, is_last: bool) -> None:  # noqa: FBT001
         response.infer_response.parameters["triton_final_response"].bool_param = is_last
         async with self._writing:
-            await self._context.write(response)
+            await self._pacing.write(self._context, response)

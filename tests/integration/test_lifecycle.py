@@ -46,22 +46,26 @@ def test_serve_takes_the_precision_it_is_told(bundle: Path) -> None:
 async def test_health_is_serving_for_the_server_and_its_service(server: ServerProcess) -> None:
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "antiphon.v1.InferenceService"):
+        for service in ("", "antiphon.v1.InferenceService", "inference.GRPCInferenceService"):
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == SERVING
 
 
-async def test_reflection_lists_the_service_and_gives_its_file(server: ServerProcess) -> None:
-    requests = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol="antiphon.v1.InferenceService"),
-    ]
+async def test_reflection_lists_every_service_and_gives_its_file(server: ServerProcess) -> None:
+    expected = {
+        "antiphon.v1.InferenceService",
+        "inference.GRPCInferenceService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "xds.service.orca.v3.OpenRcaService",
+    }
+    requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
+    requests += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in sorted(expected)]
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
-        listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
-    names = {service.name for service in listed.list_services_response.service}
-    assert {"antiphon.v1.InferenceService", "grpc.health.v1.Health"} <= names
-    assert described.file_descriptor_response.file_descriptor_proto
+        listed, *described = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
+    assert {service.name for service in listed.list_services_response.service} == expected
+    assert all(answer.file_descriptor_response.file_descriptor_proto for answer in described)
 
 
 async def test_get_model_reports_limits_and_provenance(server: ServerProcess) -> None:

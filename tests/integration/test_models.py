@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from antiphon.admin_client import AdminClient, Limits
@@ -176,6 +177,33 @@ async def test_admin_is_off_unless_asked_for(server: ServerProcess, both: Server
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.GetMemory(admin_pb2.GetMemoryRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_channelz_shows_the_connections_on_the_admin_port_only(both: ServerProcess) -> None:
+    async with (
+        grpc.aio.insecure_channel(both.target) as channel,
+        grpc.aio.insecure_channel(both.admin_target or "") as admin,
+    ):
+        asked: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        shown = channelz_pb2_grpc.ChannelzStub(admin)
+
+        async def num_succeeded() -> dict[str, int]:
+            """Calls that succeeded, by the port that they came to."""
+            servers = (await shown.GetServers(channelz_pb2.GetServersRequest())).server
+            return {
+                socket.name.rpartition(":")[2]: server.data.calls_succeeded
+                for server in servers
+                for socket in server.listen_socket
+            }
+
+        before = await num_succeeded()
+        await asyncio.gather(*(asked.ListModels(inference_pb2.ListModelsRequest()) for _ in range(5)))
+        after = await num_succeeded()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest())
+    port = str(both.port)
+    assert after[port] >= before[port] + 5
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_models_command_lists_loads_unloads_and_shows_memory(both: ServerProcess) -> None:

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from antiphon.oip import inference_pb2 as oip
+from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
 from antiphon.service.oip import stream as oip_stream
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
@@ -172,3 +173,28 @@ async def test_each_request_of_a_stream_is_accounted_for_by_itself() -> None:
         ("ModelStreamInfer:request", "INVALID_ARGUMENT"): 1,
         ("ModelStreamInfer", "OK"): 1,
     }
+
+
+async def test_client_that_takes_no_response_ends_its_call() -> None:
+    """Its flow-control window is as small as gRPC allows, so that the answers of a few requests overflow it."""
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.enable_retries", 0)]
+    async with (
+        serving(slow_reader_timeout_s=0.3) as served,
+        grpc.aio.insecure_channel(served.target, options=window) as channel,
+    ):
+        stub: Any = GRPCInferenceServiceStub(channel)
+        stream = stub.ModelStreamInfer()
+        for _ in range(32):
+            await stream.write(ids_request((30, 30, 31)))
+        assert await stream.read() is not grpc.aio.EOF
+        async with asyncio.timeout(60):
+            await served.calls.wait_until_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_end(stream)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(caught.value).reason == "SLOW_READER"
+
+
+async def read_to_end(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass

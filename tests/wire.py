@@ -1,0 +1,75 @@
+"""What a server sends, byte by byte: gRPC keeps load reports from its applications, and tells its balancers alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
+
+_KEY = b"endpoint-load-metrics-bin"
+
+
+@dataclass(slots=True)
+class Tap:
+    """A relay before a server. target: where to connect to. received: what the server has sent by now."""
+
+    target: str = ""
+    received: bytearray = field(default_factory=bytearray)
+
+    def take_reports(self) -> list[OrcaLoadReport]:
+        """The load reports among what was received since the last call.
+
+        gRPC sends names of headers as they are, and values of -bin headers behind a zero byte to peers that take them
+        so; before a value its length, as HPACK has it (RFC 7541, 5.1, a prefix of 7 bits).
+        """
+        data = bytes(self.received)
+        self.received.clear()
+        reports = []
+        while (found := data.find(_KEY)) >= 0:
+            data = data[found + len(_KEY) :]
+            length, start = data[0] & 0x7F, 1
+            if length == 0x7F:
+                shift = 0
+                while True:
+                    length += (data[start] & 0x7F) << shift
+                    shift, start = shift + 7, start + 1
+                    if data[start - 1] < 0x80:
+                        break
+            assert data[start] == 0
+            reports.append(OrcaLoadReport.FromString(data[start + 1 : start + length]))
+        return reports
+
+
+@contextlib.asynccontextmanager
+async def tapped(target: str) -> AsyncIterator[Tap]:
+    """Relay connections to a server on this machine; close them before leaving."""
+    tap, relays, writers = Tap(), list[asyncio.Future[None]](), list[asyncio.StreamWriter]()
+    host, _, port = target.rpartition(":")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray | None) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                if kept is not None:
+                    kept += data
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, server_writer))
+        relays.append(asyncio.ensure_future(pump(reader, server_writer, None)))
+        relays.append(asyncio.ensure_future(pump(server_reader, writer, tap.received)))
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    tap.target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield tap
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*relays)
