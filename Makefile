@@ -28,7 +28,7 @@ endif
 	clean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(VENV)/.installed ## Make .venv with all that serving needs; leaves .venv/bin/antiphon.
 

@@ -1,0 +1,58 @@
+"""A TCP proxy that can go silent without closing anything: what a half-open connection looks like to both ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+
+class StallingProxy:
+    """Forwards connections to a port on loopback until told to stall; from then on it neither reads nor closes."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._is_stalled = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+
+    @property
+    def target(self) -> str:
+        """Where to connect to."""
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def stall(self) -> None:
+        """Forward nothing any more, in either direction."""
+        self._is_stalled.set()
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for one in (self._listener, *self._sockets):
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [client, server]
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                if self._is_stalled.is_set():
+                    return
+                sink.sendall(data)
+        except OSError:  # closed under our hands
+            return

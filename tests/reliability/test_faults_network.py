@@ -1,0 +1,72 @@
+"""A network that loses packets, between two namespaces: every answer is still the right one, and every call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.integration.process import PATIENCE_S, ServerProcess, environment
+from tests.reliability.footprint import Footprint, settled, steady
+from tests.reliability.lossy_link import LossyLink, why_not
+from tests.reliability.sizes import size
+from tests.reliability.summary import report
+
+NUM_CALLS = size("FAULT_CALLS", 60)
+LOSS = 0.05
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture
+def link() -> Iterator[LossyLink]:
+    with LossyLink(seed=1) as link:
+        yield link
+
+
+@pytest.fixture
+def server(link: LossyLink) -> Iterator[ServerProcess]:
+    arguments = ["--host", link.near_address, "--keepalive-time-s", "1", "--keepalive-timeout-s", "0.5"]
+    with ServerProcess(SHIPPED_BUNDLE, arguments, prefix=link.inside(link.near)) as server:
+        yield server
+
+
+def client(link: LossyLink, *arguments: str) -> subprocess.Popen[str]:
+    command = [*link.inside(link.far), sys.executable, "-m", "tests.reliability.client_process", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment())
+
+
+def test_answers_are_right_while_packets_are_lost(link: LossyLink, server: ServerProcess) -> None:
+    with client(link, "compare", server.target, str(NUM_CALLS)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        link.loss = LOSS
+        out, errors = process.communicate("\n", timeout=PATIENCE_S)
+        link.loss = 0.0
+    assert process.returncode == 0, errors
+    outcomes = json.loads(out)
+    assert sum(outcomes.values()) == NUM_CALLS
+    assert link.num_lost > 0
+    figures = {"calls": NUM_CALLS, "loss_percent": 100 * LOSS, "packets_lost": link.num_lost, "outcomes": outcomes}
+    report("packet-loss", figures)
+
+
+async def test_a_network_that_goes_away_is_noticed_and_its_calls_are_ended(
+    link: LossyLink, server: ServerProcess
+) -> None:
+    before = settled(server.process.pid, steady())
+    with client(link, "endless", server.target, "8") as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "first\n"
+        link.loss = 1.0  # no end of the connection is told to anybody
+
+        def is_as_before(held: Footprint) -> bool:
+            return held.descriptors <= before.descriptors
+
+        assert is_as_before(await asyncio.to_thread(settled, server.process.pid, is_as_before))
+        process.kill()

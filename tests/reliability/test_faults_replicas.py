@@ -1,0 +1,59 @@
+"""One of two replicas is killed under load, behind a client that spreads its calls: what had not begun is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter, defaultdict
+
+import grpc
+
+from antiphon.client import AsyncClient, Connection, ServerError
+from antiphon.connection import RetryPolicy
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.integration.process import ServerProcess
+from tests.reliability.asking import NUM_KINDS, Heard, Texts, references, streamed, whole
+from tests.reliability.sizes import size
+from tests.reliability.summary import report
+
+NUM_CALLS = size("FAULT_CALLS", 60) * 2
+# As many calls may fail at once as were under way at the replica that is killed: no budget ends their retries.
+CONNECTION = Connection(load_balancing="round_robin", retry=RetryPolicy(budget=None))
+
+
+async def test_no_call_is_lost_that_had_not_begun_to_stream_when_a_replica_is_killed() -> None:
+    with ServerProcess(SHIPPED_BUNDLE) as kept, ServerProcess(SHIPPED_BUNDLE) as lost:
+        async with AsyncClient(kept.target) as client:
+            expected = await references(client)
+        target = f"ipv4:127.0.0.1:{kept.port},127.0.0.1:{lost.port}"
+        async with AsyncClient(target, connection=CONNECTION) as client:
+            outcomes = await _with_a_death_in_the_middle(client, lost, expected)
+        served = [server.metrics()["antiphon_prompt_tokens_total"] for server in (kept,)]
+    assert served[0] > 0
+    assert outcomes.total() == NUM_CALLS
+    assert outcomes["lost before it began"] == 0
+    report("replicas", {"calls": NUM_CALLS, "outcomes": dict(outcomes)})
+
+
+async def _with_a_death_in_the_middle(
+    client: AsyncClient, lost: ServerProcess, expected: dict[int, Texts]
+) -> Counter[str]:
+    """Make all calls at once, and kill the replica when the first of them says something."""
+    first = asyncio.Event()
+    calls = [asyncio.ensure_future(_call(client, number, first, expected)) for number in range(NUM_CALLS)]
+    await first.wait()
+    lost.process.send_signal(signal.SIGKILL)
+    return Counter(await asyncio.gather(*calls))
+
+
+async def _call(client: AsyncClient, number: int, first: asyncio.Event, expected: dict[int, Texts]) -> str:
+    """Every third call is unary: of those nothing is heard before their end."""
+    kind, heard = number % NUM_KINDS, Heard(defaultdict(str))
+    try:
+        answer = await (whole(client, kind) if number % 3 == 0 else streamed(client, kind, heard=heard, first=first))
+    except ServerError as error:
+        if error.code is not grpc.StatusCode.UNAVAILABLE or not heard.is_beginning_of(expected[kind]):
+            raise
+        return "broken off in mid-stream" if heard.messages else "lost before it began"
+    assert answer == expected[kind]
+    return "answered"
