@@ -1,0 +1,63 @@
+"""SIGTERM under load: all that was admitted is answered, what comes later is refused, and the process leaves with 0."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import grpc
+
+from antiphon.client import AsyncClient, Connection, ServerError
+from antiphon.connection import RetryPolicy
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.integration.process import ServerProcess
+from tests.reliability.asking import NUM_KINDS, references, streamed, whole
+from tests.reliability.sizes import size
+from tests.reliability.summary import report
+
+NUM_CALLS = size("FAULT_CALLS", 60) * 2
+ROWS = 8  # most calls wait
+NO_RETRIES = Connection(retry=RetryPolicy(attempts=1))
+
+
+async def test_sigterm_under_load_loses_no_admitted_request() -> None:
+    with ServerProcess(SHIPPED_BUNDLE, ["--max-num-seqs", str(ROWS), "--drain-grace-s", "120"]) as server:
+        async with AsyncClient(server.target, connection=NO_RETRIES) as client:
+            expected = await references(client)
+            calls = [
+                asyncio.ensure_future((whole if number % 3 == 0 else streamed)(client, number))
+                for number in range(NUM_CALLS)
+            ]
+            waiting = await asyncio.to_thread(_all_admitted, server)
+            server.process.send_signal(signal.SIGTERM)
+            refused = await _refusals(client, calls)
+            answers = await asyncio.gather(*calls)
+        code, errors = await asyncio.to_thread(server.finish)
+    assert [answers[number] == expected[number % NUM_KINDS] for number in range(NUM_CALLS)] == [True] * NUM_CALLS
+    assert refused > 0
+    assert (code, "Traceback" in errors) == (0, False)
+    report("sigterm", {"calls": NUM_CALLS, "waiting_at_sigterm": waiting, "refused_later": refused, "lost": 0})
+
+
+def _all_admitted(server: ServerProcess) -> int:
+    """Wait until no call is on its way any more; how many of them wait for a row."""
+
+    def is_there(metrics: dict[str, float]) -> bool:
+        ended = sum(value for name, value in metrics.items() if name.startswith("antiphon_request_success_total"))
+        under_way = sum(metrics[f"antiphon_num_requests_{state}"] for state in ("waiting", "running"))
+        return ended + under_way >= NUM_KINDS + NUM_CALLS and under_way > 0
+
+    return int(server.wait_for_metrics(is_there)["antiphon_num_requests_waiting"])
+
+
+async def _refusals(client: AsyncClient, calls: list[asyncio.Future[tuple[str, ...]]]) -> int:
+    """Ask on until all other calls have ended, but for the first ones, which SIGTERM may not have reached yet."""
+    num_refused = 0
+    while not all(call.done() for call in calls):
+        try:
+            await client.generate_text("Stop!")
+        except ServerError as error:
+            if error.code is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            num_refused += 1
+    return num_refused
