@@ -55,7 +55,8 @@ crowd: $(VENV)/.test-tools ## 1,000 streams at once, and 10,000 calls of which a
 		$(BIN)/python -m pytest tests/reliability/test_crowd.py $(ARGS)
 
 faults: $(VENV)/.test-tools ## Lost clients, lossy networks, lost replicas, full disks, damaged files, at length. Best as root.
-	@$(LONG)FAULT_CALLS=400 $(LONG)KILLED_CLIENTS=20 $(BIN)/python -m pytest tests/reliability/test_faults_*.py $(ARGS)
+	@$(LONG)FAULT_CALLS=400 $(LONG)KILLED_CLIENTS=20 $(LONG)DISK_SHARES=4 $(LONG)DAMAGES=50 \
+		$(BIN)/python -m pytest tests/reliability/test_faults_*.py $(ARGS)
 
 fuzz: $(VENV)/.test-tools ## Random messages, texts and files. MINUTES=5 for each target that is guided by coverage.
 	@$(LONG)FUZZ_EXAMPLES=3000 $(LONG)FUZZ_BUNDLE_EXAMPLES=1000 $(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \

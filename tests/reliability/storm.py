@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import grpc
@@ -85,7 +85,7 @@ async def _leave(
         task.cancel()
 
 
-async def _either(task: asyncio.Future[Texts], wait: Callable[[], Awaitable[object]]) -> None:
-    waiting = asyncio.ensure_future(wait())
+async def _either(task: asyncio.Future[Texts], wait: Callable[[], Coroutine[None, None, bool]]) -> None:
+    waiting: asyncio.Future[bool] = asyncio.ensure_future(wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -81,7 +81,7 @@ async def test_a_thousand_streams_at_once_answer_as_if_alone(server: ServerProce
     report("crowd", figures | {"threads": [before.threads, after.threads]} | _descriptors(before, after))
 
 
-async def _most_under_way(server: ServerProcess, streams: list[asyncio.Future[Texts]]) -> int:
+async def _most_under_way(server: ServerProcess, streams: Sequence[asyncio.Future[Texts]]) -> int:
     """The most requests that any look at the server's metrics found waiting or running."""
     most = 0
     while not all(stream.done() for stream in streams):

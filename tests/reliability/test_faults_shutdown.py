@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
 
 import grpc
 
@@ -50,7 +51,7 @@ def _all_admitted(server: ServerProcess) -> int:
     return int(server.wait_for_metrics(is_there)["antiphon_num_requests_waiting"])
 
 
-async def _refusals(client: AsyncClient, calls: list[asyncio.Future[tuple[str, ...]]]) -> int:
+async def _refusals(client: AsyncClient, calls: Sequence[asyncio.Future[tuple[str, ...]]]) -> int:
     """Ask on until all other calls have ended, but for the first ones, which SIGTERM may not have reached yet."""
     num_refused = 0
     while not all(call.done() for call in calls):

@@ -1,0 +1,181 @@
+"""Functions that read what strangers send, each with what must hold of any input; for fuzz.py and its tests.
+
+A target takes bytes and returns, or raises what it should not.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.model.text_format import TextFormat
+from antiphon.model.text_template import LanguageIds, fill
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.combinations import check_combination
+from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.service.errors import InvalidArgument
+from antiphon.service.options import read_options
+from antiphon.service.rpc import _parser
+from antiphon.service.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.v1 import inference_pb2 as pb
+from tests.reliability.answers import check_field
+
+METHODS = pb.DESCRIPTOR.services_by_name["InferenceService"].methods
+VOCABULARY = 8000
+
+
+@cache
+def shipped_tokenizer() -> Tokenizer:
+    """The one of the bundle in the repository."""
+    return Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
+
+
+def messages(data: bytes) -> None:
+    """Bytes as each request in turn: parsed as protobuf does, or explained by a field of the message."""
+    if not data:
+        return
+    kind = METHODS[data[0] % len(METHODS)].input_type
+    payload = data[1:]
+    found = _parser(GetMessageClass(kind))(payload)
+    try:
+        expected = GetMessageClass(kind).FromString(payload)
+    except DecodeError:
+        assert not isinstance(found, Message)
+        check_field(found.error.field, kind)
+    else:
+        assert found == expected or str(found) == str(expected)  # NaN differs from itself
+
+
+def options(data: bytes) -> None:
+    """Bytes as GenerateOptions: read into domain values, or refused by the option's name."""
+    try:
+        message = pb.GenerateOptions.FromString(data)
+    except DecodeError:
+        return
+    try:
+        check_combination(read_options(message, VOCABULARY))
+    except InvalidArgument as error:
+        check_field(error.field, pb.GenerateRequest.DESCRIPTOR)
+
+
+def texts(data: bytes) -> None:
+    """Any text: what is decoded is what was read, as it is normalised, and offsets lie in it, in order."""
+    check_text(shipped_tokenizer(), data.decode("utf-8", "replace"))
+
+
+def check_text(tokenizer: Tokenizer, text: str) -> None:
+    """What holds of every text, of byte-level BPE."""
+    ids = tokenizer.encode(text)
+    assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
+    assert tokenizer.min_tokens(text) <= len(ids)
+    assert tokenizer.encode_batch([text]) == [ids]
+    assert tokenizer.decode(ids) == tokenizer.normalize(text)
+    found = tokenizer.encode_source(text)
+    assert list(found.ids) == ids
+    assert all(0 <= start <= end <= len(text) for start, end in found.offsets)
+    starts = [start for start, _ in found.offsets]
+    assert starts == sorted(starts)
+    check_pieces(tokenizer, ids)
+
+
+def check_pieces(tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Token by token comes the same text as at once."""
+    stream = tokenizer.stream()
+    assert "".join(stream.push((token_id,)) for token_id in ids) + stream.finish() == tokenizer.decode(ids)
+
+
+def ids(data: bytes) -> None:
+    """Any token ids, as a model may choose them: always a text, the same in pieces."""
+    tokenizer = shipped_tokenizer()
+    check_pieces(tokenizer, [int.from_bytes(data[at : at + 2], "little") % VOCABULARY for at in range(0, len(data), 2)])
+
+
+def stops(data: bytes) -> None:
+    """Any stop strings in any text: what is let out ends before the first that completes, and both views agree."""
+    head, _, tail = data.partition(b"\xff")
+    tokenizer = shipped_tokenizer()
+    strings = [stop for stop in head.decode("utf-8", "replace").split("\n") if stop][:4]
+    token_ids = [int.from_bytes(tail[at : at + 2], "little") % VOCABULARY for at in range(0, len(tail), 2)]
+    text = tokenizer.decode(token_ids)
+    told = StopFilter(strings, tokenizer.stream())
+    heard = "".join(told.push((token_id,)) for token_id in token_ids) + told.finish()
+    ends = [(text.index(stop) + len(stop), -len(stop)) for stop in strings if stop in text]
+    expected = text[: sum(min(ends))] if ends else text
+    assert heard == expected, (heard, expected)
+    if strings:
+        matcher = TokenStopMatcher(strings, tokenizer.stream())
+        is_stopped = [matcher.push(token_id) for token_id in token_ids]
+        assert ends or True not in is_stopped, "stopped without a stop string"
+
+
+def manifests(data: bytes) -> None:
+    """Bytes as manifest.json of a bundle: refused, for no other file is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / MANIFEST_NAME).write_bytes(data)
+        try:
+            load_bundle(path)
+        except BundleError as error:
+            complaint = str(error)
+        else:
+            complaint = "none"
+        assert complaint.startswith(str(path)), complaint
+
+
+def templates(data: bytes) -> None:
+    """Any tokens through a template: what it puts there is there once, whatever of it they carry already."""
+    tokenizer = shipped_tokenizer()
+    text = TextFormat(special_ids=(0, 1, 2, 3), template=_template(data[:1]), source="tokenizer.json")
+    given = [byte % 8 for byte in data[1:65]]
+    for are_ids in (False, True):
+        filled, types = fill(text, given, None, LanguageIds(), is_partly_filled=are_ids)
+        assert set(filled) <= {*given, *range(4)}
+        assert len(types) in (0, len(filled))
+        assert len(given) <= len(filled) <= len(given) + len(text.template)
+        if are_ids:
+            again, _ = fill(text, filled, None, LanguageIds(), is_partly_filled=True)
+            assert list(again) == list(filled), (given, filled, again)
+    assert tokenizer.vocab_size == VOCABULARY
+
+
+def _template(choice: bytes) -> tuple[str | int, ...]:
+    templates: list[tuple[str | int, ...]] = [
+        ("$text", 2),
+        (1, "$text", 2),
+        ("$text",),
+        (1, "$text"),
+        (1, 3, "$text", 2),
+    ]
+    return templates[choice[0] % len(templates) if choice else 0]
+
+
+def _seed_manifest() -> bytes:
+    return json.dumps(json.loads((SHIPPED_BUNDLE / MANIFEST_NAME).read_bytes())).encode()
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "messages": messages,
+    "options": options,
+    "texts": texts,
+    "ids": ids,
+    "stops": stops,
+    "manifests": manifests,
+    "templates": templates,
+}
+# Inputs to begin with, beside none at all.
+SEEDS: dict[str, Callable[[], list[bytes]]] = {
+    "messages": lambda: [b"\x00" + pb.GenerateRequest(text="a", options={"top_k": 3}).SerializeToString()],
+    "options": lambda: [pb.GenerateOptions(beam_width=2, stop_strings=["a"], logit_bias={3: 1.0}).SerializeToString()],
+    "texts": lambda: ["Wie geht’s? 日本語 🜁 e\u0301".encode()],
+    "ids": lambda: [bytes(range(64))],
+    "stops": lambda: [b"e\nnicht\xff" + bytes(range(64))],
+    "manifests": lambda: [_seed_manifest()],
+    "templates": lambda: [b"\x01\x04\x05\x02"],
+}

@@ -1,0 +1,101 @@
+"""A disk that fills up while a checkpoint is imported: a clear refusal, nothing half-written, the old bundle whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from antiphon import cli
+from antiphon.model.bundle import load_bundle
+from tests.parity.seq2seq_checkpoints import save
+from tests.reliability.sizes import size
+
+# How much of the new bundle has room beside the old one, or how large its files may be; full sizes try them all.
+SHARES = [0.5, 0.02, 0.3, 0.9][: size("DISK_SHARES", 1)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "marian"
+    save(folder, "marian")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("bundle") / "marian"
+    assert imported(checkpoint, target) == 0
+    return target
+
+
+def imported(checkpoint: Path, target: Path, *flags: str) -> int:
+    options = ["--no-explain", "--no-verify", "--precision", "float32", *flags]
+    return cli.main(["import", str(checkpoint), str(target), *options])
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+@contextlib.contextmanager
+def disk_of(num_bytes: int, folder: Path) -> Iterator[Path]:
+    """A file system of that size."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As a quota does it: writing beyond raises, and Python ignores the signal that comes with it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def check_refused(code: int, errors: str, target: Path, digests: dict[str, str]) -> None:
+    assert code == 2
+    line = errors.strip().splitlines()[-1]
+    assert line.startswith("antiphon import: ")
+    assert "No space left" in line or "File too large" in line
+    assert "Traceback" not in errors
+    found = load_bundle(target).manifest.files
+    assert {name: entry.sha256 for name, entry in found.items()} == digests
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of a size of its own needs root")
+@pytest.mark.parametrize("share", SHARES)
+def test_a_full_disk_leaves_the_old_bundle_and_nothing_else(
+    share: float, checkpoint: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = {name: entry.sha256 for name, entry in load_bundle(bundle).manifest.files.items()}
+    room = round((1 + share) * bytes_of(bundle)) + 65536  # tmpfs counts pages
+    with disk_of(room, tmp_path / "disk") as disk:
+        shutil.copytree(bundle, disk / "marian")
+        code = imported(checkpoint, disk / "marian", "--overwrite")
+        check_refused(code, capsys.readouterr().err, disk / "marian", digests)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_quota_leaves_the_old_bundle_and_nothing_else(
+    share: float, checkpoint: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = {name: entry.sha256 for name, entry in load_bundle(bundle).manifest.files.items()}
+    largest = max(file.stat().st_size for file in bundle.iterdir())
+    with files_of_at_most(round(share * largest)):
+        code = imported(checkpoint, bundle, "--overwrite")
+    check_refused(code, capsys.readouterr().err, bundle, digests)
