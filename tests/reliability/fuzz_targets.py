@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.model.text_format import TextFormat
+from antiphon.model.text_format import Template, TextFormat
 from antiphon.model.text_template import LanguageIds, fill
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.combinations import check_combination
@@ -145,8 +145,8 @@ def templates(data: bytes) -> None:
     assert tokenizer.vocab_size == VOCABULARY
 
 
-def _template(choice: bytes) -> tuple[str | int, ...]:
-    templates: list[tuple[str | int, ...]] = [
+def _template(choice: bytes) -> Template:
+    templates: list[Template] = [
         ("$text", 2),
         (1, "$text", 2),
         ("$text",),
@@ -171,7 +171,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 }
 # Inputs to begin with, beside none at all.
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    "messages": lambda: [b"\x00" + pb.GenerateRequest(text="a", options={"top_k": 3}).SerializeToString()],
+    "messages": lambda: [
+        b"\x00" + pb.GenerateRequest(text="a", options=pb.GenerateOptions(top_k=3)).SerializeToString()
+    ],
     "options": lambda: [pb.GenerateOptions(beam_width=2, stop_strings=["a"], logit_bias={3: 1.0}).SerializeToString()],
     "texts": lambda: ["Wie geht’s? 日本語 🜁 e\u0301".encode()],
     "ids": lambda: [bytes(range(64))],

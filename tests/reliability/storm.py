@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -77,15 +77,16 @@ async def _leave(
         await asyncio.wait({task}, timeout=rng.uniform(0, 0.02))
         task.cancel()
     elif moment == "at its first message":
-        await _either(task, first.wait)
+        await _either(task, first)
         task.cancel()
     elif moment == "in mid-stream":
-        await _either(task, first.wait)
+        await _either(task, first)
         await asyncio.wait({task}, timeout=rng.uniform(0, 0.1))
         task.cancel()
 
 
-async def _either(task: asyncio.Future[Texts], wait: Callable[[], Coroutine[None, None, bool]]) -> None:
-    waiting: asyncio.Future[bool] = asyncio.ensure_future(wait())
-    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+async def _either(task: asyncio.Future[Texts], first: asyncio.Event) -> None:
+    waiting = asyncio.ensure_future(first.wait())
+    pair: set[asyncio.Future[Any]] = {task, waiting}
+    await asyncio.wait(pair, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
