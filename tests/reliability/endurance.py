@@ -57,15 +57,16 @@ async def endure(server: ServerProcess, plan: Plan) -> dict[str, Any]:
     async with AsyncClient(server.target) as client:
         expected = await references(client)
         await warm_up(Traffic(target=server.target, client=client, expected=expected, tally=Tally(), rng=rng))
-    calm = settled(server.process.pid, steady())
+    calm = await asyncio.to_thread(settled, server.process.pid, steady())
     async with AsyncClient(server.target) as client:
         traffic = Traffic(target=server.target, client=client, expected=expected, tally=tally, rng=rng)
         sampling = asyncio.ensure_future(_sample(server.process.pid, plan, tally, samples))
         await _send(traffic, plan)
         sampling.cancel()
         await asyncio.wait({sampling})
-    server.wait_for_metrics(is_idle)
-    at_rest = settled(server.process.pid, lambda held: _is_no_larger(held, calm))
+    # On another thread: the event loop is needed to close what our side still holds.
+    await asyncio.to_thread(server.wait_for_metrics, is_idle)
+    at_rest = await asyncio.to_thread(settled, server.process.pid, lambda held: _is_no_larger(held, calm))
     return _figures(plan, tally, samples) | {
         "at_rest": {"threads": at_rest.threads, "descriptors": at_rest.descriptors},
         "at_start": {"threads": calm.threads, "descriptors": calm.descriptors},

@@ -48,18 +48,19 @@ async def at_rest(server: ServerProcess) -> Footprint:
     """What the server holds when nobody is there, once a crowd has been: threads that it keeps are started."""
     async with AsyncClient(server.target) as client:
         await asyncio.gather(*(streamed(client, number) for number in range(NUM_KINDS)))
-    server.wait_for_metrics(is_idle)
-    return settled(server.process.pid, steady())
+    await asyncio.to_thread(server.wait_for_metrics, is_idle)
+    return await asyncio.to_thread(settled, server.process.pid, steady())
 
 
-def check_nothing_is_left(server: ServerProcess, before: Footprint, num_blocks: float) -> Footprint:
-    metrics = server.wait_for_metrics(is_idle)
+async def check_nothing_is_left(server: ServerProcess, before: Footprint, num_blocks: float) -> Footprint:
+    """Waits on another thread: the event loop is needed to close what our side still holds."""
+    metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
     assert metrics["antiphon_kv_cache_blocks{use=free}"] == num_blocks
 
     def is_as_before(held: Footprint) -> bool:
         return held.threads <= before.threads and held.descriptors <= before.descriptors
 
-    after = settled(server.process.pid, is_as_before)
+    after = await asyncio.to_thread(settled, server.process.pid, is_as_before)
     assert is_as_before(after), f"{after} after {before}"
     return after
 
@@ -76,7 +77,7 @@ async def test_a_thousand_streams_at_once_answer_as_if_alone(server: ServerProce
     took_s = time.monotonic() - begin_s
     wrong = [number for number, answer in zip(numbers, answers, strict=True) if answer != expected[number]]
     assert wrong == []
-    after = check_nothing_is_left(server, before, num_blocks)
+    after = await check_nothing_is_left(server, before, num_blocks)
     figures = {"streams": NUM_STREAMS, "most_under_way": most, "seconds": round(took_s, 2), "wrong": len(wrong)}
     report("crowd", figures | {"threads": [before.threads, after.threads]} | _descriptors(before, after))
 
@@ -102,7 +103,7 @@ async def test_calls_given_up_at_random_moments_leave_nothing_behind(
     took_s = time.monotonic() - begin_s
     assert storm.outcomes.total() == NUM_CALLS
     assert {outcome.split(":")[0] for outcome in storm.outcomes} == {*MOMENTS, "to its end"}
-    after = check_nothing_is_left(server, before, num_blocks)
+    after = await check_nothing_is_left(server, before, num_blocks)
     figures = {"calls": NUM_CALLS, "at_once": AT_ONCE, "seconds": round(took_s, 2), "wrong": 0}
     outcomes = {"outcomes": dict(sorted(storm.outcomes.items()))}
     report("storm", figures | outcomes | {"threads": [before.threads, after.threads]} | _descriptors(before, after))

@@ -35,13 +35,14 @@ async def alone(server: ServerProcess) -> tuple[str, ...]:
         return await streamed(client, LONG)
 
 
-def check_nothing_is_left(server: ServerProcess, before: Footprint) -> None:
-    server.wait_for_metrics(is_idle)
+async def check_nothing_is_left(server: ServerProcess, before: Footprint) -> None:
+    """Waits on another thread: the event loop is needed to close what our side still holds."""
+    await asyncio.to_thread(server.wait_for_metrics, is_idle)
 
     def is_as_before(held: Footprint) -> bool:
         return held.descriptors <= before.descriptors
 
-    assert is_as_before(settled(server.process.pid, is_as_before))
+    assert is_as_before(await asyncio.to_thread(settled, server.process.pid, is_as_before))
 
 
 def killed_in_mid_stream(target: str) -> None:
@@ -56,20 +57,20 @@ def killed_in_mid_stream(target: str) -> None:
 
 async def test_killed_clients_leave_nothing_and_disturb_nobody(server: ServerProcess) -> None:
     expected = await alone(server)
-    before = settled(server.process.pid, steady())
+    before = await asyncio.to_thread(settled, server.process.pid, steady())
     async with AsyncClient(server.target) as neighbour:
         for _ in range(NUM_KILLED):
             beside = asyncio.ensure_future(streamed(neighbour, LONG))
             await asyncio.to_thread(killed_in_mid_stream, server.target)
             assert await beside == expected
-    check_nothing_is_left(server, before)
+    await check_nothing_is_left(server, before)
     ended = {name: value for name, value in server.metrics().items() if name.startswith("antiphon_cancellations_total")}
     assert NUM_KILLED <= sum(ended.values()) <= NUM_KILLED * STREAMS_EACH
 
 
 async def test_half_open_connections_are_found_out_and_closed(server: ServerProcess) -> None:
     expected = await alone(server)
-    before = settled(server.process.pid, steady())
+    before = await asyncio.to_thread(settled, server.process.pid, steady())
     with StallingProxy(server.port) as proxy:
         async with AsyncClient(proxy.target) as lost, AsyncClient(server.target) as neighbour:
             firsts = [asyncio.Event() for _ in range(STREAMS_EACH)]
@@ -86,4 +87,4 @@ async def test_half_open_connections_are_found_out_and_closed(server: ServerProc
             for stream in streams:
                 stream.cancel()
         # Still open at both ends as far as the network says: the server gave the connection up by itself.
-        check_nothing_is_left(server, before)
+        await check_nothing_is_left(server, before)

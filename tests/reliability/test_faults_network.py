@@ -59,7 +59,7 @@ def test_answers_are_right_while_packets_are_lost(link: LossyLink, server: Serve
 async def test_a_network_that_goes_away_is_noticed_and_its_calls_are_ended(
     link: LossyLink, server: ServerProcess
 ) -> None:
-    before = settled(server.process.pid, steady())
+    before = await asyncio.to_thread(settled, server.process.pid, steady())
     with client(link, "endless", server.target, "8") as process:
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "first\n"

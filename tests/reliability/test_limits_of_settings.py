@@ -13,7 +13,7 @@ from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig, fields, flag_o
 from antiphon.service.model_settings import ModelSettings
 
 # Whatever these hold can only be judged by what it names; other tests do.
-FREE_TEXTS = {"models", "caller_metadata_key"}
+FREE_TEXTS = {"models", "caller_metadata_key", "otlp_endpoint"}
 FILES = ("path", "file")
 # What must be set beside a setting for it to make sense.
 BESIDE: dict[str, tuple[str, ...]] = {
