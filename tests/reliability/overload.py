@@ -1,0 +1,173 @@
+"""Twice the sustainable rate for minutes: does the server go on to do what it can, and refuse the rest cleanly?
+
+    python -m tests.reliability.overload --minutes 10
+
+Finds by search the highest rate at which 99 % of the answers are within the objective and fewer than 1 % are refused;
+its goodput is the best. Then offers twice as much. Figures go to build/reliability/overload.json. Exit code 1 where a
+promise did not hold. Client and server share this machine, so the rates are its, not the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+from antiphon.load.drive import run
+from antiphon.load.plan import Ask, Objective, Plan
+from antiphon.load.result import Result
+from antiphon.load.search import bracketed_rate
+from antiphon.load.texts import EVERYDAY
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.integration.process import ServerProcess, is_idle
+from tests.reliability.footprint import footprint
+from tests.reliability.summary import report
+
+REFUSED = "RESOURCE_EXHAUSTED"
+LEAST_GOODPUT = 0.9
+MAX_GROWTH = 0.02
+PRECISION = 0.05
+# Long answers of one length: the server's work, not the client's, is what limits the rate.
+NEW_TOKENS = 64
+START_RATE = 50.0
+SAMPLE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How long the overload and each probe of the search last, what is promised, and how long a request may queue."""
+
+    overload_s: float
+    probe_s: float
+    objective_s: float
+    queue_time_s: float
+
+
+def overload(server: ServerProcess, sizes: Sizes) -> dict[str, Any]:
+    """Search, overload, and the figures of both."""
+    plan = Plan(
+        asks=tuple(Ask(source=text, max_new_tokens=NEW_TOKENS) for text in EVERYDAY),
+        rate=START_RATE,
+        duration_s=sizes.probe_s,
+        warmup_s=2.0,
+        target=server.target,
+        ignore_eos=True,
+        objective=Objective(e2e_s=sizes.objective_s),
+    )
+    probes: list[Result] = []
+
+    def holds(rate: float) -> bool:
+        probes.append(run(replace(plan, rate=rate)))
+        return probes[-1].has_met_objective
+
+    rate = bracketed_rate(holds, START_RATE, PRECISION)
+    best = max(probe.goodput_per_s or 0.0 for probe in probes if probe.has_met_objective)
+    with _Memory(server.process.pid) as memory:
+        beyond = run(replace(plan, rate=2 * rate, duration_s=sizes.overload_s, warmup_s=5.0))
+    server.wait_for_metrics(is_idle)
+    return {
+        "objective_p99_ms": 1000 * sizes.objective_s,
+        "max_queue_time_s": sizes.queue_time_s,
+        "sustainable_per_s": round(rate, 1),
+        "best_goodput_per_s": round(best, 1),
+        **_figures(beyond, best),
+        "growth_percent": round(100 * memory.growth, 3),
+        "resident_mb": [round(held / 1e6, 2) for held in memory.ends],
+    }
+
+
+def _figures(beyond: Result, best: float) -> dict[str, Any]:
+    goodput = beyond.goodput_per_s or 0.0
+    return {
+        "minutes": round(beyond.window_s / 60, 2),
+        "offered_per_s": round(beyond.sent_per_s, 1),
+        "sent": beyond.num_sent,
+        "ok": beyond.num_ok,
+        "errors": beyond.errors,
+        "with_pushback": beyond.num_pushbacks,
+        "not_sent": beyond.num_dropped,
+        "goodput_per_s": round(goodput, 1),
+        "goodput_of_best": round(goodput / best, 3),
+        "e2e_p50_ms": None if beyond.e2e_ms is None else round(beyond.e2e_ms.p50, 1),
+        "e2e_p99_ms": None if beyond.e2e_ms is None else round(beyond.e2e_ms.p99, 1),
+        "client_lag_p99_ms": None if beyond.lag_ms is None else round(beyond.lag_ms.p99, 1),
+    }
+
+
+def complaints(figures: dict[str, Any]) -> list[str]:
+    """What of the promises did not hold, in words."""
+    refused = figures["errors"].get(REFUSED, 0)
+    promises = {
+        f"goodput is {figures['goodput_of_best']} of the best": figures["goodput_of_best"] >= LEAST_GOODPUT,
+        f"errors are {figures['errors']}": set(figures["errors"]) == {REFUSED},
+        f"{figures['with_pushback']} of {refused} refusals say when to try again": figures["with_pushback"] == refused,
+        f"p99 is {figures['e2e_p99_ms']} ms": (figures["e2e_p99_ms"] or 0) <= figures["objective_p99_ms"],
+        f"memory grew by {figures['growth_percent']} %": figures["growth_percent"] < 100 * MAX_GROWTH,
+    }
+    return [words for words, holds in promises.items() if not holds]
+
+
+class _Memory:
+    """Samples a process's resident memory on a thread; its first tenth is warm-up."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._samples: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> _Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Median bytes of the first stretch after the warm-up, and of the last."""
+        warm = self._samples[len(self._samples) // 10 :]
+        stretch = max(1, len(warm) // 10)
+        return statistics.median(warm[:stretch]), statistics.median(warm[-stretch:])
+
+    @property
+    def growth(self) -> float:
+        first, last = self.ends
+        return last / first - 1
+
+    def _sample(self) -> None:
+        while True:
+            self._samples.append(footprint(self._pid).resident_bytes)
+            if self._stop.wait(SAMPLE_S):
+                return
+
+
+def main() -> int:
+    """Parse the flags, run, print, judge."""
+    parser = argparse.ArgumentParser(description="Offer a real server twice what it can sustain.")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--probe-s", type=float, default=20, help="seconds of each probe of the search")
+    parser.add_argument("--objective-ms", type=float, default=1000, help="99 % of the answers within so long")
+    parser.add_argument("--max-queue-time-s", type=float, default=0.4, help="of the server")
+    flags = parser.parse_args()
+    sizes = Sizes(
+        overload_s=60 * flags.minutes,
+        probe_s=flags.probe_s,
+        objective_s=flags.objective_ms / 1000,
+        queue_time_s=flags.max_queue_time_s,
+    )
+    arguments = ["--max-queue-time-s", str(sizes.queue_time_s), "--access-log", "errors"]
+    with ServerProcess(SHIPPED_BUNDLE, arguments) as server:
+        figures = overload(server, sizes)
+    found = complaints(figures)
+    path = report("overload", figures | {"complaints": found})
+    print(f"figures: {path}", *found, sep="\n", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
