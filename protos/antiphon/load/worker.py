@@ -8,7 +8,9 @@ parent's, a process of the same program.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import os
 import pickle
 import sys
 import threading
@@ -60,8 +62,10 @@ def _watch(orders: BinaryIO, stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
-        orders.read()
-        loop.call_soon_threadsafe(stop.set)
+        # Not through `orders`: a thread inside its lock is a fatal error where the interpreter ends.
+        os.read(orders.fileno(), 1)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            loop.call_soon_threadsafe(stop.set)
 
     threading.Thread(target=wait, name="orders", daemon=True).start()
 
