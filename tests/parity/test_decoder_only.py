@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +23,13 @@ from antiphon.model.importer import ImportOptions, import_checkpoint
 from antiphon.model.random_model import random_transformer
 from antiphon.model.source_weights import SourceError
 from antiphon.model.verify import verify
+from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_for
 from antiphon.service.native_runner import NativeRunner
 from antiphon.service.request import Request, SamplingParams, Task, TokenEvent
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.parity.answers_together import answer, one_torch_thread
+from tests.parity.crowd import Crowd
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
@@ -229,6 +234,33 @@ def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> N
         (alone,) = answer(imported.runner, [request]).values()
         assert sorted(map(bits, alone)) == sorted(map(bits, together[request.request_id]))
     assert len({event.token_ids for events in together.values() for event in events}) > len(requests)
+
+
+def test_preempted_prompts_go_on_with_the_same_bits(bundle: Bundle) -> None:
+    model, dice = bundle.manifest.model, random.Random(0)
+    longest = blocks_for(model.max_target_len, CACHE_BLOCK_SIZE)
+    tight = NativeRunner(bundle, max_rows=8, threads=2, num_blocks=2 * longest)
+    roomy = NativeRunner(bundle, max_rows=1, threads=1)
+    requests = [
+        prompted(
+            str(index),
+            tuple(dice.randrange(4, model.vocab_size) for _ in range(dice.randint(1, 12))),
+            SamplingParams(temperature=index % 2 * 1.0, seed=index, num_logprobs=1, ignore_eos=True),
+        )
+        for index in range(12)
+    ]
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        crowd, alone = Crowd(tight, loop), Crowd(roomy, loop)
+        for request in requests:
+            crowd.add(request)
+        crowd.finish()
+        for request in requests:
+            alone.add(request)
+            alone.finish()
+            name = request.request_id
+            assert [*map(bits, crowd.events(name))] == [*map(bits, alone.events(name))]
+    assert crowd.num_preemptions > 3
+    assert alone.num_preemptions == 0
 
 
 STRETCHED: dict[str, Any] = dict(factor=2.0, rope_theta=1e4)

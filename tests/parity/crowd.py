@@ -1,0 +1,92 @@
+"""Requests through an engine's steps, one by one, over native graphs whose pool nobody else uses meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+
+from antiphon.service.admission import admit, limits_of
+from antiphon.service.cancellation import CancelCause, Cancellations
+from antiphon.service.kv_cache import BlockPool
+from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.metrics import Metrics
+from antiphon.service.native_runner import NativeRunner
+from antiphon.service.request import (
+    Request,
+    TokenEvent,
+)
+from antiphon.service.request_queue import QueueLimits, RequestQueue
+from antiphon.service.runner import DecodeBatch, Draw, Runner
+from antiphon.service.scheduler import SchedulerLimits
+from antiphon.service.sequence import SequenceGroup
+from antiphon.service.step import StepParts, Stepper
+from antiphon.service.stream import OutputStream
+from tests.fakes import FakeClock
+
+
+class Watcher:
+    """A runner that counts the steps in which rows fed prefixes beside other rows' tokens."""
+
+    def __init__(self, runner: NativeRunner) -> None:
+        self._runner = runner
+        self.num_mixed_steps = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+    def decode(self, batch: DecodeBatch) -> Draw:
+        self.num_mixed_steps += batch.num_tokens > batch.num_rows > 1
+        return self._runner.decode(batch)
+
+
+class Crowd:
+    """An engine's steps, one by one, over a runner whose pool nobody else uses meanwhile."""
+
+    def __init__(self, runner: NativeRunner, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.live: dict[str, SequenceGroup] = {}
+        self.groups: dict[str, SequenceGroup] = {}
+        self.cancellations = Cancellations()
+        self.watcher = Watcher(runner)
+        self.pool = BlockPool(runner.num_blocks, runner.block_size)
+        self.queue = RequestQueue(QueueLimits(max_requests=1000, max_source_tokens=100_000))
+        self.limits = limits_of(runner, runner.max_rows)
+        self.registry = CollectorRegistry()
+        self.stepper = Stepper(
+            StepParts(
+                runner=cast(Runner, self.watcher),
+                queue=self.queue,
+                pool=self.pool,
+                limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=160),
+                metrics=Metrics(MetricFamilies(self.registry), "fake"),
+                live=self.live,
+                clock=FakeClock(),
+                cancellations=self.cancellations,
+            )
+        )
+
+    def add(self, request: Request) -> None:
+        group = admit(request, OutputStream(request.request_id, loop=self.loop), self.limits)
+        self.queue.put(group, 0.0)
+        self.live[request.request_id] = self.groups[request.request_id] = group
+
+    def step(self, *cancelled: str) -> None:
+        for request_id in cancelled:
+            self.cancellations.put(request_id, CancelCause.CLIENT)
+        self.stepper.step()
+        assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self.registry.get_sample_value("antiphon_preemptions_total", {"model_name": "fake"}) or 0)
+
+    def finish(self) -> None:
+        while self.stepper.has_work:
+            self.step()
+        assert self.pool.num_free == self.pool.num_blocks
+
+    def events(self, name: str) -> tuple[TokenEvent, ...]:
+        """The terminal event of each output of a request."""
+        return self.loop.run_until_complete(self.groups[name].stream.collect())
