@@ -56,6 +56,27 @@ def test_preemption_takes_the_newest_and_lets_it_go_on_with_the_same_answer(loop
     assert bench.sample("preemptions_total") == len(bench.runner.encoded) - 1 >= 1
 
 
+def test_preemption_keeps_what_a_request_had_to_begin_with(loop: asyncio.AbstractEventLoop) -> None:
+    """A forced first token is not forced a second time, and a prefix is fed before what was produced."""
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    params = SamplingParams(max_new_tokens=14, forced_first_id=9, min_new_tokens=2)
+    forced = bench.ask(long_request("forced", params=params))
+    assert run_until_preempted(bench) is forced
+    bench.finish()
+    source = forced.request.source_ids
+    rest = [int(bench.runner.logits(source, position).argmax()) for position in range(1, 14)]
+    assert bench.output(forced).token_ids == (9, *rest)
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    prefixed = bench.ask(long_request("prefixed", prefix_ids=(7, 8, 9), params=SamplingParams(max_new_tokens=14)))
+    assert run_until_preempted(bench) is prefixed
+    bench.finish()
+    assert bench.output(prefixed).token_ids == expected(bench, prefixed)[0]
+
+
 def test_preemption_is_not_counted_as_another_admission(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=14)
     groups = [bench.ask(long_request(name)) for name in ("a", "bb", "ccc")]
@@ -266,7 +287,7 @@ def num_generated(events: Iterable[TokenEvent]) -> int:
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32), num_blocks=st.integers(10, 30), max_rows=st.integers(2, 8))
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(9, 20), max_rows=st.integers(3, 8))
 def test_preempted_requests_of_a_random_crowd_get_the_answers_they_get_uninterrupted(
     seed: int, num_blocks: int, max_rows: int
 ) -> None:

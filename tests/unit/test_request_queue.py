@@ -228,14 +228,37 @@ def test_request_queue_serves_clients_alike_while_they_wait(lengths: list[list[i
         for client, index in data.draw(st.permutations(names_left)):
             queue.put(make(f"{client} {index}", length=lengths[client][index], client=str(client)), 0.0)
         served, left = [0] * len(lengths), [len(own) for own in lengths]
+        largest = max(group.cost for group in queue.peek(999))
         while found := queue.peek(1):
             queue.take(found[0].request_id, 0.0)
             client = int(found[0].request.client)
             served[client] += found[0].cost
             left[client] -= 1
             backlogged = [one for one, count in enumerate(left) if count]
-            largest = 2 * max(map(max, lengths))
             assert all(abs(served[a] - served[b]) <= 2 * largest for a in backlogged for b in backlogged)
+
+
+def test_request_queue_weighs_requests_by_what_they_cost(waiting: Maker) -> None:
+    queue = queue_of(max_requests=999, max_source_tokens=9999)
+    for index in range(20):
+        queue.put(waiting(f"long {index}", length=30, client="long"), 0.0)
+    for index in range(100):
+        queue.put(waiting(f"short {index}", length=2, client="short"), 0.0)
+    long, short = waiting("a", length=30).cost, waiting("b", length=2).cost
+    first = names(queue.peek(60))
+    num_long = sum(name.startswith("long") for name in first)
+    assert abs(num_long * long - (60 - num_long) * short) <= long + short
+
+
+def test_request_queue_remembers_what_a_client_was_served_while_others_wait(waiting: Maker) -> None:
+    queue = queue_of(max_requests=99, max_source_tokens=999)
+    for index in range(4):
+        queue.put(waiting(f"steady {index}", client="steady"), 0.0)
+    queue.put(waiting("long", length=30, client="coming and going"), 0.0)
+    for _ in range(2):
+        queue.take(names(queue.peek(1))[0], 0.0)
+    queue.put(waiting("again", length=30, client="coming and going"), 0.0)
+    assert drain(queue) == ["steady 1", "steady 2", "steady 3", "again"]
 
 
 def test_request_queue_serves_a_single_request_of_another_client_before_a_thousand(waiting: Maker) -> None:
@@ -385,6 +408,22 @@ def test_request_queue_lets_preempted_ones_go_first(waiting: Maker) -> None:
     assert queue.remove("newer") is not None
     assert drain(queue) == ["old", "old batch", "a", "b"]
     assert queue.num_preempted == len(queue) == queue.num_source_tokens == 0
+
+
+def test_request_queue_counts_a_preempted_request_once_in_what_it_serves(waiting: Maker) -> None:
+    queue, now_s = busy_queue(waiting, seconds_each=0.1)
+    for index in range(20):
+        queue.put(waiting(str(index)), now_s)
+    before_s = queue.expected_wait_s(now_s)
+    for _ in range(50):  # nothing else is served meanwhile
+        now_s += 0.1
+        group = queue.take("0", now_s)
+        assert group is not None
+        queue.put_back(group)
+    after_s = queue.expected_wait_s(now_s)
+    assert before_s is not None
+    assert after_s is not None
+    assert after_s > 1.5 * before_s
 
 
 def test_request_queue_expires_a_preempted_request_once(waiting: Maker) -> None:
