@@ -54,7 +54,8 @@ def test_wheel_holds_each_source_once(wheel: Path) -> None:
 def test_wheel_holds_stubs_types_licence_and_native_library(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     stubs = ("inference_pb2.py", "inference_pb2.pyi", "inference_pb2_grpc.py", "inference_pb2_grpc.pyi")
-    assert {f"antiphon/v1/{name}" for name in ("inference.proto", *stubs)} <= names
+    for package in ("v1", "oip"):
+        assert {f"antiphon/{package}/{name}" for name in ("inference.proto", *stubs)} <= names
     assert {"antiphon/py.typed", "antiphon/model/ops/_native.so"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
