@@ -28,7 +28,7 @@ from antiphon.service.control import Control
 from antiphon.service.errors import OverBudget
 from antiphon.service.handlers import SERVICE_NAME, Calls
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
-from antiphon.service.listener import address_of, channel_options, listening
+from antiphon.service.listener import PROBE_OPTIONS, address_of, channel_options, listening
 from antiphon.service.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.service.load_report import LoadReports, LoadServicer
 from antiphon.service.loading import Shared, StartupError, load
@@ -162,7 +162,7 @@ async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthSe
     if config.probe_port is None:
         yield None
         return
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=PROBE_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     async with listening(server, config.probe_host, config.probe_port, None) as port:
         yield port
@@ -229,15 +229,25 @@ class _Ports:
 
 def _ready_line(config: ServerConfig, served: Sequence[Served], ports: _Ports) -> str:
     address = address_of(config.host, ports.port)
-    target = "" if address == DEFAULT_TARGET else f"--target {address} "
     scheme = "https" if config.metrics_tls else "http"
     admin = "" if ports.admin is None else f", admin on {address_of(config.admin_host, ports.admin)}"
     probe = "" if ports.probe is None else f", probes on {address_of(config.probe_host, ports.probe)}"
     return (
         f"antiphon: ready: {', '.join(f'{one.name} ({one.precision})' for one in served)} on {address}, "
         f"metrics on {scheme}://{address_of(config.metrics_host, ports.metrics)}/metrics{admin}{probe}; "
-        f"next: antiphon {first_command(served[0].description, target)}"
+        f"next: antiphon {first_command(served[0].description, _client_flags(config, address))}"
     )
+
+
+def _client_flags(config: ServerConfig, address: str) -> str:
+    """What a client must say to be let in, files by what they hold."""
+    flags = {
+        f"--target {address} ": address != DEFAULT_TARGET,
+        "--tls-ca CA ": config.tls_cert is not None,
+        "--tls-cert CERT --tls-key KEY ": config.tls_client_ca is not None,
+        "--token-file TOKEN ": config.auth_tokens_file is not None,
+    }
+    return "".join(flag for flag, is_needed in flags.items() if is_needed)
 
 
 def first_command(model: pb.Model, target: str) -> str:

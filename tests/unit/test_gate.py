@@ -313,6 +313,23 @@ async def test_old_connection_ends_without_its_calls() -> None:
         assert await running == await _text_of(stub.Generate(asking())) != ""
 
 
+async def test_grace_of_an_old_connection_ends_its_calls() -> None:
+    gates: list[Gate] = []
+    ages: dict[str, Any] = {"max_connection_age_s": 1.0, "max_connection_age_grace_s": 1.0}
+    async with serving(prepare=lambda runner: gates.append(Gate(runner)), **ages) as served:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _text_of(stub_of(served).Generate(asking()))
+        gates[0].open()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_idle_connection_is_closed_and_opened_again_with_the_next_call() -> None:
+    async with serving(max_connection_idle_s=1.0) as served:
+        await stub_of(served).GetModel(pb.GetModelRequest())
+        await served.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        await stub_of(served).GetModel(pb.GetModelRequest())
+
+
 async def _text_of(call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]) -> str:
     return "".join([response.text_delta async for response in call])
 
