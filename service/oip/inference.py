@@ -143,10 +143,10 @@ def _sources(task: Task, tensors: dict[str, Tensor]) -> tuple[list[dict[str, Any
     known = [tensor.name for tensor in task.inputs]
     for name in tensors:
         if name not in known:
-            raise InvalidArgument("inputs", f"with {name[:64]}", f"of {', '.join(known)}")
+            raise InvalidArgument("inputs", [name[:64]], f"of {', '.join(known)}")
     if (TEXT.name in tensors) == (IDS.name in tensors):
         either = TEXT.name if IDS.name not in known else f"either {TEXT.name} or {IDS.name}"
-        raise InvalidArgument("inputs", f"of {', '.join(tensors) or 'nothing'}", f"with {either}")
+        raise InvalidArgument("inputs", list(tensors), either)
     if IDS.name in tensors:
         if PAIR.name in tensors:
             raise InvalidArgument(PAIR.name, "given", f"given only beside {TEXT.name}")

@@ -20,8 +20,8 @@ from antiphon.v1 import inference_pb2 as pb
 
 # Read here and not by the model. An empty final response is never needed: every last response says that it is one.
 _OWN = ("timeout", "triton_enable_empty_final_response")
-# Given by tensors, or of another RPC's.
-_NOT_PARAMETERS = {"model", "text", "token_ids", "text_pair", "options"}
+# Given by tensors; and log-probabilities, for which there is no tensor.
+_NOT_PARAMETERS = {"model", "text", "token_ids", "text_pair", "options", "num_logprobs"}
 _MAX_TIMEOUT_US = 2**53
 
 Parameters = Mapping[str, oip.InferParameter]
@@ -45,8 +45,7 @@ def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
     fields = _fields(kind)
     for name in sorted(parameters.keys() - set(_OWN)):
         if name not in fields:
-            allowed = f"one of {', '.join([*fields, *_OWN])}"
-            raise InvalidArgument("parameters", f"with {name[:64]}", allowed)
+            raise InvalidArgument("parameters", [name[:64]], f"of {', '.join([*fields, *_OWN])}")
         field = fields[name]
         into = message if field.containing_type is kind.DESCRIPTOR else options
         _fill(into, field, _value(name, parameters[name]))
@@ -55,10 +54,10 @@ def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
 
 def _fields(kind: type[Message]) -> dict[str, Any]:
     """Descriptors of the fields that parameters may fill, those of the options too, by name."""
-    fields = [field for field in kind.DESCRIPTOR.fields if field.name not in _NOT_PARAMETERS]
+    fields = list(kind.DESCRIPTOR.fields)
     if "options" in kind.DESCRIPTOR.fields_by_name:
         fields += pb.GenerateOptions.DESCRIPTOR.fields
-    return {field.name: field for field in fields}
+    return {field.name: field for field in fields if field.name not in _NOT_PARAMETERS}
 
 
 def _value(name: str, parameter: oip.InferParameter) -> Any:

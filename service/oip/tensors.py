@@ -51,7 +51,7 @@ def read_inputs(message: pb.ModelInferRequest) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for index, given in enumerate(message.inputs):
         if given.name in tensors:
-            raise InvalidArgument("inputs", f"with {given.name[:64]} twice", "of different names")
+            raise InvalidArgument("inputs", [given.name[:64]] * 2, "of different names")
         tensors[given.name] = _read(given, raws[index] if raws else None)
     return tensors
 

@@ -149,6 +149,7 @@ REFUSED: dict[str, tuple[oip.ModelInferRequest, str, str]] = {
     "not json": (text_request("x", parameters={"logit_bias": "5"}), "parameters.logit_bias", "JSON object"),
     "json of texts": (text_request("x", parameters={"stop_ids": '["a"]'}), "parameters.stop_ids", "JSON array"),
     "unknown": (text_request("x", parameters={"max_tokens": 5}), "parameters", "max_new_tokens"),
+    "without a tensor": (text_request("x", parameters={"num_logprobs": 1}), "parameters", "num_return_sequences"),
     "timeout": (text_request("x", parameters={"timeout": -1}), "parameters.timeout", "microseconds"),
     "language": (text_request("x", parameters={"source_language": "de"}), "parameters.source_language", ""),
 }
