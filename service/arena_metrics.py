@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from antiphon.model.ops.workspace import Workspace
 
 _GAUGES = {
-    "in_use_bytes": "Bytes that the model's graphs hold of their allocator: weights, and what a run works in.",
+    "in_use_bytes": "Bytes that the model's graphs hold of their allocator: what a run works in; no mapped weights.",
     "reserved_bytes": "Bytes that the allocator holds of the operating system: in use, rounded up, and cached.",
     "cached_bytes": "Bytes that the allocator holds and nobody uses.",
     "limit_bytes": "Bound of the reserved bytes; 0 is none.",

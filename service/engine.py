@@ -237,6 +237,7 @@ class Engine:
             except AntiphonError:
                 del self._live[request.request_id]
                 raise
+            self._metrics.submitted(request.task, request.priority)
             self._heartbeat.wake()
             self._wake.notify()
 

@@ -143,14 +143,14 @@ class Loading(Unavailable):
     reason = "LOADING"
 
 
-def refusal_reasons() -> frozenset[str]:
-    """Every ErrorInfo reason there is."""
+def refusal_reasons() -> list[str]:
+    """Every ErrorInfo reason there is, in order."""
     found, kinds = set(), [AntiphonError]
     while kinds:
         kind = kinds.pop()
         found.add(kind.reason)
         kinds += kind.__subclasses__()
-    return frozenset(found)
+    return sorted(found)
 
 
 class EngineFault(AntiphonError):

@@ -84,6 +84,9 @@ class MetricFamilies:
             "expected_wait_seconds", "How long it would take to serve all in the queue; not a number while unknown."
         )
         self.num_requests_running = self._gauge("num_requests_running", "Requests being generated.")
+        self.requests_submitted = self._counter(
+            "requests_submitted", "Requests that the engine took up, by what they ask for.", "task", "priority"
+        )
         self.request_success = self._counter(
             "request_success", "Requests answered in full, by how the output ended.", "finished_reason"
         )
@@ -110,7 +113,7 @@ class MetricFamilies:
         )
         self.rpcs_in_flight = Gauge(
             f"{PREFIX}grpc_server_in_flight",
-            "RPCs under way, requests of a stream of them each.",
+            "RPCs under way, and requests of a stream of them, each.",
             registry=self._registry,
         )
         self.stream_messages = self._counter("stream_messages", "Messages written to streams.")
@@ -131,6 +134,8 @@ class MetricFamilies:
             ("reason",),
             registry=self._registry,
         )
+        for reason in ("queue_full", "not_exported"):
+            self.spans_dropped.labels(reason)
 
     def _latencies(self) -> None:
         self.time_to_first_token = self._histogram(
@@ -192,13 +197,15 @@ class MetricFamilies:
 
     def _workspace_runs(self, name: str) -> None:
         self.workspace_materialised_runs = self._histogram(
-            f"{name}predicted_materialised_run_bytes", "Of every encoder run.", WORKSPACE_BUCKETS_BYTES
+            f"{name}predicted_materialised_run_bytes",
+            "The same score matrices, of every encoder run.",
+            WORKSPACE_BUCKETS_BYTES,
         )
         self.workspace_fused_runs = self._histogram(
-            f"{name}predicted_fused_run_bytes", "Of every encoder run.", WORKSPACE_BUCKETS_BYTES
+            f"{name}predicted_fused_run_bytes", "The fit's prediction, of every encoder run.", WORKSPACE_BUCKETS_BYTES
         )
         self.workspace_measured_runs = self._histogram(
-            f"{name}measured_run_bytes", "Of every encoder run.", WORKSPACE_BUCKETS_BYTES
+            f"{name}measured_run_bytes", "Peak workspace measured, of every encoder run.", WORKSPACE_BUCKETS_BYTES
         )
         self.workspace_quotient_runs = self._histogram(
             f"{name}measured_to_predicted_ratio",

@@ -19,7 +19,7 @@ from antiphon.service.cancellation import CancelCause
 from antiphon.service.errors import Status, refusal_reasons
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.reload import Result
-from antiphon.service.request import ANSWERED, FinishReason, Timing
+from antiphon.service.request import ANSWERED, FinishReason, Priority, Task, Timing
 from antiphon.service.runner import EncodeReport
 
 STAGES = ("waiting", "encoding", "running")
@@ -50,8 +50,9 @@ class RpcMetrics:
 
     def expect(self, method: str) -> None:
         """Show a method's counts at zero, for every status it may end with."""
-        for code in ("OK", *Status.__members__):
-            self._families.rpcs_handled.labels(method, code)
+        if (method, "OK") not in self._handled:
+            for code in ("OK", *Status.__members__):
+                self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
 
     def begun(self) -> None:
         """Note that an RPC is under way."""
@@ -177,6 +178,10 @@ class Metrics:
         """Count messages written to streams."""
         self._stream_messages.inc(num_messages)
 
+    def submitted(self, task: Task, priority: Priority) -> None:
+        """Count a request that the engine takes up."""
+        self._submitted[task, priority].inc()
+
     def refused(self, reason: str) -> None:
         """Count an RPC refused, by ErrorInfo reason."""
         self._count(self._families.requests_refused, reason)
@@ -291,6 +296,10 @@ class Metrics:
             self._quotient_runs.observe(measured / predicted if predicted else 1.0)
 
     def _bind_requests(self, families: MetricFamilies, name: str) -> None:
+        self._submitted = {
+            (task, priority): families.requests_submitted.labels(name, task.value, priority.value)
+            for task, priority in product(Task, Priority)
+        }
         self._stream_messages = families.stream_messages.labels(name)
         self._waiting = families.num_requests_waiting.labels(name)
         self._waiting_tokens = families.num_tokens_waiting.labels(name)

@@ -21,6 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from antiphon.service.call import Call, enter_call
+from antiphon.service.cancellation import CancelCause
 from antiphon.service.deadline import remaining_s
 from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument, TooManyRpcs
 from antiphon.service.logs import where_of
@@ -187,8 +188,7 @@ def _failure(call: Call, context: Context, error: BaseException) -> tuple[grpc.S
         call.code = _code_of(context)
         return None
     if not isinstance(error, Exception):  # CancelledError: nobody hears any more
-        left_s = remaining_s(context)
-        call.code = "CANCELLED" if left_s is None or left_s > 0 else "DEADLINE_EXCEEDED"
+        call.code = "DEADLINE_EXCEEDED" if _is_late(call, context) else "CANCELLED"
         return None
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
@@ -208,6 +208,15 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str, metadata
         raise asyncio.CancelledError from None  # gRPC has it, and tells it as soon as it can
     except grpc.aio.InternalError:  # not even the headers could be sent: there is no way to tell
         raise asyncio.CancelledError from None
+
+
+def _is_late(call: Call, context: Context) -> bool:
+    """Whether a call that is cancelled had run out of time: as its requests were judged, if there were any."""
+    causes = [cause for asked in call.asked if (cause := asked.stream.cancel_cause) is not None]
+    if causes:
+        return CancelCause.DEADLINE in causes
+    left_s = remaining_s(context)
+    return left_s is not None and left_s <= 0
 
 
 def _code_of(context: Context) -> str:

@@ -39,8 +39,6 @@ class Spans:
         self._exporter = exporter
         self._exported = families.spans_exported
         self._dropped = families.spans_dropped
-        for reason in ("queue_full", "not_exported"):
-            self._dropped.labels(reason)
         self._tree = SpanTree(_resource())
         self._calls: queue.Queue[tuple[Call, float] | None] = queue.Queue(_MAX_QUEUED_CALLS)
         self._is_closing = False
