@@ -118,7 +118,7 @@ def _strings(name: str, raw: bytes) -> Iterator[bytes]:
 def _packed(tensor: Tensor) -> bytes:
     if tensor.datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(value)) + value for value in tensor.values)
-    return np.asarray(tensor.values, np.dtype(_NUMBERS[tensor.datatype][0])).tobytes()
+    return np.asarray(tensor.values, _NUMBERS[tensor.datatype][0]).tobytes()
 
 
 def _number(name: str, datatype: str) -> tuple[str, str]:
