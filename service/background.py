@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 THREAD_PREFIX = "antiphon-"
 """How the names of this server's own threads begin."""
@@ -44,12 +47,19 @@ def let_go(future: asyncio.Future[_A]) -> None:
 async def running_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run coroutines that never end for as long as the context lasts."""
     tasks = [asyncio.ensure_future(one) for one in work]
+    for task in tasks:
+        task.add_done_callback(_report)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _report(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        log.critical("work in the background ended, and is not done any more", exc_info=fault)
 
 
 def is_anything_left() -> bool:

@@ -31,7 +31,7 @@ class Watchdog:
         self._models = models
         self._probes = probes
         self._timeout_s = timeout_s
-        self._hung: set[Served] = set()
+        self._hung: frozenset[str] = frozenset()
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -41,19 +41,20 @@ class Watchdog:
 
     async def look(self) -> None:
         """Compare every engine with the timeout; tell the probes, the metrics and, of each change, the log."""
-        served = list(self._models)
-        hung = {one for one in served if one.engine.busy_s > self._timeout_s}
-        for one in served:
-            one.metrics.hangs(is_hung=one in hung)
-        for one in hung - self._hung:
+        served = {one.name: one for one in self._models}
+        hung = frozenset(name for name, one in served.items() if one.engine.busy_s > self._timeout_s)
+        for name, one in served.items():
+            one.metrics.hangs(is_hung=name in hung)
+        for name in hung - self._hung:
+            engine = served[name].engine
             log.critical(
                 "model %s: its engine has not ended a step for %.1f s; its thread is here:\n%s",
-                one.name,
-                one.engine.busy_s,
-                one.engine.stack(),
+                name,
+                engine.busy_s,
+                engine.stack(),
             )
-        for one in (self._hung - hung) & set(served):
-            log.warning("model %s: its engine goes on", one.name)
+        for name in self._hung - hung:
+            log.warning("model %s: its engine goes on", name)
         if bool(hung) != bool(self._hung):
             await self._probes.live(is_live=not hung)
         self._hung = hung

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,23 +16,16 @@ from antiphon.service.engine import Engine, EngineConfig
 from antiphon.service.heartbeat import Heartbeat
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.metrics import Metrics
+from antiphon.service.models import Served
 from antiphon.service.probes import LIVENESS, Probes
 from antiphon.service.stream import OutputStream
 from antiphon.service.watchdog import LoopLag, Watchdog
+from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, request_of, source_of
 from tests.serving import Gate
 
 SERVING, NOT_SERVING = 1, 2
 TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Watched:
-    """All that a watchdog reads of a model."""
-
-    name: str
-    engine: Engine
-    metrics: Metrics
 
 
 class Bench:
@@ -46,7 +38,16 @@ class Bench:
         self.engine = Engine(self.runner, EngineConfig(), metrics, clock=self.clock)
         self._health = health.aio.HealthServicer()
         self.probes = Probes(self._health, ("service",))
-        self.watchdog = Watchdog([Watched("fake", self.engine, metrics)], self.probes, TIMEOUT_S)  # type: ignore[list-item]
+        unread: Any = None
+        served = Served(
+            name="fake",
+            precision="float32",
+            servicer=unread,
+            engine=self.engine,
+            description=pb.Model(name="fake"),
+            metrics=metrics,
+        )
+        self.watchdog = Watchdog([served], self.probes, TIMEOUT_S)
 
     def ask(self) -> OutputStream:
         stream = OutputStream("a")
@@ -125,6 +126,16 @@ async def test_probes_leave_liveness_alone_when_the_server_leaves(bench: Bench) 
     await bench.probes.announce("m", SERVING)
     assert {bench.status(name) for name in ("", "service", "service/m")} == {NOT_SERVING}
     assert bench.status(LIVENESS) == SERVING
+
+
+async def test_work_beside_that_ends_by_a_fault_is_not_overlooked(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    async with running_beside(fail()):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
 async def test_loop_lag_grows_while_the_loop_does_not_come_by() -> None:
