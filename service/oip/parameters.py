@@ -54,7 +54,7 @@ def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
 
 def _fields(kind: type[Message]) -> dict[str, Any]:
     """Descriptors of the fields that parameters may fill, those of the options too, by name."""
-    fields = list(kind.DESCRIPTOR.fields)
+    fields: list[Any] = list(kind.DESCRIPTOR.fields)
     if "options" in kind.DESCRIPTOR.fields_by_name:
         fields += pb.GenerateOptions.DESCRIPTOR.fields
     return {field.name: field for field in fields if field.name not in _NOT_PARAMETERS}
