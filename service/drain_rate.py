@@ -1,4 +1,4 @@
-"""How fast a queue drains: cost that leaves it a second, measured only while somebody is left waiting.
+"""How fast a queue drains, and how long an answer takes then: what expected waits are made of.
 
 A request that finds the server idle says nothing of what it could do, so an interval counts only where the departure
 before it left others behind. Knows numbers; the clock is the caller's.
@@ -13,6 +13,8 @@ TIME_CONSTANT_S = 10.0
 # Busy seconds and departures below which nothing is claimed.
 MIN_BUSY_S = 1.0
 MIN_DEPARTURES = 8
+# Answers over which their pace is smoothed.
+NUM_ANSWERS = 64
 
 
 class DrainRate:
@@ -51,3 +53,24 @@ def _grown(busy_s: float, elapsed_s: float) -> float:
     """Smoothed busy seconds after some more of them; never above the time constant."""
     kept = math.exp(-elapsed_s / TIME_CONSTANT_S)
     return busy_s * kept + TIME_CONSTANT_S * (1.0 - kept)
+
+
+class AnswerPace:
+    """Seconds from admission to the end of an answer, by its length, smoothed. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._num_answers = 0
+        self._token_s = 0.0
+        self._num_tokens = 0.0
+
+    def answered(self, run_s: float, num_tokens: int) -> None:
+        """Note an answer of so many tokens, the end token included."""
+        self._num_answers = min(self._num_answers + 1, NUM_ANSWERS)
+        self._token_s += (run_s / max(1, num_tokens) - self._token_s) / self._num_answers
+        self._num_tokens += (num_tokens - self._num_tokens) / self._num_answers
+
+    def seconds(self, num_tokens: int) -> float:
+        """What an answer of at most so many tokens takes, and not more than a usual one; 0 without enough evidence."""
+        if self._num_answers < MIN_DEPARTURES:
+            return 0.0
+        return self._token_s * min(num_tokens, self._num_tokens)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from antiphon.service.drain_rate import DrainRate
+from antiphon.service.drain_rate import AnswerPace, DrainRate
 from antiphon.service.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.service.fair_line import FairLine
 from antiphon.service.request import Priority
@@ -27,8 +27,9 @@ MAX_RETRY_S = 30.0
 INTERACTIVE_SHARE = 7
 # The last part in so many of either bound is kept for clients that hold less than their fair share of it.
 RESERVED_SHARE = 4
-# A deadline is given up at once where the wait alone is expected to take so many times what is left of it.
-DEADLINE_MARGIN = 1.5
+# What is left of a deadline must be more by this factor than the expected wait and answer: who is let in to miss it
+# takes the place of one that would not, and a queue at the very limit is full of those.
+DEADLINE_MARGIN = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,7 @@ class RequestQueue:
         self._lines = {priority: FairLine() for priority in Priority}
         self._yielded = 0  # cost of the interactive served while the batch waited, not yet made up for
         self._drain = DrainRate()
+        self._pace = AnswerPace()
         self._num_source_tokens = 0
         self._expiries: list[tuple[float, int, SequenceGroup]] = []  # a heap; may name some that wait no more
         self._tickets = itertools.count()
@@ -140,6 +142,11 @@ class RequestQueue:
                     late.append(group)
             return late
 
+    def answered(self, run_s: float, num_tokens: int) -> None:
+        """Note how long a request that was taken ran, and the tokens of its answer."""
+        with self._lock:
+            self._pace.answered(run_s, num_tokens)
+
     def expected_wait_s(self, now_s: float) -> float | None:
         """How long it would take to serve all that wait; None without evidence, 0 where none waits."""
         with self._lock:
@@ -217,8 +224,11 @@ class RequestQueue:
         deadline_s = group.request.deadline_s
         if deadline_s is None or wait_s is None:
             return
-        if wait_s > DEADLINE_MARGIN * (deadline_s - now_s):
-            raise DeadlineExceeded(f"it would wait for about {wait_s:.1f} s, and its deadline comes before")
+        answer_s = self._pace.seconds(group.expected_target_len)
+        if DEADLINE_MARGIN * (wait_s + answer_s) > deadline_s - now_s:
+            raise DeadlineExceeded(
+                f"it would wait for about {wait_s:.2g} s and take {answer_s:.2g} s, and its deadline comes before"
+            )
 
     def _exceeds_share(self, group: SequenceGroup) -> bool:
         """Whether the queue has only room left that is kept for clients which hold less than this one."""

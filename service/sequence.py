@@ -106,7 +106,8 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.source_len = len(self.request.source_ids)
-        self.cost = _cost(self)
+        given = self.request.num_source_tokens + len(self.request.target_ids)
+        self.cost = given + self.num_rows * self.expected_target_len
         self.num_first_blocks = self.num_first_blocks or self.num_self_blocks
 
     @property
@@ -123,6 +124,14 @@ class SequenceGroup:
     def num_blocks(self) -> int:
         """Blocks it must have before it may run."""
         return self.num_rows * self.num_first_blocks + self.num_cross_blocks
+
+    @property
+    def expected_target_len(self) -> int:
+        """Tokens that each row is expected to generate: about as many as its source, at most as many as asked."""
+        if self.request.task is not Task.GENERATE:
+            return 0
+        # The length of a prompt says nothing of what follows it.
+        return min(self.max_new_tokens, self.source_len) if self.source_len else self.max_new_tokens
 
     @property
     def max_blocks(self) -> int:
@@ -167,14 +176,3 @@ def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequen
             sequence.edits = LogitEdits.of(request.params, request.given_ids(bos_id), eos_id)
             sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
     return sequences
-
-
-def _cost(group: SequenceGroup) -> int:
-    """Source tokens, and those of every row: a target is about as long as its source, at most as long as asked."""
-    request = group.request
-    given = request.num_source_tokens + len(request.target_ids)
-    if request.task is not Task.GENERATE:
-        return given
-    # The length of a prompt says nothing of what follows it.
-    longest = min(group.max_new_tokens, group.source_len) if group.source_len else group.max_new_tokens
-    return given + group.num_rows * longest

@@ -20,7 +20,7 @@ from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
 from antiphon.service.outputs import beam_events, last_of, output_event, time_limit_events
 from antiphon.service.readout import read_out
-from antiphon.service.request import FinishReason, Readout, TokenEvent
+from antiphon.service.request import ANSWERED, FinishReason, Readout, TokenEvent
 from antiphon.service.request_queue import RequestQueue
 from antiphon.service.reservations import Reservations, empty_rows
 from antiphon.service.runner import NOT_FINITE, Draw, Runner
@@ -352,6 +352,8 @@ class Stepper:
         timing = group.timing(self._clock())
         self._finals += [(group.stream, event) for event in last_of(events, group, timing)]
         self._metrics.finished(reason, stage.value, timing, cause=group.cancel_cause, trace_id=group.request.trace_id)
+        if reason in ANSWERED and timing.queued_s is not None and group.num_generated:
+            self._queue.answered(timing.total_s - timing.queued_s, group.num_generated // group.num_rows)
 
     def _release(self, group: SequenceGroup) -> None:
         self._queue.remove(group.request_id)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.drain_rate import MIN_BUSY_S, MIN_DEPARTURES
+from antiphon.service.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
 from antiphon.service.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.service.request import Priority
 from antiphon.service.request_queue import INTERACTIVE_SHARE, MAX_RETRY_S, MIN_RETRY_S, QueueLimits, RequestQueue
@@ -352,8 +352,39 @@ def test_request_queue_refuses_a_deadline_that_would_come_before_the_turn(waitin
         queue.put(waiting(str(index)), now_s)
     with pytest.raises(DeadlineExceeded):
         queue.put(waiting("hopeless", deadline_s=now_s + 1.0), now_s)
-    queue.put(waiting("close", deadline_s=now_s + 1.8), now_s)
+    with pytest.raises(DeadlineExceeded):
+        queue.put(waiting("too close", deadline_s=now_s + 2.1), now_s)
+    queue.put(waiting("with time to spare", deadline_s=now_s + 3.0), now_s)
     queue.put(waiting("other", deadline_s=now_s + 0.5, client="other"), now_s)  # its turn comes at once
+
+
+def test_request_queue_refuses_a_deadline_that_would_come_before_the_end_of_the_answer(waiting: Maker) -> None:
+    queue, now_s = busy_queue(waiting, seconds_each=0.1)
+    for index in range(5):
+        queue.put(waiting(str(index)), now_s)
+    queue.put(waiting("before", deadline_s=now_s + 1.2), now_s)
+    for _ in range(MIN_DEPARTURES):
+        queue.answered(1.0, 2)  # half a second a token: three tokens, were they usual, 1.5 seconds
+    with pytest.raises(DeadlineExceeded, match="and take 1 s"):
+        queue.put(waiting("hopeless", deadline_s=now_s + 1.2), now_s)
+    queue.put(waiting("patient", deadline_s=now_s + 3.0), now_s)
+    empty, now_s = busy_queue(waiting, seconds_each=0.1)
+    for _ in range(MIN_DEPARTURES):
+        empty.answered(100.0, 1)
+    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # nobody waits: it may try
+
+
+def test_answer_pace_follows_a_change_and_claims_no_more_than_the_usual_length() -> None:
+    pace = AnswerPace()
+    for _ in range(MIN_DEPARTURES - 1):
+        pace.answered(1.0, 10)
+    assert pace.seconds(10) == 0.0
+    pace.answered(1.0, 10)
+    assert pace.seconds(5) == pytest.approx(0.5)
+    assert pace.seconds(500) == pytest.approx(1.0)
+    for _ in range(10 * NUM_ANSWERS):
+        pace.answered(4.0, 20)
+    assert pace.seconds(500) == pytest.approx(4.0, rel=0.01)
 
 
 def test_request_queue_claims_nothing_without_evidence(waiting: Maker) -> None:
