@@ -6,32 +6,46 @@ Of a refusal it gives the reason and the field; the message, which may quote the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
 
 from antiphon.service.call import Asked, Call
 from antiphon.service.errors import InvalidArgument
+from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
+# How long a line may wait for others to be written with it.
+_GATHER_S = 0.05
 
-def log_call(call: Call) -> None:
-    """Write the line, at info."""
-    if log.isEnabledFor(logging.INFO):
-        # By hand: log.info would look through the stack for its caller, which is half of the price.
+
+class AccessLog:
+    """A sink of calls that writes their lines, at info, from a thread of its own: standard error may be a full pipe.
+
+    Until then a call costs the event loop nothing but its place in a queue. is_for_all: also of those that ended well.
+    """
+
+    def __init__(self, families: MetricFamilies, *, is_for_all: bool = True) -> None:
+        self._is_for_all = is_for_all
+        on_drop = families.access_lines_dropped.inc
+        self._calls = Outlet("antiphon-access-log", _write, on_drop=on_drop, gather_s=_GATHER_S)
+
+    def __call__(self, call: Call) -> None:
+        """Take a call that is over; at once."""
+        if (self._is_for_all or call.code != "OK") and log.isEnabledFor(logging.INFO):
+            self._calls.put((call, time.time()))
+
+    def close(self, timeout_s: float) -> None:
+        """Write what was taken, for at most so many seconds. Blocks."""
+        self._calls.close(timeout_s)
+
+
+def _write(batch: list[tuple[Call, float]]) -> None:
+    for call, ended_s in batch:
         record = logging.LogRecord(log.name, logging.INFO, __file__, 0, "rpc", None, None)
+        record.created = ended_s
         record.fields = fields_of(call)
         log.handle(record)
-
-
-def access_logs(kind: str) -> tuple[Callable[[Call], None], ...]:
-    """What writes the lines of all calls, of those in error, or of none."""
-    return {"all": (log_call,), "errors": (log_failed_call,), "none": ()}[kind]
-
-
-def log_failed_call(call: Call) -> None:
-    """Write the line of a call that did not end well."""
-    if call.code != "OK":
-        log_call(call)
 
 
 def fields_of(call: Call) -> dict[str, object]:

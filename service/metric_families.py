@@ -37,7 +37,7 @@ class MetricFamilies:
         self._all: list[Counter | Gauge | CountedHistogram | ArenaMetrics] = []
         self._requests()
         self._rpcs()
-        self._spans()
+        self._outlets()
         self._latencies()
         self._steps()
         self._cache()
@@ -124,7 +124,12 @@ class MetricFamilies:
             f"{PREFIX}token_reloads", "Changed token files read again, by result.", ("result",), registry=self._registry
         )
 
-    def _spans(self) -> None:
+    def _outlets(self) -> None:
+        self.access_lines_dropped = Counter(
+            f"{PREFIX}access_lines_dropped",
+            "Access lines that nobody took in time from standard error.",
+            registry=self._registry,
+        )
         self.spans_exported = Counter(
             f"{PREFIX}spans_exported", "Spans that the collector took.", registry=self._registry
         )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
-from antiphon.service.access_log import access_logs
+from antiphon.service.access_log import AccessLog
 from antiphon.service.config import ConfigError, ServerConfig
 from antiphon.service.metric_families import MetricFamilies
 from antiphon.service.telemetry import Telemetry
 from antiphon.service.trace_context import Sampler
 
-# For spans that a collector takes slowly while the server leaves.
+if TYPE_CHECKING:
+    from antiphon.service.spans import Spans
+
+# For a reader of the log, or a collector, that is slow while the server leaves.
 _FLUSH_S = 3.0
 
 
@@ -29,15 +33,17 @@ def check_tracing(config: ServerConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIterator[Telemetry]:
-    """The accounts of a server; on leaving, spans not sent yet are sent, within seconds."""
-    logs = access_logs(config.access_log)
-    if config.otlp_endpoint is None:
-        yield Telemetry(families, *logs)
-        return
-    from antiphon.service.spans import open_spans  # without the setting, opentelemetry is never imported
+    """The accounts of a server; on leaving, what is not written or sent yet is, within seconds."""
+    sinks: list[AccessLog | Spans] = []
+    sampler = None
+    if config.access_log != "none":
+        sinks.append(AccessLog(families, is_for_all=config.access_log == "all"))
+    if config.otlp_endpoint is not None:
+        from antiphon.service.spans import open_spans  # without the setting, opentelemetry is never imported
 
-    spans = open_spans(config.otlp_endpoint, families)
+        sinks.append(open_spans(config.otlp_endpoint, families))
+        sampler = Sampler(config.trace_sample_ratio)
     try:
-        yield Telemetry(families, *logs, spans, sampler=Sampler(config.trace_sample_ratio))
+        yield Telemetry(families, *sinks, sampler=sampler)
     finally:
-        await asyncio.to_thread(spans.close, _FLUSH_S)
+        await asyncio.gather(*(asyncio.to_thread(sink.close, _FLUSH_S) for sink in sinks))
