@@ -94,7 +94,14 @@ class StopFilter:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make certain; nothing any more once a stop string has completed."""
-        text = self._decoder.push(token_ids)
+        return self._let_out(self._decoder.push(token_ids))
+
+    def finish(self) -> str:
+        """What is left at the end: text held back for nothing, unless a stop string has completed, or does now."""
+        rest = self._let_out(self._decoder.finish())
+        return rest if self._is_complete else rest + self._held
+
+    def _let_out(self, text: str) -> str:
         if self._scanner is None:
             return text
         if self._is_complete:
@@ -107,8 +114,3 @@ class StopFilter:
         kept = len(window) - self._scanner.num_matched
         self._held = window[kept:]
         return window[:kept]
-
-    def finish(self) -> str:
-        """What is left at the end: text held back for nothing, unless a stop string has completed."""
-        rest = self._decoder.finish()
-        return "" if self._is_complete else self._held + rest

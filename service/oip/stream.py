@@ -99,4 +99,10 @@ class Conversation:
     async def _write(self, response: oip.ModelStreamInferResponse, is_last: bool) -> None:  # noqa: FBT001
         response.infer_response.parameters["triton_final_response"].bool_param = is_last
         async with self._writing:
-            await self._pacing.write(self._context, response)
+            writing = asyncio.ensure_future(self._pacing.write(self._context, response))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                # Another request ends the call. Its status cannot be sent where headers are half-way out: let them go.
+                await asyncio.gather(writing, return_exceptions=True)
+                raise

@@ -22,7 +22,7 @@ from tests.reliability.sizes import size
 from tests.reliability.wire import messages
 from tests.serving import serving
 
-NUM_EXAMPLES = size("FUZZ_EXAMPLES", 50)
+NUM_EXAMPLES = size("FUZZ_EXAMPLES", 30)
 # The shipped bundle computes for real, tens of milliseconds a call.
 NUM_BUNDLE_EXAMPLES = size("FUZZ_BUNDLE_EXAMPLES", 5)
 # Many times what the longest answer takes: nothing may hang.

@@ -64,6 +64,13 @@ def test_filter_and_matcher_agree_on_any_tokens(ids: list[int], stops: list[str]
     assert let_out == (before if has_stopped else TOKENIZER.decode(ids))
 
 
+def test_filter_cuts_before_a_stop_string_that_the_end_completes() -> None:
+    """A character cut off by the end becomes U+FFFD only then; it was let out although it was a stop string."""
+    half = next(token_id for token_id in range(TOKENIZER.vocab_size) if TOKENIZER.bytes_of([token_id]) == b"\xc3")
+    filtered = StopFilter(["\ufffd"], TOKENIZER.stream())
+    assert filtered.push([*TOKENIZER.encode("a"), half]) + filtered.finish() == "a"
+
+
 @given(TEXTS, STOPS)
 def test_matcher_tells_at_the_token_that_completes_a_stop_string(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode(text)
