@@ -12,7 +12,7 @@ from tests.reliability.sizes import size
 
 
 async def test_mixed_traffic_leaves_nothing_behind() -> None:
-    plan = Plan(duration_s=size("ENDURANCE_S", 6), warm_up_s=1, rate_per_s=25, sample_s=0.5)
+    plan = Plan(duration_s=size("ENDURANCE_S", 4), warm_up_s=1, rate_per_s=25, sample_s=0.5)
     with ServerProcess(SHIPPED_BUNDLE) as server:
         figures = await endure(server, plan)
     assert complaints(figures) == []
