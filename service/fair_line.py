@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from antiphon.service.sequence import SequenceGroup
@@ -57,9 +57,9 @@ class FairLine:
         return bool(self._clients)
 
     @property
-    def num_clients(self) -> int:
+    def clients(self) -> Collection[str]:
         """Clients with a waiting request."""
-        return len(self._clients)
+        return self._clients.keys()
 
     def held_by(self, client: str) -> Held:
         """What waits of a client."""

@@ -239,8 +239,8 @@ class RequestQueue:
             return False
         lines = self._lines.values()
         held = [line.held_by(group.request.client) for line in lines]
-        num_others = sum(line.num_clients for line in lines) - sum(one.num_requests > 0 for one in held)
-        shares = 1 + max(1, num_others)  # somebody else may come
+        others = {name for line in lines for name in line.clients} - {group.request.client}
+        shares = 1 + max(1, len(others))  # somebody else may come
         requests = 1 + sum(one.num_requests for one in held)
         tokens = num_tokens + sum(one.num_source_tokens for one in held)
         return (is_reserved and requests * shares > limits.max_requests) or (
@@ -252,7 +252,7 @@ class RequestQueue:
         line = self._lines[group.request.priority]
         held = line.held_by(group.request.client)
         own = held.cost + group.cost
-        others = line.num_clients - (held.num_requests > 0)
+        others = len(line.clients) - (held.num_requests > 0)
         ahead = held.cost + min(line.cost - held.cost, others * own)
         if group.request.priority is Priority.BATCH:
             ahead += min(self._lines[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + group.cost))

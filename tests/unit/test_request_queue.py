@@ -316,6 +316,20 @@ def test_request_queue_keeps_room_for_other_clients(waiting: Maker) -> None:
     assert len(queue) == 100
 
 
+def test_request_queue_counts_a_client_of_both_priorities_once(waiting: Maker) -> None:
+    queue = queue_of(max_requests=100, max_source_tokens=9999)
+    for priority in Priority:
+        queue.put(waiting(f"other {priority}", client="other", priority=priority), 0.0)
+    for index in range(48):
+        queue.put(waiting(f"mine {index}", client="mine"), 0.0)
+    for index in range(25):  # the last quarter begins
+        queue.put(waiting(f"other {index}", client="other"), 0.0)
+    queue.put(waiting("mine 49", client="mine"), 0.0)
+    queue.put(waiting("mine 50", client="mine"), 0.0)  # half of it
+    with pytest.raises(QueueFull, match="client"):
+        queue.put(waiting("mine 51", client="mine"), 0.0)
+
+
 def test_request_queue_keeps_source_tokens_for_other_clients(waiting: Maker) -> None:
     queue = queue_of(max_requests=100, max_source_tokens=100)
     queue.put(waiting("a", length=70, client="greedy"), 0.0)
