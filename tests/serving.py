@@ -19,8 +19,9 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
 from antiphon.model.config import preset
+from antiphon.model.head_config import HeadConfig
 from antiphon.model.text_format import TextFormat
-from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.model.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
 from antiphon.service.access import Access
 from antiphon.service.attention_maps import Explains
 from antiphon.service.call import Call
@@ -45,13 +46,20 @@ if TYPE_CHECKING:
     from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 MODEL_NAME = "fake"
+_SENTENCES = ("the cat sat on the mat", "eine kühle Brücke über dem Fluß")
 SOURCE = (9, 30, 31)  # the fake model answers with nine tokens
 
 
 @cache
 def tiny_tokenizer() -> Tokenizer:
     """A tokenizer of few merges: most tokens are single bytes, so that characters are split between them."""
-    return Tokenizer.train(["the cat sat on the mat", "eine kühle Brücke über dem Fluß"] * 4, vocab_size=280)
+    return Tokenizer.train([*_SENTENCES] * 4, vocab_size=280)
+
+
+@cache
+def masked_tokenizer() -> Tokenizer:
+    """As tiny_tokenizer, with a mask token: of encoders."""
+    return Tokenizer.train([*_SENTENCES] * 4, vocab_size=280, extra_special=[MASK_TOKEN])
 
 
 class Gate:
@@ -95,15 +103,20 @@ async def serving(
     clock: Callable[[], float] = time.monotonic,
     explainer: Explains | None = None,
     text: TextFormat | None = None,
+    heads: Sequence[HeadConfig] = (),
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port; on leaving, every block must be free again.
 
-    text: instead of the tokenizer's own format.
+    text: instead of the tokenizer's own format. heads: of an encoder alone, which the model is then.
     """
     config = ServerConfig(**settings)
-    tokenizer = tiny_tokenizer()
-    runner = FakeRunner(vocab_size=tokenizer.vocab_size)
+    tokenizer = masked_tokenizer() if heads else tiny_tokenizer()
+    runner = FakeRunner(
+        vocab_size=tokenizer.vocab_size, has_decoder=not heads, heads={head.task: head for head in heads}
+    )
+    halves: dict[str, Any] = dict(architecture="encoder", decoder_layers=0, heads=heads) if heads else {}
+    own_text = encoder_format(tokenizer) if heads else byte_bpe_format(tokenizer)
     prepare(runner)
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
@@ -114,8 +127,8 @@ async def serving(
     model = ServedModel(
         description=description,
         tokenizer=tokenizer,
-        text=text or byte_bpe_format(tokenizer),
-        config=preset("tiny", vocab_size=tokenizer.vocab_size),
+        text=text or own_text,
+        config=preset("tiny", vocab_size=tokenizer.vocab_size, **halves),
         explainer=explainer,
     )
     servicer = InferenceServicer(model, engine, Pacing(max_messages_per_s, patience_s=config.slow_reader_timeout_s))

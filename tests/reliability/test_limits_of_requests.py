@@ -95,9 +95,9 @@ def test_options_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.C
 def test_fields_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
     ask, limit = REQUESTS[kind], REQUESTS[kind].fields[name]
     for value in limit.taken:
-        assert outcome(channel, kind, {**_without_rivals(kind, ask.base, name), name: value}) is None, str(value)[:80]
+        assert outcome(channel, kind, {**without_rivals(kind, ask.base, name), name: value}) is None, str(value)[:80]
     for value in limit.refused:
-        blamed = outcome(channel, kind, {**_without_rivals(kind, ask.base, name), name: value})
+        blamed = outcome(channel, kind, {**without_rivals(kind, ask.base, name), name: value})
         assert blamed in (name, f"{name}.ids"), str(value)[:80]
 
 
@@ -110,7 +110,7 @@ def test_models_are_found_by_their_exact_name(channel: grpc.Channel, kind: str) 
         assert outcome(channel, kind, {**base, "model": name}) == ("UNIMPLEMENTED" if kind in ENCODER else None)
 
 
-def _without_rivals(kind: str, base: dict[str, Any], name: str) -> dict[str, Any]:
+def without_rivals(kind: str, base: dict[str, Any], name: str) -> dict[str, Any]:
     """The request without the other fields of the same oneof."""
     descriptor = METHODS[kind].input_type
     oneof = descriptor.fields_by_name[name].containing_oneof
