@@ -147,7 +147,9 @@ async def test_round_robin_spreads_calls_and_outlives_a_replica(ask: Ask) -> Non
         async with recording() as (first, asked_first), AsyncClient(
             f"ipv4:{first},{second}", connection=connection
         ) as client:  # fmt: skip
-            while not (asked_first.num_attempts and asked_second.num_attempts):
+            for _ in range(1000):  # until both are connected
+                if asked_first.num_attempts and asked_second.num_attempts:
+                    break
                 await client.generate_text("a")
             before = asked_first.num_attempts, asked_second.num_attempts
             for _ in range(20):
