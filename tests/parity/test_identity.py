@@ -192,6 +192,10 @@ def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
     crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=2)
     alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1)
     check_against_alone(run_mix(crowded, random.Random(0), loop, NUM_REQUESTS // 4), alone)
+    tight = NativeRunner(bundle, max_rows=24, threads=2, num_blocks=alone.num_blocks // MAX_WIDTH * 4)
+    crowd = run_mix(tight, random.Random(0), loop, NUM_REQUESTS // 2, long_request)
+    check_against_alone(crowd, alone)
+    assert crowd.num_preemptions > 0
 
 
 @pytest.mark.parametrize("threads", [1, 2])
