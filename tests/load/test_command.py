@@ -129,6 +129,7 @@ def test_load_fails_where_requests_were_not_sent(target: str, capsys: pytest.Cap
         (("--input", "absent"), "--input absent cannot be read"),
         (("--trace", "absent"), "--trace absent cannot be read"),
         (("--trace", "absent", "--rate", "5"), "--rate and --trace exclude each other"),
+        (("--rate", "5", "--rates", "5,10"), "--rate and --rates exclude each other"),
         (("--search",), "--search needs --objective"),
         (("--json", "no/such/folder"), "--json no/such/folder cannot be written"),
         (("--max-outstanding", "0"), "--max-outstanding is 0"),

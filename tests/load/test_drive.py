@@ -86,6 +86,13 @@ async def test_arrivals_beyond_the_most_outstanding_are_dropped_and_counted() ->
     assert result.error_share == pytest.approx(0.7)
 
 
+async def test_a_client_that_is_far_too_late_gives_up_instead_of_running_on() -> None:
+    caller = HeldCaller()
+    plan = plan_of(duration_s=0.3, timeout_s=0.2)  # over by now, deadlines included
+    result = await offered(caller, plan, then_open(caller, 10), asyncio.Event())
+    assert (result.num_sent, result.num_dropped, result.has_kept_up) == (0, 10, False)
+
+
 async def test_a_run_that_is_stopped_keeps_what_there_is() -> None:
     caller, stop = HeldCaller(), asyncio.Event()
 
@@ -128,7 +135,7 @@ async def test_every_request_says_what_the_plan_says(is_streaming: bool) -> None
             is_streaming=is_streaming,
         )  # fmt: skip
         result = await drive(plan)
-    assert result.num_ok == result.num_sent == len(scripted.asked) == len(arrivals_of(plan))
+    assert result.num_ok == result.num_sent == len(scripted.asked) == len(list(arrivals_of(plan)))
     for request, _, remaining_s in scripted.asked:
         assert (request.model, request.priority, request.options.ignore_eos) == ("m", pb.PRIORITY_BATCH, True)
         assert request.options.HasField("max_new_tokens") is (request.text == ASKS[0].source)
@@ -224,7 +231,7 @@ async def test_processes_together_send_the_whole_plan() -> None:
         plan = plan_of(target, processes=3, check=True)
         result = await asyncio.to_thread(run, plan)
     assert result.num_ok == result.num_sent == len(scripted.asked) == result.num_scheduled
-    assert sorted(result.record.scheduled_s) == arrivals_of(plan)
+    assert sorted(result.record.scheduled_s) == list(arrivals_of(plan))
     assert len({peer for _, peer, _ in scripted.asked}) == 3
     # Each text's first answer of all has nothing to be compared with.
     assert result.record.num_compared == result.num_ok - len(ASKS)

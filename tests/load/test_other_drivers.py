@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import subprocess
 import sys
@@ -66,17 +67,34 @@ def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
         read_summary(tmp_path)
 
 
+# A time would have to suit the slowest machine.
+QUIT_AFTER_20 = """
+import gevent
+from locust import events
+
+@events.init.add_listener
+def on_init(environment, **_):
+    @environment.events.request.add_listener
+    def on_request(**_):
+        if environment.stats.total.num_requests >= 20:
+            gevent.spawn(environment.runner.quit)
+"""
+
+
 def test_locust_loads_a_server_without_a_failure(target: str, tmp_path: Path) -> None:
-    pytest.importorskip("locust")
+    if importlib.util.find_spec("locust") is None:  # importing it would replace this process's threads by gevent's
+        pytest.skip("locust is not here")
+    (tmp_path / "quit_after_20.py").write_text(QUIT_AFTER_20, encoding="utf-8")
+    locustfiles = f"{LOCUSTFILE},{tmp_path / 'quit_after_20.py'}"
     ended = subprocess.run(
         [
-            sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", target, "--headless", "--users", "4",
-            "--spawn-rate", "4", "--run-time", "2s", "--csv", str(tmp_path / "stats"), "--only-summary",
+            sys.executable, "-m", "locust", "-f", locustfiles, "--host", target, "--headless", "--users", "4",
+            "--spawn-rate", "4", "--run-time", "100s", "--csv", str(tmp_path / "stats"), "--only-summary",
         ],
         capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment(), cwd=tmp_path,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     with (tmp_path / "stats_stats.csv").open(encoding="utf-8", newline="") as stream:
         rows = {row["Name"]: row for row in csv.DictReader(stream)}
-    assert int(rows["Generate"]["Request Count"]) == int(rows["TTFT"]["Request Count"]) > 0
+    assert int(rows["TTFT"]["Request Count"]) >= int(rows["Generate"]["Request Count"]) > 0
     assert int(rows["Generate"]["Failure Count"]) == 0

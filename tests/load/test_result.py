@@ -160,6 +160,7 @@ def test_curve_has_a_line_for_each_run_lowest_rate_first() -> None:
     [
         ({"asks": ()}, "nothing to ask"),
         ({"rate": 0.0}, "--rate is 0.0"),
+        ({"rate": 1e9}, "--rate is 1e+09; it must be 100,000 at most"),
         ({"rate": float("nan")}, "--rate is nan"),
         ({"times_s": (0.0,)}, "either at a rate or from a trace"),
         ({"duration_s": 0.0}, "--duration is 0.0"),

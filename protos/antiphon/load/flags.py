@@ -99,6 +99,8 @@ def read_plan(arguments: argparse.Namespace) -> tuple[Plan, list[Entry]]:
     """
     if arguments.search and arguments.objective_ttft_ms is None and arguments.objective_p99_ms is None:
         raise PlanError("--search needs --objective-ttft-ms or --objective-p99-ms: what a rate is to sustain")
+    if arguments.rate is not None and arguments.rates is not None:
+        raise PlanError("--rate and --rates exclude each other")
     if arguments.mlperf is not None and (arguments.plot is not None or arguments.check):
         raise PlanError("--mlperf excludes --plot and --check: LoadGen keeps no answers, and runs at one rate")
     if arguments.trace is None:

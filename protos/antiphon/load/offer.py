@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -53,11 +54,16 @@ class _Loop:
         self._start_s = start_s
         firsts: dict[Ask, int] = {}
         self._alike = [firsts.setdefault(ask, index) for index, ask in enumerate(plan.asks)]
+        self._give_up_s = start_s + plan.end_s + plan.timeout_s
         self._max_outstanding = plan.max_outstanding // plan.processes
 
     async def send(self, arrivals: Iterable[Arrival], group: asyncio.TaskGroup) -> None:
-        for scheduled_s, ask in arrivals:
+        rest = iter(arrivals)
+        for scheduled_s, ask in rest:
             await _sleep_until(self._start_s + scheduled_s)
+            if time.monotonic() > self._give_up_s:
+                self.record.dropped_s.extend(time_s for time_s, _ in itertools.chain([(scheduled_s, ask)], rest))
+                return
             if len(self.calls) >= self._max_outstanding:
                 self.record.dropped_s.append(scheduled_s)
                 continue

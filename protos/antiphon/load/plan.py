@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from antiphon.client import DEFAULT_TARGET, Connection, Priority
 
+_MAX_RATE = 100_000
+
 
 class PlanError(ValueError):
     """A load test cannot be run as it is described; the message names the flag, the value and what is allowed."""
@@ -80,6 +82,8 @@ class Plan:
             raise PlanError("there is nothing to ask")
         if (self.rate is None) == (self.times_s is None):
             raise PlanError("arrivals come either at a rate or from a trace")
+        if self.rate is not None and self.rate > _MAX_RATE:
+            raise PlanError(f"--rate is {self.rate:g}; it must be {_MAX_RATE:,} at most, which no client reaches")
         for flag, value in (("--rate", self.rate), ("--duration", self.duration_s), ("--timeout-s", self.timeout_s)):
             _check_positive(flag, value)
         if not 0 <= self.warmup_s < math.inf:

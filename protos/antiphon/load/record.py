@@ -67,7 +67,7 @@ class Record:
     """Replies as columns in the order of their ends, times in seconds from the run's start.
 
     first_s: nan where no message came. outcome: index of `outcomes`. gap_s: of all replies that were good.
-    dropped_s: scheduled times of arrivals that were not sent, too many calls being under way.
+    dropped_s: scheduled times of arrivals that were given up, too many calls being under way or the run long over.
     messages: one of each kind of error. num_warmup: requests sent before anything was counted; no column holds them.
     answers: of each ask, the first answer seen. num_compared: answers that another was there to compare with.
     stopped_s: when the run was stopped before its end.

@@ -103,7 +103,7 @@ def warnings(result: Result) -> list[str]:
     found = []
     if result.num_dropped:
         limit = f"--max-outstanding {result.plan.max_outstanding}"
-        found.append(f"{result.num_dropped} requests were not sent: {limit} were under way")
+        found.append(f"{result.num_dropped} requests were not sent: {limit} were under way, or it was far too late")
     if result.lag_ms is not None and result.lag_ms.p99 > MAX_LAG_MS:
         found.append(
             f"the client cannot keep up: it sent 1 % of the requests over {result.lag_ms.p99:.0f} ms late, which their "

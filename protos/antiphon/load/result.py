@@ -37,7 +37,7 @@ class Result:
 
     @property
     def num_dropped(self) -> int:
-        """Requests never sent, because max_outstanding were under way."""
+        """Requests never sent: max_outstanding were under way, or the run was long over when the client got to them."""
         return sum(time_s >= self.plan.warmup_s for time_s in self.record.dropped_s)
 
     @property

@@ -6,19 +6,19 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from antiphon.load.arrivals import poisson_arrivals
+from antiphon.load.arrivals import poisson_times
 from antiphon.load.plan import Plan
 
 Arrival = tuple[float, int]
 """Seconds from the start, and which of the plan's asks."""
 
 
-def arrivals_of(plan: Plan) -> list[float]:
+def arrivals_of(plan: Plan) -> Iterator[float]:
     """Every arrival of a plan, ascending."""
     if plan.times_s is not None:
-        return list(plan.times_s[: bisect_left(plan.times_s, plan.end_s)])
+        return iter(plan.times_s[: bisect_left(plan.times_s, plan.end_s)])
     assert plan.rate is not None
-    return poisson_arrivals(plan.rate, plan.end_s, plan.seed)
+    return poisson_times(plan.rate, plan.end_s, plan.seed)
 
 
 def share_of(plan: Plan, process: int) -> Iterator[Arrival]:
