@@ -115,7 +115,8 @@ class Running:
 
 
 def end_now(code: int) -> NoReturn:
-    """Leave without waiting for anything: no thread, no call."""
+    """Leave without waiting for anything but the log's last lines: no thread, no call."""
+    logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TextIO
 
 from antiphon.service.call import current_call
+from antiphon.service.log_handler import BackgroundHandler
 
 _PLAIN = re.compile(r"[!#-<>-~]+")  # visible ASCII but " and =
 _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
@@ -24,7 +25,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 def configure_logging(level: str, kind: str, stream: TextIO | None = None) -> None:
     """Send every record of a level or above to a stream, standard error by default; kind: text or json."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = BackgroundHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     # None of this is shown, and finding it out takes longer than all the rest (logging's documented way to say so).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

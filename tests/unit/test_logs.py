@@ -34,10 +34,17 @@ def call_of(method: str = "a.B/C") -> Call:
     return Call(method=method, request_id="id-1", arrival_s=1.0, caller="ipv4:127.0.0.1")
 
 
+def written(stream: io.StringIO) -> str:
+    """What has been logged so far, once the handler's thread has written it."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    return stream.getvalue()
+
+
 def test_json_lines_are_objects_with_the_fields_of_every_record(stream: io.StringIO) -> None:
     configure_logging("debug", "json", stream)
     logging.getLogger("some.where").warning("two\nlines %s", 3, extra={"fields": {"answer": 42, "text": "a b"}})
-    (line,) = stream.getvalue().splitlines()
+    (line,) = written(stream).splitlines()
     record = json.loads(line)
     when = datetime.datetime.fromisoformat(record.pop("timestamp"))
     assert when.tzinfo == datetime.UTC
@@ -52,7 +59,7 @@ def test_text_lines_quote_what_is_no_plain_word(stream: io.StringIO) -> None:
     log = logging.getLogger("x")
     log.info("rpc", extra={"fields": {"one": "a=b", "two": 'say "hi"\nnow', "three": 1.5, "four": "", "five": "a/b:1"}})
     log.debug("not shown")
-    (line,) = stream.getvalue().splitlines()
+    (line,) = written(stream).splitlines()
     assert re.fullmatch(r"\S+Z INFO x: rpc (.*)", line)
     assert line.endswith(r'one="a=b" two="say \"hi\"\nnow" three=1.5 four="" five=a/b:1')
 
@@ -68,7 +75,7 @@ def test_records_carry_the_request_id_of_the_rpc_and_exceptions_as_text(kind: st
     finally:
         enter_call(None)
     logging.getLogger("x").info("outside")
-    text = stream.getvalue()
+    text = written(stream)
     assert (text.count("Traceback"), text.count("id-1")) == (1, 1)
     if kind == "json":
         assert [json.loads(line)["message"] for line in text.splitlines()] == ["failed", "outside"]
