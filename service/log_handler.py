@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from typing import TextIO
 
 # Lines that wait for a slow reader: some megabytes, and several seconds of the densest log.
@@ -22,6 +23,8 @@ class BackgroundHandler(logging.Handler):
     """Formats a record where it is made, and writes it to a stream in the background, in order.
 
     Beyond MAX_PENDING_LINES records are dropped; how many is told once the stream takes lines again.
+
+    on_drop: called for each of them, from whichever thread made it.
     """
 
     def __init__(self, stream: TextIO, max_pending: int = MAX_PENDING_LINES) -> None:
@@ -29,6 +32,7 @@ class BackgroundHandler(logging.Handler):
         self._stream = stream
         self._pending: queue.Queue[str | threading.Event] = queue.Queue(max_pending)
         self._num_dropped = 0
+        self.on_drop: Callable[[], None] = lambda: None
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -37,6 +41,7 @@ class BackgroundHandler(logging.Handler):
             self._pending.put_nowait(self.format(record) + "\n")
         except queue.Full:
             self._num_dropped += 1
+            self.on_drop()
         except Exception:
             self.handleError(record)
 

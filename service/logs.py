@@ -23,13 +23,17 @@ _PLAIN = re.compile(r"[!#-<>-~]+")  # visible ASCII but " and =
 _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
-def configure_logging(level: str, kind: str, stream: TextIO | None = None) -> None:
-    """Send every record of a level or above to a stream, standard error by default; kind: text or json."""
+def configure_logging(level: str, kind: str, stream: TextIO | None = None) -> BackgroundHandler:
+    """Send every record of a level or above to a stream, standard error by default; kind: text or json.
+
+    Returns what writes them.
+    """
     handler = BackgroundHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     # None of this is shown, and finding it out takes longer than all the rest (logging's documented way to say so).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    return handler
 
 
 def where_of(error: BaseException) -> str:

@@ -127,7 +127,7 @@ class MetricFamilies:
     def _outlets(self) -> None:
         self.access_lines_dropped = Counter(
             f"{PREFIX}access_lines_dropped",
-            "Access lines that nobody took in time from standard error.",
+            "Lines of the log, access lines above all, that nobody took in time from standard error.",
             registry=self._registry,
         )
         self.spans_exported = Counter(

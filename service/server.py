@@ -71,12 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.print_config:
             sys.stdout.write(to_toml(config))
             return 0
-        configure_logging(config.log_level, config.log_format)
+        handler = configure_logging(config.log_level, config.log_format)
         check_tracing(config)
         _check_ports(config)
         allow_files(sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans))
         registry = CollectorRegistry()
         shared = _shared(config, registry)
+        handler.on_drop = shared.families.access_lines_dropped.inc
         access = Access(config, FileMetrics(shared.families))
         access.warn()
         with _metrics_port(config, access, registry) as metrics_port:

@@ -38,6 +38,8 @@ def test_pipe_that_nobody_reads_holds_up_nobody(log: logging.Logger) -> None:
     with os.fdopen(reader) as read, os.fdopen(writer, "w") as stream:
         handler = BackgroundHandler(stream, max_pending=50)
         log.addHandler(handler)
+        dropped: list[None] = []
+        handler.on_drop = lambda: dropped.append(None)
         line = "x" * 10_000
         for _ in range(200):  # a pipe holds 64 KiB
             log.info(line)
@@ -50,6 +52,7 @@ def test_pipe_that_nobody_reads_holds_up_nobody(log: logging.Logger) -> None:
                 num_missing += int(found.split()[0])
                 assert "log records are missing here" in found
         handler.flush()
+    assert len(dropped) == num_missing
     assert num_missing >= 200 - 50 - 10  # what waits, and what a pipe takes
 
 

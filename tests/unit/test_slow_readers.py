@@ -44,7 +44,7 @@ def ended(served: Serving) -> dict[str, float]:
         f"{sample.labels.get('cause', 'deadline')}/{sample.labels['stage']}": sample.value
         for family in served.registry.collect()
         for sample in family.samples
-        if sample.name in ("antiphon_cancellations_total", "antiphon_deadline_misses_total")
+        if sample.name in ("antiphon_cancellations_total", "antiphon_deadline_misses_total") and sample.value
     }
 
 
