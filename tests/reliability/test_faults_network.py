@@ -28,11 +28,9 @@ def link() -> Iterator[LossyLink]:
         yield link
 
 
-@pytest.fixture
-def server(link: LossyLink) -> Iterator[ServerProcess]:
-    arguments = ["--host", link.near_address, "--keepalive-time-s", "1", "--keepalive-timeout-s", "0.5"]
-    with ServerProcess(SHIPPED_BUNDLE, arguments, prefix=link.inside(link.near)) as server:
-        yield server
+def serving(link: LossyLink, *arguments: str) -> ServerProcess:
+    """A server in the near namespace."""
+    return ServerProcess(SHIPPED_BUNDLE, ["--host", link.near_address, *arguments], prefix=link.inside(link.near))
 
 
 def client(link: LossyLink, *arguments: str) -> subprocess.Popen[str]:
@@ -41,8 +39,9 @@ def client(link: LossyLink, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment())
 
 
-def test_answers_are_right_while_packets_are_lost(link: LossyLink, server: ServerProcess) -> None:
-    with client(link, "compare", server.target, str(NUM_CALLS)) as process:
+def test_answers_are_right_while_packets_are_lost(link: LossyLink) -> None:
+    """With keepalive as it is by default: pings that must be answered within half a second may well be lost."""
+    with serving(link) as server, client(link, "compare", server.target, str(NUM_CALLS)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         link.loss = LOSS
@@ -56,9 +55,13 @@ def test_answers_are_right_while_packets_are_lost(link: LossyLink, server: Serve
     report("packet-loss", figures)
 
 
-async def test_a_network_that_goes_away_is_noticed_and_its_calls_are_ended(
-    link: LossyLink, server: ServerProcess
-) -> None:
+async def test_a_network_that_goes_away_is_noticed_and_its_calls_are_ended(link: LossyLink) -> None:
+    with serving(link, "--keepalive-time-s", "1", "--keepalive-timeout-s", "0.5") as server:
+        await _lose_everything(link, server)
+
+
+async def _lose_everything(link: LossyLink, server: ServerProcess) -> None:
+    """Cut the network under 8 streams, and wait for the server to notice."""
     before = await asyncio.to_thread(settled, server.process.pid, steady())
     with client(link, "endless", server.target, "8") as process:
         assert process.stdout is not None
