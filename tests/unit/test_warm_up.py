@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
 
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
+from antiphon.service.config import ServerConfig
+from antiphon.service.loading import Shared, StartupError, load
+from antiphon.service.memory import MemoryBudget
+from antiphon.service.metric_families import MetricFamilies
+from antiphon.service.pacing import Pacing
 from antiphon.service.warm_up import NotFinite, warm_up
 from tests.fakes import EOS_ID, FakeRunner
 
@@ -56,3 +62,18 @@ def test_warm_up_names_the_graph_whose_outputs_are_not_finite(monkeypatch: pytes
         with pytest.raises(NotFinite) as caught:
             warm_up(runner)
         assert caught.value.part == part
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_load_names_the_file_of_a_graph_whose_outputs_are_not_finite(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def fail(runner: object) -> None:
+        raise NotFinite(part)
+
+    monkeypatch.setattr("antiphon.service.loading.warm_up", fail)
+    budget = MemoryBudget(None)
+    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=budget)
+    with pytest.raises(StartupError, match=rf"{part}[a-z0-9.]*\.onnx: the outputs of the {part} graph are not finite"):
+        load(ServerConfig(threads=1, max_num_seqs=1).plans[0], shared)
+    assert not budget.held
