@@ -52,15 +52,15 @@ reliability: crowd faults fuzz overload endurance ## All of docs/reliability.md 
 
 crowd: $(VENV)/.test-tools ## 1,000 streams at once, and 10,000 calls of which a third is given up.
 	@$(LONG)STREAMS=1000 $(LONG)CALLS=10000 $(LONG)AT_ONCE=512 \
-		$(BIN)/python -m pytest tests/reliability/test_crowd.py $(ARGS)
+		$(AT_LENGTH) tests/reliability/test_crowd.py $(ARGS)
 
 faults: $(VENV)/.test-tools ## Lost clients, lossy networks, lost replicas, full disks, damaged files, at length. Best as root.
 	@$(LONG)FAULT_CALLS=400 $(LONG)KILLED_CLIENTS=20 $(LONG)DISK_SHARES=4 $(LONG)DAMAGES=50 \
-		$(BIN)/python -m pytest tests/reliability/test_faults_*.py $(ARGS)
+		$(AT_LENGTH) tests/reliability/test_faults_*.py $(ARGS)
 
 fuzz: $(VENV)/.test-tools ## Random messages, texts and files. MINUTES=5 for each target that is guided by coverage.
-	@$(LONG)FUZZ_EXAMPLES=3000 $(LONG)FUZZ_BUNDLE_EXAMPLES=1000 $(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
-		$(BIN)/python -m pytest tests/reliability/test_fuzz_*.py $(ARGS)
+	@$(LONG)FUZZ_EXAMPLES=1500 $(LONG)FUZZ_BUNDLE_EXAMPLES=300 $(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
+		$(AT_LENGTH) tests/reliability/test_fuzz_*.py $(ARGS)
 
 overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer twice as much. MINUTES=10
 	@$(BIN)/python -m tests.reliability.overload --minutes $(or $(MINUTES),10) $(ARGS)
@@ -101,7 +101,9 @@ UV_EXTRAS = --group build --extra server --no-emit-package torch
 UNUSED_BY_FACES = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
 	multidict pillow propcache pyasn1 pycparser pyjwt python-dotenv uvloop websockets yarl
 
+# Sizes of the reliability tests; what takes minutes is no hang there.
 LONG := ANTIPHON_RELIABILITY_
+AT_LENGTH := $(BIN)/python -m pytest -o faulthandler_timeout=7200
 
 # Stamps lie inside .venv, so that they go when it goes. A stamp is newer than all it was made from.
 $(VENV)/.created:

@@ -55,7 +55,7 @@ def fuzzed(num_examples: int) -> Callable[[Any], Any]:
     return settings(
         max_examples=num_examples,
         deadline=None,
-        derandomize=num_examples < 1000,
+        derandomize=num_examples < 200,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
