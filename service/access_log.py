@@ -27,7 +27,7 @@ class AccessLog:
 
     def __init__(self, families: MetricFamilies, *, is_for_all: bool = True) -> None:
         self._is_for_all = is_for_all
-        on_drop = families.access_lines_dropped.inc
+        on_drop = families.log_lines_dropped.inc
         self._calls = Outlet("antiphon-access-log", _write, on_drop=on_drop, gather_s=_GATHER_S)
 
     def __call__(self, call: Call) -> None:

@@ -125,8 +125,8 @@ class MetricFamilies:
         )
 
     def _outlets(self) -> None:
-        self.access_lines_dropped = Counter(
-            f"{PREFIX}access_lines_dropped",
+        self.log_lines_dropped = Counter(
+            f"{PREFIX}log_lines_dropped",
             "Lines of the log, access lines above all, that nobody took in time from standard error.",
             registry=self._registry,
         )

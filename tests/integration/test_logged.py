@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 from antiphon.client import AsyncClient, Options, ServerError
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.integration.process import ServerProcess, is_idle
+from tests.integration.process import ANTIPHON, ServerProcess, environment, is_idle
 
 SECRET = "Rumpelstilzchen"
 _SERVICE = "antiphon.v1.InferenceService"
@@ -122,3 +125,31 @@ async def test_access_log_can_be_kept_to_errors(bundle: Path) -> None:
         await ask_all(server, [("ListModels", b""), ("GetModel", pb.GetModelRequest(model="other"))])
         _, written = await ended(server)
     assert [line["status"] for line in access_lines(written)] == ["NOT_FOUND"]
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[subprocess.Popen[str]]:
+    """A server whose standard error is a pipe that nobody reads."""
+    read_end, write_end = os.pipe()
+    command = [*ANTIPHON, "serve", "--port", "0", "--metrics-port", "0", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write_end, text=True, env=environment()) as process:
+        os.close(write_end)
+        try:
+            yield process
+        finally:
+            process.kill()
+            os.close(read_end)
+
+
+async def test_a_pipe_that_nobody_reads_stops_neither_calls_nor_the_end() -> None:
+    with unheard() as process:
+        assert process.stdout is not None
+        ready = await asyncio.to_thread(process.stdout.readline)
+        async with grpc.aio.insecure_channel(ready.partition(" on ")[2].partition(",")[0]) as channel:
+            own_id = (("x-request-id", "x" * 128),)
+            stub: Any = InferenceServiceStub(channel)
+            for _ in range(8):  # three times what the pipe holds
+                calls = [stub.ListModels(pb.ListModelsRequest(), metadata=own_id, timeout=60) for _ in range(100)]
+                await asyncio.gather(*calls)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
