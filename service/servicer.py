@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,8 @@ class InferenceServicer:
         self._pacing = pacing
         self._is_decoder = model.config.architecture == "decoder"
         self._ids = itertools.count()
+        # One thread: what a run takes (20 MB for the shipped model) stays with each thread that ever ran one.
+        self._explaining = ThreadPoolExecutor(1, "explain")
 
     async def generate(self, message: pb.GenerateRequest, context: _Context) -> None:
         """Stream the outputs in deltas."""
@@ -200,7 +203,10 @@ class InferenceServicer:
         if target_ids is None:
             target_ids = await self._greedy_answer(message, arrival, source_ids, languages)
         self._check_explainable(message, source_ids, target_ids)
-        return await asyncio.to_thread(self._explain, explainer, source_ids, target_ids, languages.begin_id)
+        explaining = asyncio.get_running_loop().run_in_executor(
+            self._explaining, self._explain, explainer, source_ids, target_ids, languages.begin_id
+        )
+        return await explaining
 
     async def tokenize(self, message: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""

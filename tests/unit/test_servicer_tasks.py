@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +134,37 @@ async def test_explain_writes_the_greedy_answer_where_no_target_is_given() -> No
         pieces = [served.tokenizer.piece(token_id) for token_id in (BOS_ID, *expected)]
     assert explainer.asked == [((*SOURCE, EOS_ID), tuple(expected))]
     assert list(answer.target_tokens) == pieces
+
+
+class HeldExplainer(FakeExplainer):
+    """Holds every call until released, and remembers the threads that came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = threading.Event()
+        self.release = threading.Event()
+        self.threads: set[int] = set()
+
+    def explain(
+        self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None
+    ) -> FakeExplanation:
+        self.threads.add(threading.get_ident())
+        self.came.set()
+        if not self.release.wait(timeout=60):
+            raise AssertionError("nobody released the explainer")
+        return super().explain(source_ids, target_ids, begin_id)
+
+
+async def test_explain_keeps_to_one_thread_so_that_no_other_keeps_what_a_run_takes() -> None:
+    explainer = HeldExplainer()
+    async with serving(explainer=explainer) as served:
+        stub = stub_of(served)
+        calls = [stub.Explain(pb.ExplainRequest(text="the cat", target_text="the mat")) for _ in range(4)]
+        await asyncio.to_thread(explainer.came.wait, 60)
+        await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the calls before it have begun as well
+        explainer.release.set()
+        await asyncio.gather(*calls)
+    assert (len(explainer.asked), len(explainer.threads)) == (4, 1)
 
 
 async def test_explain_is_unimplemented_where_the_bundle_has_no_graph_for_it() -> None:
