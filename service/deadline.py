@@ -8,7 +8,8 @@ clock was set forward by an hour, every deadline would seem to have passed.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol, cast, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Any, cast
 
 import grpc.aio
 
@@ -16,10 +17,10 @@ import grpc.aio
 _MIN_JUMP_S = 0.05
 
 
-@runtime_checkable
-class Limited(Protocol):
+class Limited(ABC):
     """A call's context for a part of it, with a time limit of its own."""
 
+    @abstractmethod
     def remaining_s(self) -> float | None:
         """As the function of this name, of the part."""
 

@@ -20,7 +20,7 @@ from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.service.heartbeat import Heartbeat
 from antiphon.service.kv_cache import BlockPool
 from antiphon.service.metrics import Metrics
-from antiphon.service.request import ANSWERED, FinishReason, Pooling, Request, Task, TokenEvent
+from antiphon.service.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.request_queue import QueueLimits, RequestQueue
 from antiphon.service.runner import EncodeReport, Runner
 from antiphon.service.scheduler import EncodeBudget, SchedulerLimits
@@ -166,6 +166,10 @@ class Engine:
     def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
         """Raise Unsupported where the model could never do this, before anything is read for it."""
         check_ability(task, pooling, self._admission)
+
+    def check_room(self, client: str, priority: Priority) -> None:
+        """Raise QueueFull where nothing of this client's could wait now, before anything is read for it."""
+        self._queue.check_room(client, priority, self._clock())
 
     def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
         """End a request within one step; False where it is unknown or has ended."""

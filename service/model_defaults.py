@@ -7,6 +7,8 @@ for a temperature wants no beam search, though the model's default be one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from antiphon.model.bundle import GenerationDefaults
@@ -17,12 +19,13 @@ from antiphon.service.request import EarlyStopping, SamplingParams
 NO_DEFAULTS = GenerationDefaults()
 
 
-def own_defaults(generation: GenerationDefaults) -> dict[str, Any]:
+@cache
+def own_defaults(generation: GenerationDefaults) -> Mapping[str, Any]:
     """Fields of SamplingParams that a model sets, those first which others depend on."""
     fields = {name: value for name, value in generation if value is not None and value != ()}
     if "early_stopping" in fields:
         fields["early_stopping"] = EarlyStopping[fields["early_stopping"].upper()]
-    return dict(sorted(fields.items(), key=lambda item: item[0] not in ("beam_width", "temperature")))
+    return MappingProxyType(dict(sorted(fields.items(), key=lambda item: item[0] not in ("beam_width", "temperature"))))
 
 
 def with_defaults(asked: Mapping[str, Any], beside: Mapping[str, Any], generation: GenerationDefaults) -> Controls:

@@ -48,6 +48,16 @@ class QueueLimits:
             raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class _Newcomer:
+    """What decides whether a request is taken: who asks, how urgently, for how much."""
+
+    client: str
+    priority: Priority
+    num_source_tokens: int
+    cost: int
+
+
 class RequestQueue:
     """Bounded queue of waiting groups; every method is safe from any thread."""
 
@@ -78,18 +88,20 @@ class RequestQueue:
         """Those of the waiting that ran before."""
         return len(self._preempted)
 
+    def check_room(self, client: str, priority: Priority, now_s: float) -> None:
+        """Raise as put would for the least of requests: it spares the work of reading one that cannot be taken."""
+        with self._lock:
+            self._check(_Newcomer(client, priority, 1, 1), now_s)
+
     def put(self, group: SequenceGroup, now_s: float) -> None:
         """Append a group. Raises Unavailable once closed, QueueFull at a bound, DeadlineExceeded for a hopeless one.
 
         A source longer than the token bound is still taken by an empty queue: it could never enter otherwise.
         """
+        request = group.request
+        newcomer = _Newcomer(request.client, request.priority, request.num_source_tokens, group.cost)
         with self._lock:
-            if self._is_closed:
-                raise Unavailable("the server is shutting down and takes no new requests")
-            if self._waiting:
-                wait_s = self._wait_s(group, now_s)
-                self._check_room(group, now_s, wait_s)
-                self._check_time(group, now_s, wait_s)
+            self._check_time(group, now_s, self._check(newcomer, now_s))
             self._lines[group.request.priority].add(group)
             self._add(group)
 
@@ -204,13 +216,23 @@ class RequestQueue:
         if not self._waiting:
             self._drain.emptied()
 
-    def _check_room(self, group: SequenceGroup, now_s: float, wait_s: float | None) -> None:
-        limits, num_source_tokens = self._limits, group.request.num_source_tokens
+    def _check(self, newcomer: _Newcomer, now_s: float) -> float | None:
+        """Raise where it may not wait; how long it would, None without evidence."""
+        if self._is_closed:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        if not self._waiting:
+            return None
+        wait_s = self._wait_s(newcomer, now_s)
+        self._check_bounds(newcomer, now_s, wait_s)
+        return wait_s
+
+    def _check_bounds(self, newcomer: _Newcomer, now_s: float, wait_s: float | None) -> None:
+        limits, num_source_tokens = self._limits, newcomer.num_source_tokens
         if len(self._waiting) >= limits.max_requests:
             message = f"{len(self._waiting)} requests wait already"
         elif self._num_source_tokens + num_source_tokens > limits.max_source_tokens:
             message = f"{self._num_source_tokens} source tokens wait already"
-        elif self._exceeds_share(group):
+        elif self._exceeds_share(newcomer):
             message = "more requests of this client wait already than its share of a queue that fills up"
         elif limits.max_wait_s is not None and wait_s is not None and wait_s > limits.max_wait_s:
             message = f"it would wait for about {wait_s:.1f} s, longer than the {limits.max_wait_s:g} s allowed"
@@ -230,16 +252,16 @@ class RequestQueue:
                 f"it would wait for about {wait_s:.2g} s and take {answer_s:.2g} s, and its deadline comes before"
             )
 
-    def _exceeds_share(self, group: SequenceGroup) -> bool:
+    def _exceeds_share(self, newcomer: _Newcomer) -> bool:
         """Whether the queue has only room left that is kept for clients which hold less than this one."""
-        limits, num_tokens = self._limits, group.request.num_source_tokens
+        limits, num_tokens = self._limits, newcomer.num_source_tokens
         is_reserved = _is_reserved(len(self._waiting) + 1, limits.max_requests)
         are_reserved = _is_reserved(self._num_source_tokens + num_tokens, limits.max_source_tokens)
         if not (is_reserved or are_reserved):
             return False
         lines = self._lines.values()
-        held = [line.held_by(group.request.client) for line in lines]
-        others = {name for line in lines for name in line.clients} - {group.request.client}
+        held = [line.held_by(newcomer.client) for line in lines]
+        others = {name for line in lines for name in line.clients} - {newcomer.client}
         shares = 1 + max(1, len(others))  # somebody else may come
         requests = 1 + sum(one.num_requests for one in held)
         tokens = num_tokens + sum(one.num_source_tokens for one in held)
@@ -247,15 +269,15 @@ class RequestQueue:
             are_reserved and tokens * shares > limits.max_source_tokens
         )
 
-    def _wait_s(self, group: SequenceGroup, now_s: float) -> float | None:
-        """How long a group would wait for its turn; None without evidence."""
-        line = self._lines[group.request.priority]
-        held = line.held_by(group.request.client)
-        own = held.cost + group.cost
+    def _wait_s(self, newcomer: _Newcomer, now_s: float) -> float | None:
+        """How long a newcomer would wait for its turn; None without evidence."""
+        line = self._lines[newcomer.priority]
+        held = line.held_by(newcomer.client)
+        own = held.cost + newcomer.cost
         others = len(line.clients) - (held.num_requests > 0)
         ahead = held.cost + min(line.cost - held.cost, others * own)
-        if group.request.priority is Priority.BATCH:
-            ahead += min(self._lines[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + group.cost))
+        if newcomer.priority is Priority.BATCH:
+            ahead += min(self._lines[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + newcomer.cost))
         else:
             ahead += min(self._lines[Priority.BATCH].cost, ahead // INTERACTIVE_SHARE)
         return self._seconds(ahead, now_s)

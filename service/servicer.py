@@ -272,17 +272,19 @@ class InferenceServicer:
         priority = _PRIORITIES.get(message.priority)
         if priority is None:
             raise InvalidArgument("priority", message.priority, "PRIORITY_INTERACTIVE or PRIORITY_BATCH")
+        call = current_call()
+        client = caller_of(context) if call is None else call.caller
+        self._engine.check_room(client, priority)
         arrival_s = self._engine.clock()
         left_s = remaining_s(context)
         deadline_s = None if left_s is None else arrival_s + left_s
-        call = current_call()
         return {
             # The client's ids need not be different from each other.
             "request_id": f"{call.request_id if call else ''}/{next(self._ids)}",
             "trace_id": call.trace_id if call else "",
             "arrival_s": arrival_s,
             "deadline_s": deadline_s,
-            "client": caller_of(context),
+            "client": client,
             "priority": priority,
         }
 

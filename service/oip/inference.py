@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.deadline import remaining_s
+from antiphon.service.deadline import Limited, remaining_s
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.models import Served
 from antiphon.service.oip.parameters import read_parameters
@@ -74,7 +74,7 @@ class Inference:
         return InvalidArgument(f"{field}[{index}]" if len(self.messages) > 1 else field, error.value, error.allowed)
 
 
-class Within:
+class Within(Limited):
     """A call's context for one request of it: with a time limit of its own, and where it is streamed a writer.
 
     Everything else is the call's.

@@ -104,6 +104,18 @@ async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
     return error, details
 
 
+async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
+    """Bad as its source is, nobody looks at it: reading costs what the requests that run need."""
+    async with overload(EngineConfig(max_queued_requests=2)) as held:
+        unread = asking(prefix_ids=pb.TokenIds(ids=(10**6,)))
+        taken = await refusal(stub_of(held.served).Generate(unread))
+        await held.hold()
+        held.wait(2)
+        refused = await refusal(stub_of(held.served).Generate(unread))
+    assert taken.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.code(), details_of(refused).reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+
+
 async def test_a_queue_full_of_requests_pushes_back() -> None:
     async with overload(EngineConfig(max_queued_requests=3)) as held:
         await held.hold()
