@@ -28,7 +28,9 @@ _MOST_ATTEMPTS = 5
 # A call whose backoff rounds to nothing hangs until its deadline (grpc/grpc#41036; 28 of 60 calls at 1 ms, 1.85.1).
 _LEAST_BACKOFF_S = 0.01
 _KEEPALIVE_TIMEOUT_MS = 20_000
-_RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+# CANCELLED is what gRPC itself answers to a call that reached a server in the moment it closed, and nobody took up. A
+# call that its own client cancels is over, and not made again.
+_RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED")
 # A request that outgrows its buffer is sent once and never again. gRPC's own 256 KiB would leave out requests that a
 # server takes (max_message_bytes, 1 MiB unless set); this much is held only while such a request is under way.
 _RETRY_BUFFER_BYTES = 1 << 24
@@ -38,8 +40,9 @@ _RETRY_BUFFER_BYTES = 1 << 24
 class RetryPolicy:
     """When a call that failed before anything came back is made again (gRFC A6), by gRPC itself.
 
-    Only UNAVAILABLE and RESOURCE_EXHAUSTED, only before the response's headers, never past the call's deadline, which
-    counts all attempts together. A server's pushback replaces the backoff, and one that says "do not" ends the retries.
+    Only UNAVAILABLE, RESOURCE_EXHAUSTED and a server's CANCELLED, only before the response's headers, never past the
+    call's deadline, which counts all attempts together. A server's pushback replaces the backoff, and one that says
+    "do not" ends the retries.
 
     attempts: the first included; 1 is no retry. backoff_s: before the second attempt, doubled for each further one up
     to max_backoff_s, each spread by a fifth at random. budget: tokens of one client: an attempt that fails takes

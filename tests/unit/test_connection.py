@@ -87,6 +87,13 @@ async def test_unavailable_call_is_made_again_up_to_the_attempts(ask: Ask) -> No
 
 
 @EVERY_KIND
+async def test_call_that_reached_a_server_as_it_closed_is_made_again(ask: Ask) -> None:
+    async with recording(refuse(1, grpc.StatusCode.CANCELLED)) as (target, asked):
+        assert await ask(target, connection=Connection(retry=AT_ONCE)) == "whole"
+    assert asked.num_attempts == 2
+
+
+@EVERY_KIND
 async def test_pushback_below_zero_ends_the_retries(ask: Ask) -> None:
     async with recording(refuse(1, metadata=(("grpc-retry-pushback-ms", "-1"),))) as (target, asked):
         with pytest.raises(ServerError) as caught:
