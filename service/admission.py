@@ -9,7 +9,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.service.errors import InvalidArgument, Unsupported
+from antiphon.service.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.kv_cache import blocks_for
 from antiphon.service.request import Pooling, Request, Task, head_of
 from antiphon.service.reservations import first_blocks, may_run_short
@@ -156,12 +156,12 @@ def _check_rows(request: Request, limits: AdmissionLimits) -> None:
 
 def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, limits: AdmissionLimits) -> None:
     if not shortest <= len(token_ids) <= longest:
-        raise InvalidArgument(field, f"{len(token_ids)} tokens long", f"{shortest} to {longest} tokens long")
+        raise InvalidArgument(field, InWords(f"{len(token_ids)} tokens long"), f"{shortest} to {longest} tokens long")
     lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
     vocab_size = limits.source_vocab_size if field == "source" else limits.vocab_size
     if lowest < 0 or highest >= vocab_size:
         unknown = lowest if lowest < 0 else highest
-        raise InvalidArgument(field, f"token id {unknown}", f"of token ids from 0 to {vocab_size - 1}")
+        raise InvalidArgument(field, InWords(f"token id {unknown}"), f"of token ids from 0 to {vocab_size - 1}")
 
 
 def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:
@@ -169,7 +169,7 @@ def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument
     prefix_len = len(request.prefix_ids) - max(0, request.num_prompt_ids - 1)
     room_blocks = (limits.num_blocks - group.num_cross_blocks) // rows
     room = room_blocks * limits.block_size - 1 - len(request.prefix_ids)
-    asked_len = f"{request.num_source_tokens} tokens long"
+    asked_len = InWords(f"{request.num_source_tokens} tokens long")
     if room_blocks < 1:
         longest = (limits.num_blocks - rows) * limits.block_size
         return InvalidArgument("source", asked_len, f"at most {longest} tokens long")
@@ -177,8 +177,10 @@ def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument
         return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.block_size - 1} tokens long")
     if request.task is Task.SCORE:
         held = len(request.target_ids)
-        return InvalidArgument("target", f"{held} tokens long", f"at most {room + 1} tokens long")
+        return InvalidArgument("target", InWords(f"{held} tokens long"), f"at most {room + 1} tokens long")
     if room < 1:
-        return InvalidArgument("prefix", f"{prefix_len} tokens long", f"at most {prefix_len + room - 1} tokens long")
+        return InvalidArgument(
+            "prefix", InWords(f"{prefix_len} tokens long"), f"at most {prefix_len + room - 1} tokens long"
+        )
     asked = request.params.max_new_tokens
     return InvalidArgument("max_new_tokens", asked, f"at most {room} for a source of this length and {rows} rows")

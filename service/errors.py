@@ -28,8 +28,20 @@ class AntiphonError(Exception):
     reason = "INTERNAL"
 
 
+class InWords(str):
+    """What a field's value is, where showing the value itself would say less."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class InvalidArgument(AntiphonError):
-    """A field of a request is out of range; names the field, the value and what is allowed."""
+    """A field of a request is out of range; names the field, the value and what is allowed.
+
+    value: shown as Python writes it, a text in quotes; InWords as it is.
+    """
 
     status = Status.INVALID_ARGUMENT
     reason = "INVALID_FIELD"

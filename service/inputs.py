@@ -17,7 +17,7 @@ from antiphon.model.text_format import TextFormat
 from antiphon.model.text_template import LanguageIds, fill, num_before
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.combinations import Controls
-from antiphon.service.errors import InvalidArgument
+from antiphon.service.errors import InvalidArgument, InWords
 from antiphon.service.languages import RequestLanguages
 from antiphon.v1 import inference_pb2 as pb
 
@@ -150,7 +150,7 @@ class Inputs:
             bound = self._tokenizer.min_tokens if is_source else self._tokenizer.min_target_tokens
             least = await asyncio.to_thread(bound, given) if least > MAX_INLINE_LEN else 0
         if least > limit:
-            raise InvalidArgument(field, f"at least {least} tokens long", f"{shortest} to {limit} tokens long")
+            raise InvalidArgument(field, InWords(f"at least {least} tokens long"), f"{shortest} to {limit} tokens long")
 
     def _filled(
         self,

@@ -10,7 +10,7 @@ from ctypes import c_float
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from antiphon.service.errors import InvalidArgument
+from antiphon.service.errors import InvalidArgument, InWords
 
 if TYPE_CHECKING:
     from antiphon.service.request import SamplingParams
@@ -85,7 +85,7 @@ def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
     for token_id, bias in biases:
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             allowed = f"between {-MAX_BIAS:,.0f} and {MAX_BIAS:,.0f} for each token id"
-            raise InvalidArgument("logit_bias", f"{bias} for token id {token_id}", allowed)
+            raise InvalidArgument("logit_bias", InWords(f"{bias} for token id {token_id}"), allowed)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -107,4 +107,4 @@ def check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) ->
     """Raise InvalidArgument naming the field where an id is not in the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidArgument(field, f"token id {unknown}", f"of token ids from 0 to {vocab_size - 1}")
+        raise InvalidArgument(field, InWords(f"token id {unknown}"), f"of token ids from 0 to {vocab_size - 1}")

@@ -27,7 +27,7 @@ from antiphon.service.caller import caller_of
 from antiphon.service.deadline import remaining_s
 from antiphon.service.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.engine import Engine
-from antiphon.service.errors import InvalidArgument, Unsupported
+from antiphon.service.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.inputs import MAX_INLINE_LEN, HasSource, Inputs, Source
 from antiphon.service.languages import RequestLanguages, languages_of, source_languages
 from antiphon.service.model_defaults import NO_DEFAULTS
@@ -184,7 +184,9 @@ class InferenceServicer:
         picks = tuple(position for position, token_id in enumerate(source.ids) if token_id == mask_id)
         if not picks:
             given, token = message.WhichOneof("source") or "source", self._model.description.mask_token
-            raise InvalidArgument(given, "without a mask token", f"with {token}, token id {mask_id}, once at least")
+            raise InvalidArgument(
+                given, InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
+            )
         asked = dict(task=Task.FILL_MASK, picks=picks, num_fillings=message.top_k or DEFAULT_FILLINGS)
         readout, about = await self._read(message, source, arrival | asked)
         return pb.FillMaskResponse(places=masked_places(readout, picks, self._tokenizer), **about)
@@ -330,7 +332,7 @@ class InferenceServicer:
             field = message.WhichOneof(side) or side  # type: ignore[call-overload]
             check_vocabulary(field, ids, vocab_sizes[side])
             if len(ids) > longest[side]:
-                raise InvalidArgument(field, f"{len(ids)} tokens long", f"at most {longest[side]} tokens long")
+                raise InvalidArgument(field, InWords(f"{len(ids)} tokens long"), f"at most {longest[side]} tokens long")
 
     def _explain(
         self, explainer: Explains, source_ids: tuple[int, ...], target_ids: tuple[int, ...], begin_id: int | None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from antiphon.oip import inference_pb2 as pb
-from antiphon.service.errors import InvalidArgument, Unsupported
+from antiphon.service.errors import InvalidArgument, InWords, Unsupported
 
 # Datatypes that carry numbers: their numpy type, and the field of typed elements. Little endian whatever the machine.
 _NUMBERS = {
@@ -100,7 +100,9 @@ def _unpacked(name: str, datatype: str, raw: bytes) -> Iterator[Any]:
         return
     dtype = np.dtype(_number(name, datatype)[0])
     if len(raw) % dtype.itemsize:
-        raise InvalidArgument(name, f"{len(raw)} bytes", f"a multiple of {dtype.itemsize} bytes, as {datatype} is")
+        raise InvalidArgument(
+            name, InWords(f"{len(raw)} bytes"), f"a multiple of {dtype.itemsize} bytes, as {datatype} is"
+        )
     yield from np.frombuffer(raw, dtype).tolist()
 
 
@@ -110,7 +112,9 @@ def _strings(name: str, raw: bytes) -> Iterator[bytes]:
         begin = start + _LENGTH.size
         end = begin + _LENGTH.unpack_from(raw, start)[0] if begin <= len(raw) else begin
         if end > len(raw):
-            raise InvalidArgument(name, f"{len(raw)} bytes", "texts, each behind its length in 4 bytes; it ends in one")
+            raise InvalidArgument(
+                name, InWords(f"{len(raw)} bytes"), "texts, each behind its length in 4 bytes; it ends in one"
+            )
         yield raw[begin:end]
         start = end
 

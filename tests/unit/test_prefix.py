@@ -58,9 +58,9 @@ def test_step_counts_a_prefix_in_blocks_and_in_the_longest_target(bench: Bench) 
 @pytest.mark.parametrize(
     ("prefix", "num_blocks", "message"),
     [
-        ((7,) * 32, 64, "prefix is '32 tokens long'; it must be 0 to 31 tokens long"),
-        ((64,), 64, "prefix is 'token id 64'"),
-        ((7,) * 20, 5, "prefix is '20 tokens long'; it must be at most 14 tokens long"),
+        ((7,) * 32, 64, "prefix is 32 tokens long; it must be 0 to 31 tokens long"),
+        ((64,), 64, "prefix is token id 64"),
+        ((7,) * 20, 5, "prefix is 20 tokens long; it must be at most 14 tokens long"),
         ((7,) * 12, 5, "max_new_tokens is None; it must be at most 3"),
     ],
 )
