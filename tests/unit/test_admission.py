@@ -27,7 +27,7 @@ async def test_admission_refuses_a_source_that_is_predicted_not_to_fit_and_names
     limits = limits_of(runner, runner.max_rows, budget)
     for length in (17, 18):
         admit(request_of("a", source_of(target_len=3, length=length)), OutputStream("a"), limits)
-    with pytest.raises(InvalidArgument, match="source is '19 tokens long'; it must be 1 to 18 tokens long"):
+    with pytest.raises(InvalidArgument, match="source is 19 tokens long; it must be 1 to 18 tokens long"):
         admit(request_of("a", source_of(target_len=3, length=19)), OutputStream("a"), limits)
 
 

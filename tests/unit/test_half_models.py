@@ -146,7 +146,7 @@ def test_prompt_and_what_follows_share_the_models_length(
 
 def test_a_prompt_too_large_for_the_pool_is_refused(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=4, reads_history=True, has_encoder=False)
-    with pytest.raises(InvalidArgument, match="source is '20 tokens long'; it must be at most 15 tokens long"):
+    with pytest.raises(InvalidArgument, match="source is 20 tokens long; it must be at most 15 tokens long"):
         bench.ask(prompted("a", (5,) * 20, SamplingParams(max_new_tokens=1)))
 
 
