@@ -59,7 +59,8 @@ faults: $(VENV)/.test-tools ## Lost clients, lossy networks, lost replicas, full
 		$(AT_LENGTH) tests/reliability/test_faults_*.py $(ARGS)
 
 fuzz: $(VENV)/.test-tools ## Random messages, texts and files. MINUTES=5 for each target that is guided by coverage.
-	@$(LONG)FUZZ_EXAMPLES=1500 $(LONG)FUZZ_BUNDLE_EXAMPLES=300 $(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
+	@$(LONG)FUZZ_EXAMPLES=1500 $(LONG)FUZZ_BUNDLE_EXAMPLES=300 $(LONG)FUZZ_ADMIN_EXAMPLES=1500 \
+		$(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
 		$(AT_LENGTH) tests/reliability/test_fuzz_*.py $(ARGS)
 
 overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer twice as much. MINUTES=10
