@@ -23,7 +23,8 @@ async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: st
     unit: what the progress bar counts. Raises what the engine refuses a request with.
     """
     tokens = sum(request.num_source_tokens for request in requests)
-    config = EngineConfig(max_queued_requests=len(requests) + 1, max_queued_tokens=tokens + 1)
+    # Twice what there is: the last quarter of a queue is kept for other clients.
+    config = EngineConfig(max_queued_requests=2 * len(requests) + 1, max_queued_tokens=2 * tokens + 1)
     engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
     engine.start()
     try:
