@@ -104,7 +104,8 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
     with asyncio.Runner() as loops:
         loop = loops.get_loop()
         live: dict[str, SequenceGroup] = {}
-        queue = RequestQueue(QueueLimits(max_requests=len(requests), max_source_tokens=10**6))
+        # The last quarter of a queue is kept for other clients.
+        queue = RequestQueue(QueueLimits(max_requests=2 * len(requests), max_source_tokens=10**6))
         pool = BlockPool(runner.num_blocks, runner.block_size)
         parts = StepParts(
             runner=runner,
