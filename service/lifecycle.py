@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
@@ -29,6 +30,7 @@ EXIT_USER_ERROR = 2
 # For answers that are complete but not read yet: a client that reads nothing must not keep the process alive.
 _FLUSH_GRACE_S = 5.0
 _ENGINE_CHECK_S = 1.0
+_LAST_BYTES_S = 3.0
 
 _A = TypeVar("_A")
 
@@ -115,9 +117,15 @@ class Running:
 
 
 def end_now(code: int) -> NoReturn:
-    """Leave without waiting for anything but the log's last lines: no thread, no call."""
+    """Leave without waiting for anything but the log's last lines, and not long for them: no thread, no call."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(_LAST_BYTES_S)  # a pipe that nobody reads would never take them
+    os._exit(code)
+
+
+def _flush() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)

@@ -32,8 +32,14 @@ class BackgroundHandler(logging.Handler):
         self._stream = stream
         self._pending: queue.Queue[str | threading.Event] = queue.Queue(max_pending)
         self._num_dropped = 0
+        self._is_writing = False
         self.on_drop: Callable[[], None] = lambda: None
         threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a line is still to be written: its stream may take no more, and is not to be waited for."""
+        return self._is_writing or not self._pending.empty()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record's line; never waits."""
@@ -58,9 +64,22 @@ class BackgroundHandler(logging.Handler):
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            dropped, self._num_dropped = self._num_dropped, 0
+            self._is_writing = True
             with contextlib.suppress(OSError, ValueError):  # nobody reads any more: there is no one to tell
-                self._stream.write(item)
-                if dropped:
-                    self._stream.write(f"{dropped} log records are missing here: the log was not read in time\n")
-                self._stream.flush()
+                self._write(item)
+            self._is_writing = False
+
+    def _write(self, line: str) -> None:
+        dropped, self._num_dropped = self._num_dropped, 0
+        self._stream.write(line)
+        if dropped:
+            self._stream.write(f"{dropped} log records are missing here: the log was not read in time\n")
+        self._stream.flush()
+
+
+def is_log_behind() -> bool:
+    """Whether a handler of the process's log still has lines, though they were waited for."""
+    handlers = [one for one in logging.getLogger().handlers if isinstance(one, BackgroundHandler)]
+    for handler in handlers:
+        handler.flush()
+    return any(handler.is_behind for handler in handlers)

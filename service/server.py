@@ -32,6 +32,7 @@ from antiphon.service.listener import PROBE_OPTIONS, address_of, channel_options
 from antiphon.service.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.service.load_report import LoadReports, LoadServicer
 from antiphon.service.loading import Shared, StartupError, load
+from antiphon.service.log_handler import is_log_behind
 from antiphon.service.logs import configure_logging
 from antiphon.service.machine import allow_files, memory_bytes
 from antiphon.service.memory import MemoryBudget
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (ConfigError, StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
-    if is_anything_left():  # neither can be interrupted: a model being loaded, an engine that hangs
+    # None can be interrupted: a model being loaded, an engine that hangs, a line that nobody reads.
+    if is_anything_left() or is_log_behind():
         end_now(code)
     return code
 

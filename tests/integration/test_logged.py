@@ -128,10 +128,10 @@ async def test_access_log_can_be_kept_to_errors(bundle: Path) -> None:
 
 
 @contextlib.contextmanager
-def unheard() -> Iterator[subprocess.Popen[str]]:
+def unheard(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A server whose standard error is a pipe that nobody reads."""
     read_end, write_end = os.pipe()
-    command = [*ANTIPHON, "serve", "--port", "0", "--metrics-port", "0", "--threads", "1"]
+    command = [*ANTIPHON, "serve", "--port", "0", "--metrics-port", "0", "--threads", "1", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write_end, text=True, env=environment()) as process:
         os.close(write_end)
         try:
@@ -141,15 +141,28 @@ def unheard() -> Iterator[subprocess.Popen[str]]:
             os.close(read_end)
 
 
+async def fill_the_log(process: subprocess.Popen[str]) -> None:
+    """Make a server write three times what its pipe holds."""
+    assert process.stdout is not None
+    ready = await asyncio.to_thread(process.stdout.readline)
+    async with grpc.aio.insecure_channel(ready.partition(" on ")[2].partition(",")[0]) as channel:
+        own_id = (("x-request-id", "x" * 128),)
+        stub: Any = InferenceServiceStub(channel)
+        for _ in range(8):
+            calls = [stub.ListModels(pb.ListModelsRequest(), metadata=own_id, timeout=60) for _ in range(100)]
+            await asyncio.gather(*calls)
+
+
 async def test_a_pipe_that_nobody_reads_stops_neither_calls_nor_the_end() -> None:
     with unheard() as process:
-        assert process.stdout is not None
-        ready = await asyncio.to_thread(process.stdout.readline)
-        async with grpc.aio.insecure_channel(ready.partition(" on ")[2].partition(",")[0]) as channel:
-            own_id = (("x-request-id", "x" * 128),)
-            stub: Any = InferenceServiceStub(channel)
-            for _ in range(8):  # three times what the pipe holds
-                calls = [stub.ListModels(pb.ListModelsRequest(), metadata=own_id, timeout=60) for _ in range(100)]
-                await asyncio.gather(*calls)
+        await fill_the_log(process)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
+
+
+async def test_a_pipe_that_nobody_reads_does_not_keep_a_second_signal_waiting() -> None:
+    with unheard("--drain-delay-s", "3600") as process:
+        await fill_the_log(process)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 60) in (128 + signal.SIGINT, 128 + signal.SIGTERM)

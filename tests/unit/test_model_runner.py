@@ -273,7 +273,10 @@ def rewrite(bundle: Bundle, name: str, content: bytes) -> Bundle:
 
 
 def test_runner_names_a_graph_that_onnx_runtime_refuses(tmp_path: Path, model: TinyModel) -> None:
-    bundle = rewrite(write_bundle(tmp_path / "b", model), "decoder.onnx", b"not a graph")
+    bundle = write_bundle(tmp_path / "b", model)
+    graph = onnx.load(bundle.path / "decoder.onnx")
+    graph.graph.node[-1].op_type = "NoSuchOperator"
+    bundle = rewrite(bundle, "decoder.onnx", graph.SerializeToString())
     with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph cannot be loaded"):
         ModelRunner(bundle, max_rows=1, threads=1)
 
