@@ -75,29 +75,24 @@ def call(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> None:
         check_refusal(error, method.input_type)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
-    channel, engine = fake
-    method = METHODS[name]
+def check_random_messages(served: Served, method: MethodDescriptor, num_examples: int) -> None:
+    """Each is answered or refused as any may be, and afterwards nothing runs and every block is free."""
+    channel, engine = served
 
-    @fuzzed(NUM_EXAMPLES)
+    @fuzzed(num_examples)
     @given(messages(method.input_type, GIVEN))
     def holds(data: bytes) -> None:
         call(channel, method, data)
 
     holds()
     assert (engine.num_running, engine.num_free_blocks) == (0, engine.num_blocks)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
+    check_random_messages(fake, METHODS[name], NUM_EXAMPLES)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_random_messages_do_no_harm_to_the_real_model(shipped: Served, name: str) -> None:
-    channel, engine = shipped
-    method = METHODS[name]
-
-    @fuzzed(NUM_BUNDLE_EXAMPLES)
-    @given(messages(method.input_type, GIVEN))
-    def holds(data: bytes) -> None:
-        call(channel, method, data)
-
-    holds()
-    assert (engine.num_running, engine.num_free_blocks) == (0, engine.num_blocks)
+    check_random_messages(shipped, METHODS[name], NUM_BUNDLE_EXAMPLES)
