@@ -21,7 +21,8 @@ from tests.reliability.sizes import size
 from tests.reliability.test_fuzz_messages import PATIENCE_S, fuzzed
 from tests.reliability.wire import messages
 
-NUM_EXAMPLES = size("FUZZ_ADMIN_EXAMPLES", 15)
+# With 40, none got past the names to what is done with a path.
+NUM_EXAMPLES = size("FUZZ_ADMIN_EXAMPLES", 100)
 METHODS = {method.name: method for method in admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods}
 # One path in six is a bundle, so that limits are reached as well; no name is the first model's: it is never unloaded.
 GIVEN = {
