@@ -21,23 +21,6 @@ ENDLESS = source_of(target_len=60)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench(FakeRunner(max_rows=4, block_size=4), EngineConfig())
-    bench.engine.start()
-    yield bench
-    bench.engine.stop()
-    assert bench.engine.num_free_blocks == bench.engine.num_blocks
-
-
-@pytest.fixture
-def gate(bench: Bench) -> Iterator[Gate]:
-    gate = Gate()
-    bench.runner.before_decode = gate
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
 def endless() -> Iterator[Bench]:
     bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000, block_size=4096), EngineConfig())
     bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.vocab_size, 9, dtype=np.float32)[0]

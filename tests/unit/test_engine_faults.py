@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from antiphon.service.engine import MAX_FAILED_STEPS, EngineConfig
+from antiphon.service.engine import MAX_FAILED_STEPS
 from antiphon.service.errors import EngineFault, Unavailable
 from antiphon.service.request import FinishReason
-from tests.fakes import EOS_ID, FakeRunner, source_of
+from tests.fakes import EOS_ID, source_of
 from tests.unit.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench(FakeRunner(max_rows=4, block_size=4), EngineConfig())
-    bench.engine.start()
-    yield bench
-    bench.engine.stop()
-    assert bench.engine.num_free_blocks == bench.engine.num_blocks
-
-
-@pytest.fixture
-def gate(bench: Bench) -> Iterator[Gate]:
-    gate = Gate()
-    bench.runner.before_decode = gate
-    yield gate
-    gate.open()
 
 
 async def test_engine_ends_when_its_steps_fail_and_the_model_does_too(bench: Bench) -> None:

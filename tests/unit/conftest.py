@@ -1,0 +1,28 @@
+"""An engine over the fake model, and a gate that holds its steps, for the tests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from antiphon.service.engine import EngineConfig
+from tests.fakes import FakeRunner
+from tests.unit.engine_bench import Bench, Gate
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(FakeRunner(max_rows=4, block_size=4), EngineConfig())
+    bench.engine.start()
+    yield bench
+    bench.engine.stop()
+    assert bench.engine.num_free_blocks == bench.engine.num_blocks
+
+
+@pytest.fixture
+def gate(bench: Bench) -> Iterator[Gate]:
+    gate = Gate()
+    bench.runner.before_decode = gate
+    yield gate
+    gate.open()
