@@ -24,8 +24,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from antiphon.service.access_settings import AccessSettings, Port, contradiction
-from antiphon.service.model_settings import (
+from antiphon.service.contract.pacing import DEFAULT_PATIENCE_S
+from antiphon.service.hosting.model_settings import (
     BatchedTokens,
     CacheBlocks,
     LoweringChoice,
@@ -41,7 +41,7 @@ from antiphon.service.model_settings import (
     WorkspaceBytes,
     read_model_flags,
 )
-from antiphon.service.pacing import DEFAULT_PATIENCE_S
+from antiphon.service.security.access_settings import AccessSettings, Port, contradiction
 
 ENV_PREFIX = "ANTIPHON_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from antiphon.service.background import let_go
-from antiphon.service.control import Control
-from antiphon.service.handlers import Calls
-from antiphon.service.probes import Probes
+from antiphon.service.contract.handlers import Calls
+from antiphon.service.hosting.control import Control
+from antiphon.service.network.probes import Probes
 
 log = logging.getLogger(__name__)
 

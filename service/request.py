@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.service.combinations import Controls, check_combination
-from antiphon.service.ranges import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
-from antiphon.service.ranges import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
-from antiphon.service.ranges import MAX_SEED as MAX_SEED
-from antiphon.service.ranges import check_ranges
+from antiphon.service.contract.combinations import Controls, check_combination
+from antiphon.service.contract.ranges import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
+from antiphon.service.contract.ranges import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
+from antiphon.service.contract.ranges import MAX_SEED as MAX_SEED
+from antiphon.service.contract.ranges import check_ranges
 
 
 class FinishReason(enum.Enum):

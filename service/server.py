@@ -20,34 +20,34 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
-from antiphon.service.access import Access
-from antiphon.service.admin import AdminServicer, build_admin_server
 from antiphon.service.background import in_background, is_anything_left, running_beside
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
-from antiphon.service.control import Control
+from antiphon.service.contract.admin import AdminServicer, build_admin_server
+from antiphon.service.contract.handlers import SERVICE_NAME, Calls
+from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import OverBudget
-from antiphon.service.handlers import SERVICE_NAME, Calls
+from antiphon.service.hosting.control import Control
+from antiphon.service.hosting.loading import Shared, StartupError, load
+from antiphon.service.hosting.machine import allow_files, memory_bytes
+from antiphon.service.hosting.memory import MemoryBudget
+from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
-from antiphon.service.listener import PROBE_OPTIONS, address_of, channel_options, listening
-from antiphon.service.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
-from antiphon.service.load_report import LoadReports, LoadServicer
-from antiphon.service.loading import Shared, StartupError, load
-from antiphon.service.log_handler import is_log_behind
-from antiphon.service.logs import configure_logging
-from antiphon.service.machine import allow_files, memory_bytes
-from antiphon.service.memory import MemoryBudget
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import FileMetrics
-from antiphon.service.models import Models, Served
-from antiphon.service.observation import check_tracing, observing
+from antiphon.service.network.listener import PROBE_OPTIONS, address_of, channel_options, listening
+from antiphon.service.network.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
+from antiphon.service.network.load_report import LoadReports, LoadServicer
+from antiphon.service.network.ports import PortError, check_port, serve_metrics
+from antiphon.service.network.probes import Health, Probes
+from antiphon.service.observability.log_handler import is_log_behind
+from antiphon.service.observability.logs import configure_logging
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import FileMetrics
+from antiphon.service.observability.observation import check_tracing, observing
+from antiphon.service.observability.process_metrics import add_process_metrics
+from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.oip import servicer as oip
 from antiphon.service.oip.servicer import OpenInferenceServicer
-from antiphon.service.pacing import Pacing
-from antiphon.service.ports import PortError, check_port, serve_metrics
-from antiphon.service.probes import Health, Probes
-from antiphon.service.process_metrics import add_process_metrics
-from antiphon.service.reload import FileProblem
-from antiphon.service.telemetry import Telemetry
+from antiphon.service.security.access import Access
+from antiphon.service.security.reload import FileProblem
 from antiphon.service.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from antiphon.service.models import Served
-from antiphon.service.probes import Probes
+from antiphon.service.hosting.models import Served
+from antiphon.service.network.probes import Probes
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
 from antiphon.service.config import ServerConfig
-from antiphon.service.handlers import Calls
-from antiphon.service.loading import Shared, load
-from antiphon.service.memory import MemoryBudget
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.models import Models, Served
-from antiphon.service.pacing import Pacing
+from antiphon.service.contract.handlers import Calls
+from antiphon.service.contract.pacing import Pacing
+from antiphon.service.hosting.loading import Shared, load
+from antiphon.service.hosting.memory import MemoryBudget
+from antiphon.service.hosting.models import Models, Served
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.server import build_server
-from antiphon.service.telemetry import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,22 +22,22 @@ from antiphon.model.config import preset
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.text_format import TextFormat
 from antiphon.model.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
-from antiphon.service.access import Access
-from antiphon.service.attention_maps import Explains
-from antiphon.service.call import Call
 from antiphon.service.config import ServerConfig
-from antiphon.service.engine import Engine, EngineConfig
-from antiphon.service.handlers import Calls
-from antiphon.service.listener import bind
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import FileMetrics, Metrics
-from antiphon.service.models import Models, Served
-from antiphon.service.options import default_options
-from antiphon.service.pacing import Pacing
-from antiphon.service.probes import Probes
+from antiphon.service.contract.attention_maps import Explains
+from antiphon.service.contract.handlers import Calls
+from antiphon.service.contract.options import default_options
+from antiphon.service.contract.pacing import Pacing
+from antiphon.service.contract.servicer import InferenceServicer, ServedModel
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.hosting.models import Models, Served
+from antiphon.service.network.listener import bind
+from antiphon.service.network.probes import Probes
+from antiphon.service.observability.call import Call
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import FileMetrics, Metrics
+from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.security.access import Access
 from antiphon.service.server import SERVICES, build_server
-from antiphon.service.servicer import InferenceServicer, ServedModel
-from antiphon.service.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner

@@ -162,7 +162,7 @@ killed, the same command resumes from the last checkpoint; the averaged checkpoi
 what it writes was compared with the original in transformers, in float32, before it was exported""",
     ),
     "evaluate": Subcommand(
-        module="antiphon.service.evaluate",
+        module="antiphon.service.evaluation.evaluate",
         extra="server,train",
         summary="score a model on a test set",
         examples="""\

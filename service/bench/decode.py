@@ -16,7 +16,7 @@ from antiphon.service.bench.setup import Setup, Subject
 from antiphon.service.bench.sources import Ids
 from antiphon.service.bench.timing import alternate, timed
 from antiphon.service.bench.twin import Twin, TwinSettings, decode_candidates, prompts_of
-from antiphon.service.runner import Runner
+from antiphon.service.graphs.runner import Runner
 
 ROWS = (1, 8, 32, 64, 128)
 # Requests of one run are so many times the rows, and at least so many: a run must outlast its ends.

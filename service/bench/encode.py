@@ -18,7 +18,7 @@ from antiphon.service.bench.sources import Ids
 from antiphon.service.bench.static import StaticBatch
 from antiphon.service.bench.timing import alternate
 from antiphon.service.bench.twin import Twin, encode_candidates, prompts_of
-from antiphon.service.runner import Runner
+from antiphon.service.graphs.runner import Runner
 
 ROWS = 64
 SHORTEST, LONGEST = 5, 100

@@ -12,12 +12,12 @@ from typing import Any, Self, TypeVar
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.engine import Engine, EngineConfig
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import Metrics
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.graphs.runner import Runner
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.service.runner import Runner
-from antiphon.service.stream import OutputStream
 
 # The server sets the same: the event loop must not keep the interpreter from the engine for several steps.
 _SWITCH_INTERVAL_S = 0.001

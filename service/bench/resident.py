@@ -34,8 +34,8 @@ def resident_mb(field: str) -> float:
 def _antiphon(folder: Path, sources: list[Ids], max_new_tokens: int, settings: list[str]) -> float:
     from antiphon.model.bundle import Lowering, load_bundle
     from antiphon.service.bench.offline import Offline
-    from antiphon.service.runners import open_runner
-    from antiphon.service.warm_up import warm_up
+    from antiphon.service.graphs.runners import open_runner
+    from antiphon.service.graphs.warm_up import warm_up
 
     threads, lowering = settings
     rows = len(sources)

@@ -14,7 +14,7 @@ from antiphon.service.bench.setup import Setup, Subject
 from antiphon.service.bench.sources import Ids
 from antiphon.service.bench.static import translate_static
 from antiphon.service.bench.timing import alternate, timed
-from antiphon.service.runner import Runner
+from antiphon.service.graphs.runner import Runner
 
 ENGINE_ROWS = (32,)
 # Static batches, of `rows` each, that one run of the engine section is worth.

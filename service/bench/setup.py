@@ -21,8 +21,8 @@ from antiphon.model.tokenizer import Tokenizer, open_tokenizer
 from antiphon.service.bench.isa import choose_isa
 from antiphon.service.bench.report import BenchError
 from antiphon.service.bench.sources import Corpus, Ids, repeat, tokenize
-from antiphon.service.runners import AnyRunner, open_runner
-from antiphon.service.warm_up import warm_up
+from antiphon.service.graphs.runners import AnyRunner, open_runner
+from antiphon.service.graphs.warm_up import warm_up
 
 MODELS = ("random", "bundle")
 PRESETS = ("tiny", "base", "big")

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import greedy_choices
 from antiphon.service.bench.sources import Ids
-from antiphon.service.kv_cache import blocks_for
-from antiphon.service.runner import DecodeBatch, Runner
+from antiphon.service.engine.kv_cache import blocks_for
+from antiphon.service.graphs.runner import DecodeBatch, Runner
 
 
 def translate_static(

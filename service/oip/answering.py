@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.call import current_call
 from antiphon.service.errors import InvalidArgument, ModelNotFound
-from antiphon.service.models import Models, Served
+from antiphon.service.hosting.models import Models, Served
+from antiphon.service.observability.call import current_call
+from antiphon.service.observability.telemetry import Context
 from antiphon.service.oip.inference import VERSION, Inference, read_inference
 from antiphon.service.oip.statistics import ModelCounts
 from antiphon.service.oip.tasks import STREAMED
-from antiphon.service.telemetry import Context
 from antiphon.v1 import inference_pb2 as pb
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.deadline import Limited, remaining_s
 from antiphon.service.errors import InvalidArgument
-from antiphon.service.models import Served
+from antiphon.service.hosting.models import Served
+from antiphon.service.network.deadline import Limited, remaining_s
+from antiphon.service.observability.telemetry import Context
 from antiphon.service.oip.parameters import read_parameters
 from antiphon.service.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
 from antiphon.service.oip.tensors import Tensor, check_parameters, read_inputs, write_outputs
-from antiphon.service.telemetry import Context
 from antiphon.v1 import inference_pb2 as pb
 
 VERSION = "1"

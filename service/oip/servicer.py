@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from antiphon.oip import inference_pb2 as pb
+from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import AntiphonError
-from antiphon.service.models import Models
+from antiphon.service.hosting.models import Models
+from antiphon.service.network.probes import Health
+from antiphon.service.network.rpc import InFlight, Method, handlers_of
+from antiphon.service.observability.telemetry import Context
 from antiphon.service.oip.answering import Answering
 from antiphon.service.oip.inference import VERSION
 from antiphon.service.oip.stream import Conversation
 from antiphon.service.oip.tasks import TEXT, Described, is_encoder, tensors_of
-from antiphon.service.pacing import Pacing
-from antiphon.service.probes import Health
-from antiphon.service.rpc import InFlight, Method, handlers_of
-from antiphon.service.telemetry import Context
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE_NAME = SERVICE.full_name

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 from antiphon.oip import inference_pb2 as oip
+from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import AntiphonError, InvalidArgument, SlowReader
+from antiphon.service.network.rpc import InFlight
+from antiphon.service.observability.telemetry import Context
 from antiphon.service.oip.answering import Answering
 from antiphon.service.oip.inference import VERSION, Inference, Within
 from antiphon.service.oip.tasks import STREAMED, delta, is_encoder
-from antiphon.service.pacing import Pacing
-from antiphon.service.rpc import InFlight
-from antiphon.service.telemetry import Context
 from antiphon.v1 import inference_pb2 as pb
 
 # Requests of one call under way; further ones stay unread, so that the client's flow control holds them back.

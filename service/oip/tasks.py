@@ -14,12 +14,12 @@ from typing import Any
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 
+from antiphon.service.contract.servicer import InferenceServicer
 from antiphon.service.errors import InvalidArgument, Unsupported
-from antiphon.service.models import Served
+from antiphon.service.hosting.models import Served
+from antiphon.service.observability.telemetry import Context
 from antiphon.service.oip.tensors import Tensor
 from antiphon.service.request import Task as EngineTask
-from antiphon.service.servicer import InferenceServicer
-from antiphon.service.telemetry import Context
 from antiphon.v1 import inference_pb2 as pb
 
 Shape = tuple[int, ...]

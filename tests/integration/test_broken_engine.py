@@ -24,7 +24,7 @@ NO_RETRIES = [("grpc.enable_retries", 0)]
 # Runs the command after it, with a decoder that does something else once the model is warmed up.
 FAULTY = """
 import sys, threading
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.graphs.native_runner import NativeRunner
 decode, steps = NativeRunner.decode, []
 def faulty(self, batch):
     steps.append(batch)

@@ -13,8 +13,8 @@ from antiphon.cli import main
 from antiphon.model.bundle import Bundle, load_bundle
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.config import ServerConfig
-from antiphon.service.evaluate_translations import run_engine
-from antiphon.service.runners import open_runner
+from antiphon.service.evaluation.evaluate_translations import run_engine
+from antiphon.service.graphs.runners import open_runner
 
 BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
 DATA = os.environ.get("ANTIPHON_DATA")

@@ -23,9 +23,9 @@ from antiphon.model.head_config import Task
 from antiphon.model.recipe import FineTuneRecipe
 from antiphon.model.text_template import fill
 from antiphon.model.train import Trainer
-from antiphon.service.encoder_runner import EncoderRunner
-from antiphon.service.evaluate_labels import evaluate_labels
-from antiphon.service.runners import open_runner
+from antiphon.service.evaluation.evaluate_labels import evaluate_labels
+from antiphon.service.graphs.encoder_runner import EncoderRunner
+from antiphon.service.graphs.runners import open_runner
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained

@@ -18,7 +18,7 @@ from antiphon.load.plan import Ask, Plan
 from antiphon.load.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
 from antiphon.load.result import Result
 from antiphon.load.schedule import Arrival, arrivals_of
-from antiphon.service.engine import EngineConfig
+from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.load.scripted import Asked, Scripted, at_once, served
 from tests.serving import Gate, serving

@@ -27,17 +27,17 @@ from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.random_model import random_transformer
 from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer import Transformer
-from antiphon.service.admission import admit, limits_of
-from antiphon.service.kv_cache import BlockPool
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import Metrics
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.engine.admission import admit, limits_of
+from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.scheduler import SchedulerLimits
+from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.graphs.native_runner import NativeRunner
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import Metrics
 from antiphon.service.request import Request, SamplingParams, TokenEvent
-from antiphon.service.request_queue import QueueLimits, RequestQueue
-from antiphon.service.scheduler import SchedulerLimits
-from antiphon.service.sequence import SequenceGroup
-from antiphon.service.step import StepParts, Stepper
-from antiphon.service.stream import OutputStream
 from tests.fakes import FakeClock
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

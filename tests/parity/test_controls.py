@@ -20,7 +20,7 @@ from antiphon.model.bundle import load_bundle
 from antiphon.model.config import ModelConfig
 from antiphon.model.native_stepper import NativeStepper
 from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.graphs.native_runner import NativeRunner
 from antiphon.service.request import EarlyStopping, Request, SamplingParams, TokenEvent
 from tests.fakes import request_of
 from tests.parity.answers_together import (

@@ -39,12 +39,12 @@ from antiphon.model.importer import ImportOptions, _Source, _understand, import_
 from antiphon.model.quantize import quantize_rows
 from antiphon.model.source_weights import SourceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
-from antiphon.service.engine import Engine, EngineConfig
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import Metrics
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.graphs.runners import open_runner
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import Metrics
 from antiphon.service.request import EarlyStopping, Request, SamplingParams, TokenEvent
-from antiphon.service.runners import open_runner
-from antiphon.service.stream import OutputStream
 from tests.parity.test_ctranslate2 import random_checkpoint
 
 NAMES = (

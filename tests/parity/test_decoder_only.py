@@ -23,8 +23,8 @@ from antiphon.model.importer import ImportOptions, import_checkpoint
 from antiphon.model.random_model import random_transformer
 from antiphon.model.source_weights import SourceError
 from antiphon.model.verify import verify
-from antiphon.service.kv_cache import CACHE_BLOCK_SIZE, blocks_for
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.engine.kv_cache import CACHE_BLOCK_SIZE, blocks_for
+from antiphon.service.graphs.native_runner import NativeRunner
 from antiphon.service.request import Request, SamplingParams, Task, TokenEvent
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle

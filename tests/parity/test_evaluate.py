@@ -130,5 +130,5 @@ def test_unequal_files_are_refused(bundle: Bundle, tmp_path: Path, capsys: pytes
 
 
 def test_evaluating_a_bundle_needs_no_torch() -> None:
-    code = "import sys, antiphon.service.evaluate; sys.exit('torch' in sys.modules)"
+    code = "import sys, antiphon.service.evaluation.evaluate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

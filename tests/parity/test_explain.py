@@ -26,9 +26,9 @@ from antiphon.model.random_model import random_transformer
 from antiphon.model.transformer import Transformer
 from antiphon.model.verify import VerificationError
 from antiphon.model.weights_file import WeightsFile
-from antiphon.service import explain
 from antiphon.service.errors import Unsupported
-from antiphon.service.explain import Explainer
+from antiphon.service.evaluation import explain
+from antiphon.service.evaluation.explain import Explainer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
@@ -202,7 +202,8 @@ def test_load_bundle_refuses_a_damaged_explain_graph(bundle: Bundle, tmp_path: P
 
 def test_explainer_needs_neither_torch_nor_onnx() -> None:
     script = (
-        "import sys; import antiphon.service.explain; print(sorted({'torch', 'onnx', 'onnx_ir'} & set(sys.modules)))"
+        "import sys, antiphon.service.evaluation.explain as _; "
+        "print(sorted({'torch', 'onnx', 'onnx_ir'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout == "[]\n"

@@ -23,7 +23,7 @@ from antiphon.model.bundle import Bundle, Precision
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.export import export_bundle
 from antiphon.service.errors import InvalidArgument
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.graphs.native_runner import NativeRunner
 from antiphon.service.request import (
     MAX_SEED,
     EarlyStopping,

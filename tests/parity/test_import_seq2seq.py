@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from antiphon import cli
 from antiphon.model.bundle import Bundle, Precision, load_bundle
 from antiphon.model.native_stepper import native_session, run_native
-from antiphon.service.model_defaults import own_defaults
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.contract.model_defaults import own_defaults
+from antiphon.service.graphs.native_runner import NativeRunner
 from antiphon.service.request import Request, SamplingParams
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper

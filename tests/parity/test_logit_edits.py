@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import choose
-from antiphon.service.logit_edits import LogitEdits
+from antiphon.service.engine.logit_edits import LogitEdits
 from antiphon.service.request import SamplingParams
 from tests.batches import Choice, choices_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate

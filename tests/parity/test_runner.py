@@ -13,9 +13,9 @@ from antiphon.model.bundle import Bundle, GraphSet, Precision
 from antiphon.model.checkpoint import Checkpoint
 from antiphon.model.ops.choices import Draw
 from antiphon.model.verify import TOLERANCES, compare
-from antiphon.service.kv_cache import BlockPool, blocks_for
-from antiphon.service.model_runner import ModelRunner
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.engine.kv_cache import BlockPool, blocks_for
+from antiphon.service.graphs.model_runner import ModelRunner
+from antiphon.service.graphs.native_runner import NativeRunner
 from tests.batches import Choice, Tables, batch_of, choices_of
 
 # float32 sums in another order, through two layers of width 64 and their norms.

@@ -17,7 +17,7 @@ import torch
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.random_model import random_transformer
-from antiphon.service.native_runner import NativeRunner
+from antiphon.service.graphs.native_runner import NativeRunner
 from antiphon.service.request import Request, SamplingParams, TokenEvent
 from tests.fakes import request_of
 from tests.parity.answers_together import answer, eager_logits, export_model, one_torch_thread, processor_options

@@ -18,12 +18,12 @@ from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.text_format import Template, TextFormat
 from antiphon.model.text_template import LanguageIds, fill
 from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.combinations import check_combination
 from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.service.contract.combinations import check_combination
+from antiphon.service.contract.options import read_options
+from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.service.errors import InvalidArgument
-from antiphon.service.options import read_options
-from antiphon.service.rpc import _parser
-from antiphon.service.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.service.network.rpc import _parser
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field
 

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.engine import EngineConfig
+from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner
 from tests.reliability.answers import check_stream

@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.config import SHIPPED_BUNDLE
-from antiphon.service.ranges import LONGEST, RANGES
+from antiphon.service.contract.ranges import LONGEST, RANGES
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.reliability.answers import violation_of

@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.cli import main
 from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
-from antiphon.service.model_settings import ModelSettings
+from antiphon.service.hosting.model_settings import ModelSettings
 
 # Whatever these hold can only be judged by what it names; other tests do.
 FREE_TEXTS = {"models", "caller_metadata_key", "otlp_endpoint"}

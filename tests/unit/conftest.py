@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.engine import EngineConfig
+from antiphon.service.engine.engine import EngineConfig
 from tests.fakes import FakeRunner
 from tests.unit.engine_bench import Bench, Gate
 

@@ -9,17 +9,17 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.service.admission import admit, limits_of
-from antiphon.service.cancellation import CancelCause, Cancellations
-from antiphon.service.kv_cache import BlockPool
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import Metrics
+from antiphon.service.engine.admission import admit, limits_of
+from antiphon.service.engine.cancellation import CancelCause, Cancellations
+from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.scheduler import SchedulerLimits
+from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import Metrics
 from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.service.request_queue import QueueLimits, RequestQueue
-from antiphon.service.scheduler import SchedulerLimits
-from antiphon.service.sequence import SequenceGroup, SequenceState
-from antiphon.service.step import StepParts, Stepper
-from antiphon.service.stream import OutputStream
 from tests.fakes import FakeClock, FakeRunner, request_of
 
 BLOCK_SIZE = 4

@@ -16,7 +16,7 @@ import pytest
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError, TokenLogprob
 from antiphon.messages import as_delta, as_generations
 from antiphon.options import options_message
-from antiphon.service.engine import EngineConfig
+from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.serving import Gate, serving

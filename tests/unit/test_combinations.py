@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from antiphon.service.combinations import RULES, Controls, check_combination, rules_as_markdown
+from antiphon.service.contract.combinations import RULES, Controls, check_combination, rules_as_markdown
+from antiphon.service.contract.options import default_options
 from antiphon.service.errors import InvalidArgument
-from antiphon.service.options import default_options
 from antiphon.service.request import EarlyStopping, SamplingParams
 from antiphon.v1 import inference_pb2 as pb
 

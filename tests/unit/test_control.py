@@ -18,16 +18,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from antiphon.model.bundle import MANIFEST_NAME
 from antiphon.model.ops.workspace import _NativeStats
 from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig
-from antiphon.service.control import Control
+from antiphon.service.contract.pacing import Pacing
+from antiphon.service.engine.stream import OutputStream
 from antiphon.service.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
-from antiphon.service.loading import Shared, load
-from antiphon.service.memory import MemoryBudget
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.model_settings import ModelPlan, ModelSettings
-from antiphon.service.models import Models, Served
-from antiphon.service.pacing import Pacing
+from antiphon.service.hosting.control import Control
+from antiphon.service.hosting.loading import Shared, load
+from antiphon.service.hosting.memory import MemoryBudget
+from antiphon.service.hosting.model_settings import ModelPlan, ModelSettings
+from antiphon.service.hosting.models import Models, Served
+from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.request import Request, SamplingParams
-from antiphon.service.stream import OutputStream
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
 CONFIG = ServerConfig(threads=1, max_num_seqs=2)

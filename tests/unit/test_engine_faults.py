@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from antiphon.service.engine import MAX_FAILED_STEPS
+from antiphon.service.engine.engine import MAX_FAILED_STEPS
 from antiphon.service.errors import EngineFault, Unavailable
 from antiphon.service.request import FinishReason
 from tests.fakes import EOS_ID, source_of
@@ -59,7 +59,7 @@ async def test_engine_counts_logits_that_are_no_numbers_as_failed_steps(bench: B
 async def test_engine_that_hangs_tells_whoever_waits_when_it_is_drained(
     bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("antiphon.service.engine._STOP_PATIENCE_S", 0.01)
+    monkeypatch.setattr("antiphon.service.engine.engine._STOP_PATIENCE_S", 0.01)
     streams = [bench.submit(str(index), source_of(target_len=9)) for index in range(6)]
     await arrive(gate)
     assert not await asyncio.to_thread(bench.engine.drain, 0.01)

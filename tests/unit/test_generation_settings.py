@@ -12,7 +12,7 @@ from antiphon.model.bundle import GenerationDefaults
 from antiphon.model.config import preset
 from antiphon.model.generation_settings import generation_defaults
 from antiphon.model.text_format import TextFormat
-from antiphon.service.ranges import RANGES
+from antiphon.service.contract.ranges import RANGES
 from antiphon.service.request import SamplingParams
 
 CONFIG = preset("tiny")  # 96 tokens, at most 64 of a target

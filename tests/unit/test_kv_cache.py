@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.kv_cache import BlockPool, OutOfBlocks, blocks_for
+from antiphon.service.engine.kv_cache import BlockPool, OutOfBlocks, blocks_for
 
 
 @given(num_tokens=st.integers(0, 10_000), block_size=st.integers(1, 64))

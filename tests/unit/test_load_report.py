@@ -13,9 +13,9 @@ from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3.orca_pb2 import OrcaLoadReportRequest
 
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
-from antiphon.service.call import Call
-from antiphon.service.engine import EngineConfig
-from antiphon.service.load_report import LoadReports
+from antiphon.service.engine.engine import EngineConfig
+from antiphon.service.network.load_report import LoadReports
+from antiphon.service.observability.call import Call
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock

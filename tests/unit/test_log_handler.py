@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.log_handler import BackgroundHandler
+from antiphon.service.observability.log_handler import BackgroundHandler
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.service.errors import OverBudget
-from antiphon.service.machine import allow_files, check_memory, memory_bytes
-from antiphon.service.memory import ModelMemory
+from antiphon.service.hosting.machine import allow_files, check_memory, memory_bytes
+from antiphon.service.hosting.memory import ModelMemory
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)
 

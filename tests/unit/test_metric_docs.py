@@ -11,9 +11,9 @@ from prometheus_client.metrics_core import Metric
 from antiphon.model.bundle import MemoryFit
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.config import ServerConfig
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import FileMetrics, Metrics, RpcMetrics
-from antiphon.service.process_metrics import add_process_metrics
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import FileMetrics, Metrics, RpcMetrics
+from antiphon.service.observability.process_metrics import add_process_metrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "OBSERVABILITY.md"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",)}

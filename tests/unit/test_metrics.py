@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.model.bundle import MemoryFit
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.cancellation import CancelCause
+from antiphon.service.engine.cancellation import CancelCause
 from antiphon.service.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import CacheUse, Metrics
+from antiphon.service.graphs.runner import EncodeReport
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import CacheUse, Metrics
 from antiphon.service.request import FinishReason, Timing
-from antiphon.service.runner import EncodeReport
 
 REPORT = EncodeReport(
     rows=3,

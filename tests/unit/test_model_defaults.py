@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from antiphon.model.bundle import GenerationDefaults
+from antiphon.service.contract.options import default_options, read_options
 from antiphon.service.errors import InvalidArgument
-from antiphon.service.options import default_options, read_options
 from antiphon.service.request import EarlyStopping, SamplingParams
 from antiphon.v1 import inference_pb2 as pb
 

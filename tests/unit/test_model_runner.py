@@ -9,9 +9,9 @@ import pytest
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
 from antiphon.model.graph import GraphError, has_vnni
 from antiphon.model.ops.choices import choose
-from antiphon.service.model_runner import ModelRunner
+from antiphon.service.graphs.model_runner import ModelRunner
+from antiphon.service.graphs.warm_up import warm_up
 from antiphon.service.request import SamplingParams
-from antiphon.service.warm_up import warm_up
 from tests.batches import Choice, batch_of, choice_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 

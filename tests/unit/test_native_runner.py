@@ -12,12 +12,12 @@ import pytest
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
-from antiphon.service.kv_cache import BlockPool, blocks_for
-from antiphon.service.model_runner import ModelRunner
-from antiphon.service.native_runner import NativeRunner
-from antiphon.service.runner import DecodeBatch
-from antiphon.service.runners import open_runner
-from antiphon.service.warm_up import warm_up
+from antiphon.service.engine.kv_cache import BlockPool, blocks_for
+from antiphon.service.graphs.model_runner import ModelRunner
+from antiphon.service.graphs.native_runner import NativeRunner
+from antiphon.service.graphs.runner import DecodeBatch
+from antiphon.service.graphs.runners import open_runner
+from antiphon.service.graphs.warm_up import warm_up
 from tests.batches import Choice, batch_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle

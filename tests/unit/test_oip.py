@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.engine import EngineConfig
+from antiphon.service.engine.engine import EngineConfig
 from antiphon.service.oip.inference import MAX_BATCH
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock

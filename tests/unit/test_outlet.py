@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from antiphon.service.outlet import Outlet
+from antiphon.service.observability.outlet import Outlet
 
 PATIENCE_S = 60
 

@@ -9,7 +9,7 @@ from antiphon.model import profile
 from antiphon.model.bundle import Bundle, load_bundle
 from antiphon.model.memory_fit import Measurement, fit_memory
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.model_runner import ModelRunner
+from antiphon.service.graphs.model_runner import ModelRunner
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
 
 LONGEST = 512

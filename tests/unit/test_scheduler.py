@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.kv_cache import BlockPool
-from antiphon.service.scheduler import MAX_DEFERRED_STEPS, Batch, EncodeBudget, SchedulerLimits, schedule
+from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, Batch, EncodeBudget, SchedulerLimits, schedule
 
 
 @dataclass(frozen=True)

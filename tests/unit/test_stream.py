@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
-from antiphon.service.stream import OutputStream, Publisher
 
 LONG_S = 3600.0  # a window that no test outlives
 

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from antiphon.cli import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.metrics import FileMetrics
-from antiphon.service.ports import serve_metrics
-from antiphon.service.reload import FileProblem, Reloading
-from antiphon.service.tls import TlsFiles, read_certificates
+from antiphon.service.network.ports import serve_metrics
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import FileMetrics
+from antiphon.service.security.reload import FileProblem, Reloading
+from antiphon.service.security.tls import TlsFiles, read_certificates
 from tests.certificates import Authority, Pair, encrypt, trusting
 from tests.serving import SOURCE, Gate, Serving, serving
 

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.config import ServerConfig
-from antiphon.service.loading import Shared, StartupError, load
-from antiphon.service.memory import MemoryBudget
-from antiphon.service.metric_families import MetricFamilies
-from antiphon.service.pacing import Pacing
-from antiphon.service.warm_up import NotFinite, warm_up
+from antiphon.service.contract.pacing import Pacing
+from antiphon.service.graphs.warm_up import NotFinite, warm_up
+from antiphon.service.hosting.loading import Shared, StartupError, load
+from antiphon.service.hosting.memory import MemoryBudget
+from antiphon.service.observability.metric_families import MetricFamilies
 from tests.fakes import EOS_ID, FakeRunner
 
 HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", labels=("a", "b"))}
@@ -71,7 +71,7 @@ def test_load_names_the_file_of_a_graph_whose_outputs_are_not_finite(
     def fail(runner: object) -> None:
         raise NotFinite(part)
 
-    monkeypatch.setattr("antiphon.service.loading.warm_up", fail)
+    monkeypatch.setattr("antiphon.service.hosting.loading.warm_up", fail)
     budget = MemoryBudget(None)
     shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=budget)
     with pytest.raises(StartupError, match=rf"{part}[a-z0-9.]*\.onnx: the outputs of the {part} graph are not finite"):

@@ -1,0 +1,171 @@
+"""Texts and ids of a request become token ids, without holding up the event loop over a long one.
+
+A source comes out as the model reads it, with what its template puts around it. Of ids, what they carry of that already
+is kept and not put a second time: all that stands before a text, or all that stands behind it, token by token. Targets
+and prefixes are read by the target's vocabulary. Refuses here what is far too long to be worth tokenising; exact limits
+are the engine's to check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.text_format import TextFormat
+from antiphon.model.text_template import LanguageIds, fill, num_before
+from antiphon.model.tokenizer import Tokenizer
+from antiphon.service.contract.combinations import Controls
+from antiphon.service.contract.languages import RequestLanguages
+from antiphon.service.errors import InvalidArgument, InWords
+from antiphon.v1 import inference_pb2 as pb
+
+# Above this many characters or ids the tokenizer takes over a millisecond, too long for the event loop.
+MAX_INLINE_LEN = 2000
+
+HasSource = (
+    pb.GenerateRequest
+    | pb.GenerateUnaryRequest
+    | pb.ScoreRequest
+    | pb.EmbedRequest
+    | pb.ExplainRequest
+    | pb.ClassifyRequest
+    | pb.FillMaskRequest
+)
+HasTarget = pb.ScoreRequest | pb.ExplainRequest
+
+_SOURCE_FIELDS = ("text", "text_pair")
+_NO_LANGUAGES = RequestLanguages()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A source as the model reads it.
+
+    type_ids: token types; empty where all are 0. first: index of the text's own first token.
+    offsets: where its own tokens stand in the text, code points [start, end); empty unless asked for.
+    """
+
+    ids: tuple[int, ...]
+    type_ids: tuple[int, ...] = ()
+    first: int = 0
+    offsets: tuple[tuple[int, int], ...] = ()
+
+
+class Inputs:
+    """Reads sources, targets and prefixes with one model's tokenizer, text format and limits."""
+
+    def __init__(self, tokenizer: Tokenizer, text: TextFormat, config: ModelConfig, limits: pb.Limits) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._config = config
+        self._limits = limits
+
+    async def source(self, message: HasSource, languages: RequestLanguages = _NO_LANGUAGES) -> Source:
+        """The source of any request, a pair where it gives one; that of a decoder alone is a prompt, and may be empty.
+
+        Raises InvalidArgument.
+        """
+        kind = message.WhichOneof("source")
+        if kind is None:
+            raise InvalidArgument("source", None, "set: text or token_ids")
+        given = message.text if kind == "text" else message.token_ids.ids
+        ids = await self._ids(kind, given, self._limits.max_source_len, shortest=1)
+        if not ids and self._config.architecture != "decoder":
+            found = message.text if kind == "text" else []
+            raise InvalidArgument(kind, found, "not empty; white space alone counts as empty")
+        pair_ids = await self._pair_ids(message, kind)
+        return self._filled(ids, pair_ids, languages.ids, are_ids=kind == "token_ids")
+
+    async def text_source(self, text: str) -> Source:
+        """A text as a source, and where its tokens stand in it. Raises InvalidArgument."""
+        await self._refuse_endless("text", text, self._limits.max_source_len, shortest=1)
+        found = await asyncio.to_thread(self._tokenizer.encode_source, text)
+        if not found.ids:
+            raise InvalidArgument("text", text, "not empty; white space alone counts as empty")
+        return self._filled(found.ids, None, LanguageIds(), offsets=tuple(found.offsets))
+
+    async def target_ids(self, message: HasTarget, languages: RequestLanguages) -> tuple[int, ...] | None:
+        """The target's tokens, its language first where that is a token of it; None where there is no target.
+
+        No end token is appended.
+        """
+        kind = message.WhichOneof("target")
+        if kind is None:
+            return None
+        given = message.target_text if kind == "target_text" else message.target_token_ids.ids
+        return languages.target(await self._ids(kind, given, self._limits.max_target_len))
+
+    async def ended_target_ids(self, message: pb.ScoreRequest, languages: RequestLanguages) -> tuple[int, ...]:
+        """The target's tokens, end token included. Raises InvalidArgument where there is no target."""
+        ids = await self.target_ids(message, languages)
+        if ids is None:
+            raise InvalidArgument("target", None, "set: target_text or target_token_ids")
+        eos_id = self._config.eos_id
+        return ids if ids and ids[-1] == eos_id else (*ids, eos_id)
+
+    async def prefix_ids(self, controls: Controls, languages: RequestLanguages) -> tuple[int, ...]:
+        """The first tokens of the target, its language before them; empty where none are given."""
+        limit = self._limits.max_target_len - 1  # one token at least is to be generated
+        if controls.prefix_text is not None:
+            return languages.prefix(await self._ids("options.prefix_text", controls.prefix_text, limit))
+        ids = await self._ids("options.prefix_ids", controls.prefix_ids or (), limit)
+        if self._config.eos_id in ids:
+            raise InvalidArgument("options.prefix_ids", f"holding the end token {self._config.eos_id}", "without it")
+        return languages.prefix(ids)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a source of any length, nothing put around them."""
+        if len(text) <= MAX_INLINE_LEN:
+            return self._tokenizer.encode(text)
+        # As a batch of one: `encode` keeps the interpreter lock, and with it the engine, until it is done.
+        return (await asyncio.to_thread(self._tokenizer.encode_batch, [text]))[0]
+
+    async def _encode_target(self, text: str) -> list[int]:
+        if len(text) <= MAX_INLINE_LEN:
+            return self._tokenizer.encode_target(text)
+        return (await asyncio.to_thread(self._tokenizer.encode_targets, [text]))[0]
+
+    async def _pair_ids(self, message: HasSource, kind: str) -> tuple[int, ...] | None:
+        if not isinstance(message, pb.EmbedRequest | pb.ClassifyRequest) or not message.HasField("text_pair"):
+            return None
+        if kind != "text":
+            raise InvalidArgument("text_pair", message.text_pair, "absent beside token_ids")
+        if self._text.pair_template is None:
+            raise InvalidArgument("text_pair", message.text_pair, "absent: this model reads single texts")
+        return await self._ids("text_pair", message.text_pair, self._limits.max_source_len)
+
+    async def _ids(self, field: str, given: str | Sequence[int], limit: int, *, shortest: int = 0) -> tuple[int, ...]:
+        """Tokens of a text or ids as they are. Refuses, before it costs seconds of a core, what is surely too long."""
+        await self._refuse_endless(field, given, limit, shortest)
+        if not isinstance(given, str):
+            return tuple(given)
+        return tuple(await (self.encode(given) if field in _SOURCE_FIELDS else self._encode_target(given)))
+
+    async def _refuse_endless(self, field: str, given: str | Sequence[int], limit: int, shortest: int) -> None:
+        least = len(given)
+        if isinstance(given, str):
+            is_source = field in _SOURCE_FIELDS
+            bound = self._tokenizer.min_tokens if is_source else self._tokenizer.min_target_tokens
+            least = await asyncio.to_thread(bound, given) if least > MAX_INLINE_LEN else 0
+        if least > limit:
+            raise InvalidArgument(field, InWords(f"at least {least} tokens long"), f"{shortest} to {limit} tokens long")
+
+    def _filled(
+        self,
+        ids: Sequence[int],
+        pair_ids: Sequence[int] | None,
+        languages: LanguageIds,
+        *,
+        are_ids: bool = False,
+        offsets: tuple[tuple[int, int], ...] = (),
+    ) -> Source:
+        filled, types = fill(self._text, ids, pair_ids, languages, is_partly_filled=are_ids)
+        has_types = self._config.token_types > 0 and any(types)
+        return Source(
+            ids=filled or (self._config.bos_id,),  # an empty prompt without a template begins with the begin token
+            type_ids=types if has_types else (),
+            first=num_before(self._text, languages),
+            offsets=offsets,
+        )

@@ -1,0 +1,186 @@
+"""May this request ever run here, and what must be kept for it if it does.
+
+Turns a request into a waiting group or refuses it, naming the field. Knows limits; not what is running or free now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+from antiphon.model.head_config import Task as HeadTask
+from antiphon.service.engine.kv_cache import blocks_for
+from antiphon.service.engine.reservations import first_blocks, may_run_short
+from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.errors import InvalidArgument, InWords, Unsupported
+from antiphon.service.graphs.runner import Runner
+from antiphon.service.request import Pooling, Request, Task, head_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionLimits:
+    """What the model and the pool can hold: token ids below the sizes of the vocabularies, lengths in tokens, rows and
+    blocks in all.
+
+    has_encoder, has_decoder, can_share_blocks, can_embed, heads: what the runner says of itself.
+    may_run_short: requests of one row take their blocks as they need them.
+    """
+
+    vocab_size: int
+    source_vocab_size: int
+    max_source_len: int
+    max_target_len: int
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    has_encoder: bool
+    has_decoder: bool
+    can_share_blocks: bool
+    can_embed: bool
+    heads: frozenset[HeadTask]
+    may_run_short: bool
+
+
+def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None) -> AdmissionLimits:
+    """The limits of a runner of which so many rows are used, and which may encode within a budget."""
+    max_source_len = runner.max_source_len
+    if budget is not None and runner.has_encoder:
+        max_source_len = budget.longest_source(max_source_len)
+    return AdmissionLimits(
+        vocab_size=runner.vocab_size,
+        source_vocab_size=runner.source_vocab_size,
+        max_source_len=max_source_len,
+        max_target_len=runner.max_target_len,
+        num_rows=num_rows,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        has_encoder=runner.has_encoder,
+        has_decoder=runner.has_decoder,
+        can_share_blocks=runner.can_share_blocks,
+        can_embed=runner.can_embed,
+        heads=frozenset(runner.heads),
+        may_run_short=may_run_short(runner, num_rows),
+    )
+
+
+def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
+    """Build the waiting group of a request, with the blocks of its source and of its targets counted.
+
+    Raises InvalidArgument for a request that could not run even if nothing else did, Unsupported for one that the
+    graphs cannot run.
+    """
+    check_ability(request.task, request.pooling, limits)
+    _check_source(request, limits)
+    _check_rows(request, limits)
+    num_rows, num_slots, max_new_tokens = _needs(request, limits)
+    num_self_blocks = blocks_for(num_slots, limits.block_size)
+    grows = limits.may_run_short and request.task is Task.GENERATE and num_rows == 1
+    num_fed = 1 + len(request.prefix_ids)
+    group = SequenceGroup(
+        request=request,
+        stream=stream,
+        max_new_tokens=max_new_tokens,
+        num_rows=num_rows,
+        num_self_blocks=num_self_blocks,
+        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size) if limits.has_decoder else 0,
+        num_first_blocks=first_blocks(num_fed, num_self_blocks, limits.block_size) if grows else num_self_blocks,
+        grows=grows,
+    )
+    if group.max_blocks > limits.num_blocks:
+        raise _too_large(group, limits)
+    return group
+
+
+def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
+    """Raise Unsupported, which names what the model has, where it could never do this task."""
+    if task in (Task.GENERATE, Task.SCORE):
+        if not limits.has_decoder:
+            raise Unsupported(
+                f"this model is an encoder alone and writes nothing; it gives embeddings{_listed(limits)}"
+            )
+        return
+    if not limits.has_encoder:
+        raise Unsupported("this model is a decoder alone and encodes nothing; it generates and scores")
+    if not limits.can_embed:
+        raise Unsupported("the graphs served here do not give the encoder's states; native ones do")
+    head = head_of(task, pooling)
+    if head is not None and head not in limits.heads:
+        raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")
+
+
+def _listed(limits: AdmissionLimits) -> str:
+    return f" and has the heads {', '.join(sorted(limits.heads))}" if limits.heads else " and has no heads"
+
+
+def _check_source(request: Request, limits: AdmissionLimits) -> None:
+    if limits.has_encoder:
+        _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
+        return
+    given_ids = request.given_ids(0)
+    _check_tokens("source", given_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
+
+
+def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
+    """Rows, target positions of each, and most new tokens of each."""
+    if not request.has_target:
+        return 0, 0, 0
+    # A prompt counts as part of the target; the begin token of a decoder with a source does not.
+    num_given = len(request.prefix_ids) if limits.has_encoder else 1 + len(request.prefix_ids)
+    if request.task is Task.SCORE:
+        # The last token is judged and never fed, so a full-length target has room for the begin token.
+        room = limits.max_target_len - num_given
+        _check_tokens("target", request.target_ids, 1, room, limits)
+        return 1, len(request.prefix_ids) + len(request.target_ids), 1
+    # One token at least is to be generated.
+    prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
+    longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
+    _check_tokens("prefix", prefix_ids, 0, longest, limits)
+    room = limits.max_target_len - num_given
+    max_new_tokens = min(request.params.max_new_tokens or room, room)
+    num_slots = min(1 + len(request.prefix_ids) + max_new_tokens, limits.max_target_len)
+    return request.params.num_rows, num_slots, max_new_tokens
+
+
+def _check_rows(request: Request, limits: AdmissionLimits) -> None:
+    params = request.params
+    if request.task is not Task.GENERATE or params.num_rows == 1:
+        return
+    field = "beam_width" if params.beam_width > 1 else "num_return_sequences"
+    if not limits.can_share_blocks:
+        raise Unsupported(f"{field} is {params.num_rows}; the graphs served here run 1 only, native ones more")
+    if params.num_rows > limits.num_rows:
+        raise InvalidArgument(field, params.num_rows, f"at most {limits.num_rows}, the rows of a batch")
+
+
+def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, limits: AdmissionLimits) -> None:
+    if not shortest <= len(token_ids) <= longest:
+        raise InvalidArgument(field, InWords(f"{len(token_ids)} tokens long"), f"{shortest} to {longest} tokens long")
+    lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+    vocab_size = limits.source_vocab_size if field == "source" else limits.vocab_size
+    if lowest < 0 or highest >= vocab_size:
+        unknown = lowest if lowest < 0 else highest
+        raise InvalidArgument(field, InWords(f"token id {unknown}"), f"of token ids from 0 to {vocab_size - 1}")
+
+
+def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:
+    request, rows = group.request, max(1, group.num_rows)
+    prefix_len = len(request.prefix_ids) - max(0, request.num_prompt_ids - 1)
+    room_blocks = (limits.num_blocks - group.num_cross_blocks) // rows
+    room = room_blocks * limits.block_size - 1 - len(request.prefix_ids)
+    asked_len = InWords(f"{request.num_source_tokens} tokens long")
+    if room_blocks < 1:
+        longest = (limits.num_blocks - rows) * limits.block_size
+        return InvalidArgument("source", asked_len, f"at most {longest} tokens long")
+    if request.num_prompt_ids and room + prefix_len < 1:
+        return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.block_size - 1} tokens long")
+    if request.task is Task.SCORE:
+        held = len(request.target_ids)
+        return InvalidArgument("target", InWords(f"{held} tokens long"), f"at most {room + 1} tokens long")
+    if room < 1:
+        return InvalidArgument(
+            "prefix", InWords(f"{prefix_len} tokens long"), f"at most {prefix_len + room - 1} tokens long"
+        )
+    asked = request.params.max_new_tokens
+    return InvalidArgument("max_new_tokens", asked, f"at most {room} for a source of this length and {rows} rows")

@@ -1,0 +1,199 @@
+"""Beams as rows of the batch: which rows a search holds, whose blocks they read, and what leaves before the end.
+
+Beams share every block they have in common. A row owns one block for each stretch of its longest target; while a
+stretch is being written each beam has a block of its own in it, and the blocks of a full stretch that no beam names any
+more are given back. Only a block that two beams are about to write is copied. Decides nothing about the search.
+
+Axes: G searches of one shape, W beams, X blocks of the longest target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.service.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.rows import RunningRows, num_candidates
+from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.stream import Item, TokenSink
+from antiphon.service.graphs.runner import Draw, Runner
+from antiphon.service.request import FinishReason
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A search and its group. num_told: tokens of the first output that have left already."""
+
+    search: Search
+    group: SequenceGroup
+    num_told: int = 0
+
+
+class _Shape:
+    """The running searches of one width and number of candidates, slot by slot."""
+
+    def __init__(self, width: int, candidates: int, max_len: int) -> None:
+        self.searches = BeamSearches(width, candidates, max_len)
+        self.running: list[_Running] = []
+
+    def rows(self) -> NDArray[np.int64]:
+        """Row of every beam, [G, W]."""
+        rows = [sequence.row for held in self.running for sequence in held.group.sequences]
+        return np.array(rows, np.int64).reshape(len(self.running), self.searches.width)
+
+
+class BeamRows:
+    """Every beam search that runs, over the rows, blocks and caches of an engine."""
+
+    def __init__(self, rows: RunningRows, pool: BlockPool, runner: Runner) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._runner = runner
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._of: dict[str, tuple[_Shape, _Running]] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Start the search of a group whose rows are filled."""
+        params = group.request.params
+        key = (params.beam_width, num_candidates(group))
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape(*key, self._runner.max_target_len + 1)
+        settings = BeamSettings(
+            width=params.beam_width,
+            num_candidates=key[1],
+            max_new_tokens=group.max_new_tokens,
+            eos_id=self._runner.eos_id,
+            stop_ids=params.stop_ids,
+            forced_first_id=params.forced_first_id,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            keeps_logprobs=params.num_logprobs is not None,
+        )
+        held = _Running(shape.searches.add(settings), group)
+        shape.running.append(held)
+        self._of[group.request_id] = (shape, held)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Forget the search of a group, if it has one."""
+        found = self._of.pop(group.request_id, None)
+        if found is None:
+            return
+        shape, held = found
+        slot, last = held.search.slot, shape.running.pop()
+        if shape.searches.remove(held.search) is not None:
+            shape.running[slot] = last
+
+    def advance(self, draw: Draw) -> list[SequenceGroup]:
+        """Move every beam to where its search goes on; returns the groups whose search is over, their rows as yet."""
+        ended: list[SequenceGroup] = []
+        for shape in self._shapes.values():
+            if shape.running:
+                ended += self._advance_shape(shape, draw)
+        return ended
+
+    def told(self) -> tuple[list[TokenSink], list[Item]]:
+        """Tokens that whatever wins will begin with and nobody has been told: sinks, and one token for each."""
+        sinks: list[TokenSink] = []
+        items: list[Item] = []
+        for shape in self._shapes.values():
+            for held in shape.running:
+                if not held.group.request.is_streamed or held.group.request.params.num_logprobs is not None:
+                    continue
+                agreed = shape.searches.agreed(held.search, held.num_told)
+                held.num_told += len(agreed)
+                sinks += [held.group.stream] * len(agreed)
+                items += agreed
+        return sinks, items
+
+    def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:
+        """A group's outputs, best first, and how many tokens of the first have left already.
+
+        reason: what ends the live beams, where the search was not over.
+        """
+        shape, held = self._of[group.request_id]
+        count = group.request.params.num_return_sequences
+        return shape.searches.hypotheses(held.search, count, reason=reason), held.num_told
+
+    def _advance_shape(self, shape: _Shape, draw: Draw) -> list[SequenceGroup]:
+        rows, candidates = shape.rows(), shape.searches.num_candidates
+        moves = shape.searches.advance(
+            draw.top_ids[rows, :candidates], draw.top_scores[rows, :candidates], draw.top_logprobs[rows, :candidates]
+        )
+        self._share_blocks(shape, rows, moves.parents)
+        fed = self._rows.positions[rows[:, 0]]  # what the first beam fed; the others, in a first step, less
+        self._rows.token_ids[rows] = moves.token_ids
+        self._rows.positions[rows] = fed[:, None] + 1
+        self._fork_edits(shape, moves.parents, moves.token_ids)
+        return [shape.running[search.slot].group for search in moves.ended]
+
+    def _share_blocks(self, shape: _Shape, rows: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
+        """Let every row name its parent's blocks, but write to one of its own."""
+        filled = self._rows.positions[rows[:, 0]] + 1  # tokens cached
+        block_size = self._pool.block_size
+        current = filled // block_size  # the stretch that is written next
+        is_partial = filled % block_size > 0
+        if (parents != np.arange(parents.shape[1])).any():
+            own = self._rows.self_tables[rows]  # [G, W, X]
+            inherited = self._rows.self_tables[np.take_along_axis(rows, parents, axis=1)]
+            is_shared = np.arange(own.shape[2]) < (current + is_partial)[:, None]
+            tables = np.where(is_shared[:, None, :], inherited, own)
+            self._copy_on_write(tables, own, parents, np.where(is_partial, current, -1))
+            self._rows.self_tables[rows] = tables
+        for slot in np.flatnonzero(~is_partial).tolist():
+            self._give_back(shape.running[slot].group, rows[slot], int(current[slot]))
+
+    def _copy_on_write(
+        self,
+        tables: NDArray[np.int32],
+        own: NDArray[np.int32],
+        parents: NDArray[np.int64],
+        current: NDArray[np.int64],
+    ) -> None:
+        """Give each beam that shares the block it is about to write one that no beam reads; changes `tables`.
+
+        current [G]: the stretch half written; -1 where a new one begins.
+        """
+        same = parents[:, :, None] == parents[:, None, :]
+        is_later = np.tril(same, -1).any(axis=2) & (current >= 0)[:, None]
+        is_free = ~(parents[:, :, None] == np.arange(parents.shape[1])).any(axis=1) & (current >= 0)[:, None]
+        slots, later = np.nonzero(is_later)
+        if not len(slots):
+            return
+        # As many beams have no child as there are children too many; both come search by search.
+        free = np.nonzero(is_free)[1]
+        targets = own[slots, free, current[slots]]
+        sources = own[slots, parents[slots, later], current[slots]]
+        self._runner.copy_blocks(sources, targets)
+        tables[slots, later, current[slots]] = targets
+
+    def _give_back(self, group: SequenceGroup, rows: NDArray[np.int64], num_full: int) -> None:
+        """Free the blocks of full stretches that no beam names any more."""
+        named = set(self._rows.self_tables[rows, :num_full].ravel().tolist())
+        written = {block for sequence in group.sequences for block in sequence.self_block_table[:num_full]}
+        unread = (written - named) & group.blocks
+        if unread:
+            self._pool.free(unread)
+            group.blocks -= unread
+
+    def _fork_edits(self, shape: _Shape, parents: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        for slot, held in enumerate(shape.running):
+            sequences = held.group.sequences
+            if sequences[0].edits is None:
+                continue
+            before = [sequence.edits for sequence in sequences]
+            taken: set[int] = set()
+            for sequence, parent in zip(sequences, parents[slot].tolist(), strict=True):
+                edits = before[parent]
+                assert edits is not None
+                sequence.edits = edits.fork() if parent in taken else edits
+                taken.add(parent)
+            for sequence, token_id in zip(sequences, token_ids[slot].tolist(), strict=True):
+                assert sequence.edits is not None
+                sequence.edits.push(token_id)

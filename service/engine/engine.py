@@ -1,0 +1,320 @@
+"""The engine's thread and its doors: submit, cancel, drain, stop.
+
+One thread owns sequences and blocks and runs steps (`step.py`) while there is anything to do; otherwise it sleeps on
+a condition and uses no CPU. Every request that submit accepts gets exactly one terminal event, whatever happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from antiphon.service.engine.admission import admit, check_ability, limits_of
+from antiphon.service.engine.cancellation import CancelCause, Cancellations
+from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.scheduler import EncodeBudget, SchedulerLimits
+from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.stream import OutputStream, Publisher
+from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
+from antiphon.service.graphs.runner import EncodeReport, Runner
+from antiphon.service.graphs.warm_up import warm_up
+from antiphon.service.heartbeat import Heartbeat
+from antiphon.service.observability.metrics import Metrics
+from antiphon.service.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
+
+__all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
+
+log = logging.getLogger(__name__)
+
+# So many failed steps in a row, and the model itself is tried.
+MAX_FAILED_STEPS = 8
+# How long a step may take to end after everything was ended. The longest of a large model takes a second or two.
+_STOP_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Budgets of one engine.
+
+    max_num_seqs: rows that run together, a beam or a sample each; None is as many as the runner has.
+    max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
+    max_queued_requests, max_queued_tokens: bounds of the waiting queue.
+    max_queue_time_s: longest expected wait of a request that is still taken; None is no bound.
+    encode_budget: workspace that one encode batch may be predicted to take; None where it is not known.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 1024
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 131_072
+    max_queue_time_s: float | None = None
+    encode_budget: EncodeBudget | None = None
+
+
+class Engine:
+    """Serves requests with one runner. Methods are safe from any thread; only drain and stop block.
+
+    Construction raises ValueError naming the field of the configuration that the runner cannot serve.
+    """
+
+    def __init__(
+        self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_num_seqs = max_num_seqs = _max_num_seqs(runner, config)
+        limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            encode_budget=config.encode_budget,
+        )
+        self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._admission = limits_of(runner, max_num_seqs, config.encode_budget)
+        self._queue = _queue(config)
+        self._live: dict[str, SequenceGroup] = {}
+        self._cancellations = Cancellations()
+        self._metrics = metrics
+        self._clock = clock
+        parts = StepParts(
+            runner=runner,
+            queue=self._queue,
+            pool=self._pool,
+            limits=limits,
+            metrics=metrics,
+            live=self._live,
+            clock=clock,
+            cancellations=self._cancellations,
+        )
+        self._runner: Runner | None = runner
+        self._stepper: Stepper | None = Stepper(parts)
+        self._heartbeat = Heartbeat(clock)
+        self._wake = threading.Condition()
+        self._is_accepting = self._is_draining = self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
+        metrics.watch_queue(self._queue, clock)
+        metrics.watch_steps(lambda: self.busy_s)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of arrival_s and deadline_s, in seconds."""
+        return self._clock
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs; False before start, after stop and after a fault it could not survive."""
+        return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the step under way began, or since there is work and no step has begun; 0 where idle."""
+        return self._heartbeat.busy_s if self.is_alive else 0.0
+
+    def stack(self) -> str:
+        """Where the engine's thread is now, line by line, the latest call last."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests being generated."""
+        return 0 if self._stepper is None else self._stepper.num_running
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows that run together at most."""
+        return self._max_num_seqs
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Cache blocks not kept for any request."""
+        return self._pool.num_free
+
+    def start(self) -> None:
+        """Start the thread and accept requests; once."""
+        with self._wake:
+            self._is_accepting = not (self._is_draining or self._is_stopping)
+        self._thread.start()
+
+    def submit(self, request: Request, stream: OutputStream) -> None:
+        """Accept a request, whose events will come out of `stream`, or refuse it by raising.
+
+        Raises InvalidArgument where it could never run, Unsupported where the graphs cannot run it, DeadlineExceeded
+        where its deadline has come already or will before its turn, QueueFull where too many wait or would for too
+        long, Unavailable before start and once draining.
+        """
+        try:
+            self._submit(request, stream)
+        except DeadlineExceeded:
+            self._metrics.deadline_missed("submit")
+            raise
+
+    def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
+        """Raise Unsupported where the model could never do this, before anything is read for it."""
+        check_ability(task, pooling, self._admission)
+
+    def check_room(self, client: str, priority: Priority) -> None:
+        """Raise QueueFull where nothing of this client's could wait now, before anything is read for it."""
+        self._queue.check_room(client, priority, self._clock())
+
+    def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
+        """End a request within one step; False where it is unknown or has ended."""
+        if request_id not in self._live:
+            return False
+        with self._wake:
+            self._cancellations.put(request_id, cause)
+            self._heartbeat.wake()
+            self._wake.notify()
+        return True
+
+    def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
+        """Cancel an accepted request; one that was answered already is counted as given up on the answer's way."""
+        stream.cancel_cause = cause
+        if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
+            self._metrics.left_unread(cause)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, finish those accepted, then stop; what is left after the timeout ends at once.
+
+        Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end is left
+        to itself, and so are its rows and blocks; whoever waits is told.
+        """
+        with self._wake:
+            self._is_accepting = False
+            self._is_draining = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        has_finished = not self._thread.is_alive()
+        self._stop(_STOP_PATIENCE_S)
+        if self._thread.is_alive():
+            log.critical("the engine hangs; its thread is here:\n%s", self.stack())
+            self._disown()
+        return has_finished
+
+    def stop(self) -> None:
+        """End every request now, with Unavailable, and the thread. Blocks for the step under way, if any."""
+        self._stop(None)
+
+    def release(self) -> None:
+        """Stop, and let go of the runner, though the engine itself is still referred to. Blocks as stop does."""
+        self.stop()
+        self._stepper = self._runner = None
+
+    def _stop(self, patience_s: float | None) -> None:
+        with self._wake:
+            self._is_accepting = False
+            self._is_stopping = True
+            self._heartbeat.wake()
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(patience_s)
+
+    def _submit(self, request: Request, stream: OutputStream) -> None:
+        group = admit(request, stream, self._admission)
+        now_s = self._clock()
+        if request.deadline_s is not None and request.deadline_s <= now_s:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        with self._wake:
+            if not self._is_accepting:
+                raise Unavailable("the server is starting or shutting down")
+            if request.request_id in self._live:
+                raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
+            # Live before it is queued: a step under way may take it from the queue, and end it, at any moment.
+            self._live[request.request_id] = group
+            try:
+                self._queue.put(group, now_s)
+            except AntiphonError:
+                del self._live[request.request_id]
+                raise
+            self._metrics.submitted(request.task, request.priority)
+            self._heartbeat.wake()
+            self._wake.notify()
+
+    def _run(self) -> None:
+        end: Callable[[], AntiphonError] = _shutting_down
+        stepper = self._stepper
+        assert stepper is not None
+        try:
+            while self._await_work(stepper):
+                stepper.step()
+                if stepper.num_failed >= MAX_FAILED_STEPS:
+                    self._try_model(stepper)
+        except Exception:
+            log.exception("the engine stopped on a fault of its own")
+            end = _failed
+        with self._wake:
+            self._is_accepting = False
+        self._queue.close()
+        try:
+            stepper.end_all(end)
+        except Exception:  # whatever broke the engine broke its accounts too; nobody may wait for ever
+            log.exception("the engine could not end its requests in order")
+            self._disown()
+
+    def _try_model(self, stepper: Stepper) -> None:
+        """Tell faults of requests from one of the model, on which the engine ends: it raises what the model does."""
+        if self._pool.num_used or self._runner is None:  # what still runs will show it
+            return
+        log.warning("%d steps in a row failed; trying the model itself", stepper.num_failed)
+        warm_up(self._runner)
+        stepper.num_failed = 0
+        log.warning("the model works; the faults were of what was asked")
+
+    def _disown(self) -> None:
+        """Tell whoever waits that nothing will come, past the thread that should have. Frees nothing."""
+        finals = [
+            (group.stream, TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, is_last=True, error=_failed()))
+            for name, group in list(self._live.items())
+        ]
+        Publisher().publish((), [], finals)
+
+    def _await_work(self, stepper: Stepper) -> bool:
+        """Sleep until there is something to do; False when it is time to end."""
+        with self._wake:
+            while not (self._is_stopping or stepper.has_work):
+                if self._is_draining:
+                    return False
+                self._heartbeat.rest()
+                self._wake.wait()
+            self._heartbeat.beat()
+            return not self._is_stopping
+
+
+def _shutting_down() -> AntiphonError:
+    return Unavailable("the server is shutting down")
+
+
+def _failed() -> AntiphonError:
+    return EngineFault("the engine failed")
+
+
+def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
+    wanted = runner.max_rows if config.max_num_seqs is None else config.max_num_seqs
+    if not 1 <= wanted <= runner.max_rows:
+        raise ValueError(f"max_num_seqs is {wanted}; it must be 1 to {runner.max_rows}, the rows of the model's caches")
+    return wanted
+
+
+def _queue(config: EngineConfig) -> RequestQueue:
+    return RequestQueue(
+        QueueLimits(
+            max_requests=config.max_queued_requests,
+            max_source_tokens=config.max_queued_tokens,
+            max_wait_s=config.max_queue_time_s,
+        )
+    )

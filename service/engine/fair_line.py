@@ -1,0 +1,140 @@
+"""Requests of one priority that wait: clients take turns by what their requests cost, each client's own in order.
+
+Start-time fair queueing (Goyal, Vin and Cheng 1996) with equal weights: a client's next request starts, in virtual
+time, where its last one served ended, and not before now; the one that starts first is served first. Tags belong to
+clients, so that a request that leaves unserved costs its client nothing. Knows no bounds, no clock and no lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from antiphon.service.engine.sequence import SequenceGroup
+
+# Clients without a waiting request whose last end is remembered.
+MAX_REMEMBERED = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client with requests that wait, in order of arrival, and what they cost together."""
+
+    start: float
+    ticket: int
+    waiting: dict[str, SequenceGroup] = field(default_factory=dict)
+    cost: int = 0
+    num_source_tokens: int = 0
+
+
+_Turn = tuple[float, int, _Client]
+"""When a client's next request starts, its place among equals, and the client; stale where the client has another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What waits of one client: requests, their source tokens, and their cost."""
+
+    num_requests: int
+    num_source_tokens: int
+    cost: int
+
+
+class FairLine:
+    """The waiting groups of one priority."""
+
+    def __init__(self) -> None:
+        self.cost = 0
+        self._clients: dict[str, _Client] = {}
+        self._turns: list[_Turn] = []  # a heap
+        self._now = 0.0  # virtual: where the request served last started
+        self._ends: dict[str, float] = {}  # of clients with nothing waiting, where they ended after now
+        self._next_ticket = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
+    @property
+    def clients(self) -> Collection[str]:
+        """Clients with a waiting request."""
+        return self._clients.keys()
+
+    def held_by(self, client: str) -> Held:
+        """What waits of a client."""
+        found = self._clients.get(client)
+        return Held(len(found.waiting), found.num_source_tokens, found.cost) if found else Held(0, 0, 0)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Append a group to its client's own."""
+        name = group.request.client
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = _Client(start=0.0, ticket=0)
+            self._turn(client, max(self._now, self._ends.pop(name, 0.0)))
+        client.waiting[group.request_id] = group
+        self._count(client, group, 1)
+
+    def take(self, group: SequenceGroup) -> None:
+        """Remove a group that is served now."""
+        start = self._clients[group.request.client].start
+        self._now = max(self._now, start)
+        self._leave(group, start + group.cost)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a group that is not served."""
+        self._leave(group, self._clients[group.request.client].start)
+
+    def in_turn(self) -> Iterator[SequenceGroup]:
+        """Every group in the order of service, if none came any more. Nothing may change meanwhile."""
+        turns, tickets = self._turns.copy(), itertools.count(self._next_ticket)
+        begun: dict[int, Iterator[SequenceGroup]] = {}  # by the tickets of turns after a client's first
+        while turns:
+            start, ticket, client = heapq.heappop(turns)
+            groups = begun.pop(ticket, None)
+            if groups is None:
+                if ticket != client.ticket:
+                    continue
+                groups = iter(client.waiting.values())
+            if (group := next(groups, None)) is not None:
+                yield group
+                begun[again := next(tickets)] = groups
+                heapq.heappush(turns, (start + group.cost, again, client))
+
+    def _leave(self, group: SequenceGroup, end: float) -> None:
+        name = group.request.client
+        client = self._clients[name]
+        del client.waiting[group.request_id]
+        self._count(client, group, -1)
+        if not client.waiting:
+            client.ticket = -1  # its turn is stale
+            del self._clients[name]
+            self._remember(name, end)
+        elif end != client.start:
+            self._turn(client, end)
+        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # else each look passes them
+            heapq.heappop(self._turns)
+
+    def _turn(self, client: _Client, start: float) -> None:
+        client.start, client.ticket = start, self._next_ticket
+        self._next_ticket += 1
+        if len(self._turns) > 2 * len(self._clients) + 16:  # most are stale
+            self._turns = [(one.start, one.ticket, one) for one in self._clients.values() if one is not client]
+            heapq.heapify(self._turns)
+        heapq.heappush(self._turns, (start, client.ticket, client))
+
+    def _remember(self, name: str, end: float) -> None:
+        if not self._clients:  # nobody has anything to make up for
+            self._now = 0.0
+            self._turns.clear()
+            self._ends.clear()
+        elif end > self._now:
+            self._ends[name] = end
+            if len(self._ends) > MAX_REMEMBERED:
+                self._ends = dict(itertools.islice(self._ends.items(), MAX_REMEMBERED // 2, None))
+
+    def _count(self, client: _Client, group: SequenceGroup, sign: int) -> None:
+        client.cost += sign * group.cost
+        client.num_source_tokens += sign * group.request.num_source_tokens
+        self.cost += sign * group.cost

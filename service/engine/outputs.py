@@ -1,0 +1,69 @@
+"""How outputs end, as events: what a sequence or a hypothesis became. Builds events only; ends and frees nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from antiphon.service.engine.beam_search import Hypothesis
+from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.request import FinishReason, Timing, TokenEvent, TokenLogprob
+
+
+def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:
+    """The terminal event of a sequence; its tokens have been told already."""
+    request = sequence.group.request
+    return TokenEvent(
+        request_id=request.request_id,
+        output_index=sequence.index,
+        logprobs=logprobs,
+        finish_reason=reason,
+        score=None if request.num_logprobs is None else sequence.logprob_sum,
+    )
+
+
+def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
+    """The terminal events of every output that is not finished, of a group that waits, is encoded or samples."""
+    reason = FinishReason.TIME_LIMIT
+    if begun := [one for one in group.sequences if one.row is not None or one.produced]:
+        return [output_event(one, reason) for one in begun]
+    count = group.request.params.num_return_sequences
+    return [TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason) for index in range(count)]
+
+
+def beam_events(
+    group: SequenceGroup, found: Iterable[Hypothesis], num_told: int, reason: FinishReason | None
+) -> list[TokenEvent]:
+    """The terminal events of a search's outputs, best first, with the tokens that have not been told.
+
+    Where it found fewer than were asked for, the others are empty.
+    """
+    events = [
+        _hypothesis_event(group, index, hypothesis, num_told if index == 0 else 0)
+        for index, hypothesis in enumerate(found)
+    ]
+    missing = range(len(events), group.request.params.num_return_sequences)
+    reason = reason or FinishReason.EXHAUSTED
+    return events + [
+        TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason) for index in missing
+    ]
+
+
+def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> list[TokenEvent]:
+    """The same events, the last of them the request's last."""
+    *others, last = events
+    return [*others, dataclasses.replace(last, is_last=True, num_generated=group.num_generated, timing=timing)]
+
+
+def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_told: int) -> TokenEvent:
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if group.request.num_logprobs is not None:
+        logprobs = tuple(map(TokenLogprob, hypothesis.token_ids, hypothesis.logprobs))
+    return TokenEvent(
+        request_id=group.request_id,
+        output_index=index,
+        token_ids=hypothesis.text_ids[num_told:],
+        logprobs=logprobs,
+        finish_reason=hypothesis.finish_reason,
+        score=hypothesis.score,
+    )

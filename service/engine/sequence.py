@@ -1,0 +1,178 @@
+"""A request being answered, and the rows of the batch it holds: their state, their blocks, and what they have cost.
+
+Plain data, changed by the engine's thread only. What changes at every step (tokens, lengths) lies in `rows.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from antiphon.service.engine.cancellation import CancelCause
+from antiphon.service.engine.logit_edits import LogitEdits
+from antiphon.service.engine.stream import OutputStream, TokenSink
+from antiphon.service.request import Request, StopMatcher, Task, Timing
+
+
+class SequenceState(enum.Enum):
+    """Where a group is on its way: the stages of metrics."""
+
+    WAITING = "waiting"
+    ENCODING = "encoding"  # it has its blocks; its source is being encoded
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """One row of the batch: an output being generated, or a beam of a search.
+
+    index: of the output, or of the beam.
+    row: index in the runner's batch while running.
+    self_block_table: its own blocks; a beam's row may name its siblings' as well.
+    edits: what the request's penalties and constraints do to its next choice; None where nothing.
+    stop_matcher: reads its tokens for stop strings; None where there are none.
+    sink: takes its tokens; a beam's are told by its search.
+    logprob_sum: of its tokens, where log-probabilities are asked for.
+    num_generated: target tokens produced; up to date once its row is vacated (until then the rows count).
+    produced: the tokens it had produced when it was preempted, which it feeds again; empty if it never was.
+    """
+
+    group: SequenceGroup
+    index: int
+    sink: TokenSink
+    row: int | None = None
+    self_block_table: tuple[int, ...] = ()
+    edits: LogitEdits | None = None
+    stop_matcher: StopMatcher | None = None
+    logprob_sum: float = 0.0
+    num_generated: int = 0
+    produced: tuple[int, ...] = ()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether its tokens must be looked at one by one."""
+        request = self.group.request
+        return bool(
+            self.edits is not None
+            or self.stop_matcher is not None
+            or request.params.stop_ids
+            or request.num_logprobs is not None
+        )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SequenceGroup:
+    """Generation state of a request: all its rows, over one encoded source.
+
+    max_new_tokens: most target tokens of an output, the end token included; never above what the model has room for.
+    num_rows: rows it needs at once: its beams or samples; 0 for what is only encoded.
+    num_self_blocks, num_cross_blocks: what each row's prefix and longest target take, and the source.
+    num_first_blocks: of num_self_blocks, what a row takes as it joins; all of them unless it grows.
+    grows: its row takes further blocks as it needs them, and may be preempted.
+    sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
+    blocks: every block it still holds.
+    source_len: tokens to encode, end token included; 0 for a decoder alone.
+    ticket: its place in the order in which groups were admitted; one that was preempted keeps it.
+    preempted_s: when it was preempted; None once it goes on.
+    cost: tokens it is expected to take, source and target, by which those who wait take turns.
+    num_generated: target tokens produced for its finished outputs.
+    cancel_cause: why it was given up, if it was.
+    """
+
+    request: Request
+    stream: OutputStream
+    max_new_tokens: int
+    num_rows: int
+    num_self_blocks: int
+    num_cross_blocks: int
+    num_first_blocks: int = 0
+    grows: bool = False
+    state: SequenceState = SequenceState.WAITING
+    sequences: tuple[Sequence, ...] = ()
+    cross_block_table: tuple[int, ...] = ()
+    blocks: set[int] = field(default_factory=set)
+    num_finished: int = 0
+    ticket: int = 0
+    admitted_s: float | None = None
+    encoded_s: float | None = None
+    first_token_s: float | None = None
+    preempted_s: float | None = None
+    num_generated: int = 0
+    cancel_cause: CancelCause | None = None
+    source_len: int = field(init=False)
+    cost: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source_len = len(self.request.source_ids)
+        given = self.request.num_source_tokens + len(self.request.target_ids)
+        self.cost = given + self.num_rows * self.expected_target_len
+        self.num_first_blocks = self.num_first_blocks or self.num_self_blocks
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether its rows are beams of one search."""
+        return self.request.params.beam_width > 1 and self.request.task is Task.GENERATE
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it must have before it may run."""
+        return self.num_rows * self.num_first_blocks + self.num_cross_blocks
+
+    @property
+    def expected_target_len(self) -> int:
+        """Tokens that each row is expected to generate: about as many as its source, at most as many as asked."""
+        if self.request.task is not Task.GENERATE:
+            return 0
+        # The length of a prompt says nothing of what follows it.
+        return min(self.max_new_tokens, self.source_len) if self.source_len else self.max_new_tokens
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks it may come to hold."""
+        return self.num_rows * self.num_self_blocks + self.num_cross_blocks
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens to compute as it joins: source, each sample's prefix or prompt, given target, what it had produced."""
+        num_prefixes = 1 if self.is_beam_search else self.num_rows
+        num_produced = sum(len(sequence.produced) for sequence in self.sequences)
+        given = num_prefixes * len(self.request.prefix_ids) + len(self.request.target_ids)
+        return self.source_len + given + num_produced
+
+    @property
+    def expires_s(self) -> float:
+        """When its deadline or its time limit comes, whichever is first; infinity without either."""
+        request = self.request
+        deadline_s = math.inf if request.deadline_s is None else request.deadline_s
+        limit_s = request.params.time_limit_s
+        return deadline_s if limit_s is None else min(deadline_s, request.arrival_s + limit_s)
+
+    def timing(self, now_s: float) -> Timing:
+        """Seconds since its arrival at which things happened, the end being now."""
+        arrival_s = self.request.arrival_s
+        return Timing(
+            queued_s=None if self.admitted_s is None else self.admitted_s - arrival_s,
+            encoded_s=None if self.encoded_s is None else self.encoded_s - arrival_s,
+            first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
+            total_s=now_s - arrival_s,
+        )
+
+
+def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequence, ...]:
+    """The rows of a group that is admitted, before they have produced anything."""
+    request = group.request
+    sequences = tuple(
+        Sequence(group=group, index=index, sink=group.stream.output(index)) for index in range(group.num_rows)
+    )
+    if request.task is Task.GENERATE:
+        for sequence in sequences:
+            sequence.edits = LogitEdits.of(request.params, request.given_ids(bos_id), eos_id)
+            sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
+    return sequences

@@ -1,0 +1,264 @@
+"""The way out: tokens leave the engine's thread and reach the event loop of whoever waits for them.
+
+The engine publishes a whole step with one call into each event loop. A stream hands its reader the first token at
+once and merges later ones, because each message costs CPU that the model needs. Knows ids, not text and not protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
+from typing import Protocol
+
+from antiphon.service.engine.cancellation import CancelCause
+from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
+
+Item = int | TokenLogprob
+"""A new token: its id, and where log-probabilities are asked for, those too."""
+
+
+class TokenSink(Protocol):
+    """What takes the tokens of one output, in an event loop."""
+
+    @property
+    def request_id(self) -> str:
+        """Whose output it is."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The only loop that may push."""
+
+    def push(self, item: Item) -> None:
+        """Add a token; in the event loop only."""
+
+
+class OutputStream:
+    """Token events of one request, for one reader in one event loop. As a sink it is the first output's.
+
+    Iterating yields, of each output, at most one message per `coalesce_s` seconds; first tokens and terminal events at
+    once. Unread tokens are kept, at most as many as the request may generate.
+
+    end_reason: how the engine ended the request; set by its thread, before the end is read.
+    on_end: takes every terminal event as it comes, read or not. cancel_cause: why it was given up, if it was.
+    """
+
+    def __init__(
+        self, request_id: str, *, coalesce_s: float = 0.02, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        if coalesce_s < 0:
+            raise ValueError(f"coalesce_s is {coalesce_s}; it must be 0 or more")
+        self.request_id = request_id
+        self.loop = loop or asyncio.get_running_loop()
+        self.end_reason: FinishReason | None = None
+        self._coalesce_s = coalesce_s
+        self._pending: dict[int, list[Item]] = {0: []}
+        self._first = self._pending[0]
+        self._finals: deque[TokenEvent] = deque()
+        self._is_ended = False  # the last event has come
+        self._is_exhausted = False  # and has been read
+        self.cancel_cause: CancelCause | None = None
+        self.on_end: Callable[[TokenEvent], None] | None = None
+        self._is_due = True  # the coalescing window is over: a token may leave
+        self._wants_tokens = False
+        self._reader: asyncio.Future[None] | None = None
+        self._window: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """The next merged event of some output."""
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        self._wants_tokens = True
+        while not (self._finals or (self._is_due and self._has_pending())):
+            await self._wait()
+        return self._take_final() if self._finals else self._take_tokens()
+
+    async def collect(self) -> tuple[TokenEvent, ...]:
+        """Wait for the end and return the terminal event of each output, by index, with every token not yet read.
+
+        Wakes once. An error comes alone. Raises StopAsyncIteration when the last event has been read already.
+        """
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        self._wants_tokens = False
+        while not self._is_ended:
+            await self._wait()
+        if self._finals[-1].error is not None:
+            self._finals = deque((self._finals[-1],))
+        return tuple(sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index))
+
+    def output(self, index: int) -> TokenSink:
+        """What takes the tokens of an output."""
+        return self if index == 0 else _Output(self, index)
+
+    def push(self, item: Item) -> None:
+        """Add a token of the first output; in the stream's event loop only."""
+        self._first.append(item)
+        if self._reader is not None and self._wants_tokens and self._is_due:
+            self._wake()
+
+    def push_to(self, output_index: int, item: Item) -> None:
+        """Add a token of any output; in the stream's event loop only."""
+        self._pending.setdefault(output_index, []).append(item)
+        if self._reader is not None and self._wants_tokens and self._is_due:
+            self._wake()
+
+    def finish(self, event: TokenEvent) -> None:
+        """Add a terminal event; in the stream's event loop only. What comes after the last is ignored."""
+        if self._is_ended:
+            return
+        self._finals.append(event)
+        self._is_ended = event.is_last
+        if self.on_end is not None:
+            self.on_end(event)
+        if self._wants_tokens or self._is_ended:
+            self._wake()
+
+    def _has_pending(self) -> bool:
+        return bool(self._first) or (len(self._pending) > 1 and any(self._pending.values()))
+
+    async def _wait(self) -> None:
+        self._reader = self.loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _take_final(self) -> TokenEvent:
+        event = self._finals.popleft()
+        token_ids, logprobs = self._unread(event.output_index)
+        if event.is_last:
+            self._end_window()
+            self._is_exhausted = True
+        return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
+
+    def _take_tokens(self) -> TokenEvent:
+        index = next(index for index, items in self._pending.items() if items)
+        token_ids, logprobs = self._unread(index)
+        if not self._has_pending():
+            self._start_window()
+        return TokenEvent(request_id=self.request_id, output_index=index, token_ids=token_ids, logprobs=logprobs)
+
+    def _unread(self, output_index: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        items = self._pending.get(output_index, [])
+        logprobs = tuple(item for item in items if isinstance(item, TokenLogprob))
+        token_ids = tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in items)
+        items.clear()
+        return token_ids, logprobs
+
+    def _start_window(self) -> None:
+        if self._coalesce_s > 0:
+            self._is_due = False
+            self._window = self.loop.call_later(self._coalesce_s, self._end_window)
+
+    def _end_window(self) -> None:
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        self._is_due = True
+        if self._wants_tokens and self._has_pending():
+            self._wake()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Output:
+    """A stream's sink for an output after the first."""
+
+    stream: OutputStream
+    index: int
+
+    @property
+    def request_id(self) -> str:
+        return self.stream.request_id
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self.stream.loop
+
+    def push(self, item: Item) -> None:
+        self.stream.push_to(self.index, item)
+
+
+@dataclasses.dataclass(slots=True)
+class _Parcel:
+    """What one event loop gets of one step: token_ids[i] for streams[i], then terminal events.
+
+    positions: of its streams among those of all loops; left empty for the only loop.
+    """
+
+    streams: list[TokenSink]
+    positions: list[int]
+    finals: list[tuple[OutputStream, TokenEvent]]
+
+    def deliver(self, items: Iterable[Item], finals: Iterable[tuple[OutputStream, TokenEvent]]) -> None:
+        """Hand over; runs in the event loop."""
+        for stream, item in zip(self.streams, items, strict=True):
+            stream.push(item)
+        for stream, event in finals:
+            stream.finish(event)
+
+
+class Publisher:
+    """Carries a step's tokens and terminal events from the engine's thread to the streams, one call per event loop."""
+
+    def __init__(self) -> None:
+        self._streams: SequenceABC[TokenSink] = ()
+        self._parcels: dict[asyncio.AbstractEventLoop, _Parcel] = {}
+
+    def publish(
+        self,
+        streams: SequenceABC[TokenSink],
+        items: SequenceABC[Item],
+        finals: Iterable[tuple[OutputStream, TokenEvent]] = (),
+    ) -> list[TokenSink]:
+        """Send items[i] to streams[i], then the terminal events; returns the streams whose loop is closed.
+
+        How streams are spread over loops is remembered for as long as the same `streams` object comes.
+        """
+        if streams is not self._streams:
+            self._address(streams)
+        for stream, event in finals:
+            self._parcel(stream.loop).finals.append((stream, event))
+        lost: list[TokenSink] = []
+        for loop, parcel in self._parcels.items():
+            sent = items if len(parcel.streams) == len(items) else [items[i] for i in parcel.positions]
+            lost += _send(loop, parcel, sent)
+        return lost
+
+    def _address(self, streams: SequenceABC[TokenSink]) -> None:
+        self._streams = streams
+        self._parcels = {}
+        loops = {stream.loop for stream in streams}
+        if len(loops) == 1:
+            self._parcels[loops.pop()] = _Parcel(list(streams), [], [])
+            return
+        for position, stream in enumerate(streams):
+            parcel = self._parcel(stream.loop)
+            parcel.streams.append(stream)
+            parcel.positions.append(position)
+
+    def _parcel(self, loop: asyncio.AbstractEventLoop) -> _Parcel:
+        parcel = self._parcels.get(loop)
+        if parcel is None:
+            parcel = self._parcels[loop] = _Parcel([], [], [])
+        return parcel
+
+
+def _send(loop: asyncio.AbstractEventLoop, parcel: _Parcel, items: SequenceABC[Item]) -> list[TokenSink]:
+    finals, parcel.finals = parcel.finals, []
+    if not items and not finals:
+        return []
+    try:
+        loop.call_soon_threadsafe(parcel.deliver, items, finals)
+    except RuntimeError:  # the loop is closed: nobody will ever read these streams
+        return parcel.streams
+    return []

@@ -1,0 +1,1 @@
+"""Engines without the network: test sets scored, attention looked at."""

@@ -1,0 +1,1 @@
+"""Which models a server holds: loaded from bundles, counted against the memory, changed while it runs."""

@@ -1,0 +1,88 @@
+"""What the machine, or the container, leaves a server: memory and open files. Looks once, at start-up.
+
+A limit that is too low is no reason not to start as long as serving is possible: it is said in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+from antiphon.service.errors import OverBudget
+from antiphon.service.hosting.memory import ModelMemory
+
+log = logging.getLogger(__name__)
+
+# Graphs, libraries, listeners and logs; measured: about 25.
+_OWN_FILES = 64
+# Where a control group says what it may use: version 2, version 1.
+_LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
+
+
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that this process may come to use: the container's limit, the machine's memory where that is less.
+
+    None where neither can be read.
+    """
+    found = [limit for name in _LIMIT_FILES if (limit := _number(_read(groups / name))) is not None]
+    for line in _read(meminfo).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemTotal" and (kib := _number(value.removesuffix("kB"))) is not None:
+            found.append(kib * 1024)
+    return min(found, default=None)
+
+
+def check_memory(held: Mapping[str, ModelMemory], available_bytes: int | None) -> None:
+    """Warn where all that the models may come to use is more than there is.
+
+    Raises OverBudget where their weights and workspaces alone are: a cache may stay mostly empty, those do not.
+    """
+    if available_bytes is None:
+        return
+    total_bytes = sum(memory.total_bytes for memory in held.values())
+    fixed_bytes = total_bytes - sum(memory.cache_bytes for memory in held.values())
+    names = ", ".join(held)
+    if fixed_bytes > available_bytes:
+        raise OverBudget(
+            f"{names}: weights and workspaces need {fixed_bytes} bytes; this machine or container has {available_bytes}"
+        )
+    if total_bytes > available_bytes:
+        log.warning(
+            "%s: may come to use %d bytes, of which %d are cache; this machine or container has %d; "
+            "lower kv_cache_blocks or max_num_seqs",
+            names,
+            total_bytes,
+            total_bytes - fixed_bytes,
+            available_bytes,
+        )
+
+
+def allow_files(num_connections: int) -> None:
+    """Raise this process's limit of open files, as far as it may, to so many connections; warn where it may not."""
+    wanted = num_connections + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "%d files may be open at once; %d connections, one for each request that may run or wait, need %d: "
+            "raise the limit (ulimit -n)",
+            allowed,
+            num_connections,
+            wanted,
+        )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.strip().isdigit() else None  # "max" is no limit

@@ -1,0 +1,1 @@
+"""What every RPC goes through, whatever it asks: sockets, limits, health, load reports, refusals."""

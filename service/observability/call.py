@@ -1,0 +1,147 @@
+"""One RPC as it is accounted for: its request id, what it asked of engines, and how it ended. No text, no token.
+
+What is known of a call is collected here while it runs, in the event loop only; metrics, logs and spans are made of it
+when it is over (`telemetry.py`). The call under way is the context's: every RPC runs in a task of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.errors import AntiphonError
+from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.trace_context import TraceContext
+from antiphon.service.request import FinishReason, Request, Timing, TokenEvent
+
+REQUEST_ID_KEY = "x-request-id"
+TRACE_PARENT_KEY = "traceparent"
+MAX_REQUEST_ID_LEN = 128
+
+Text = str | bytes
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request of a call that an engine admitted, and its stream. end: its last event; None until it came."""
+
+    request: Request
+    stream: OutputStream
+    finish_reasons: list[FinishReason] = field(default_factory=list)
+    end: TokenEvent | None = None
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where its time went; None until it has ended."""
+        return None if self.end is None else self.end.timing
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Call:
+    """An RPC under way.
+
+    method: `package.Service/Method`. trace: where it belongs; None to none. arrival_s, ended_s: of the server's clock.
+    caller: who asks, as `caller.py` names it. model_name, metrics: of the model it was routed to; "" and None before.
+    trailers: what goes back in trailing metadata whether it succeeds or fails, the request id first.
+    num_messages: written to its stream. code: name of the gRPC status it ended with.
+    error: what the client was told instead of an answer.
+    """
+
+    method: str
+    request_id: str
+    arrival_s: float
+    caller: str = ""
+    trace: TraceContext | None = None
+    model_name: str = ""
+    metrics: Metrics | None = None
+    trailers: list[tuple[str, Text]] = field(init=False)
+    asked: list[Asked] = field(default_factory=list)
+    code: str = ""
+    error: AntiphonError | None = None
+    ended_s: float | None = None
+    num_messages: int = 0
+    _on_settled: Callable[[Call], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.trailers = [(REQUEST_ID_KEY, self.request_id)]
+
+    def routed(self, model_name: str, metrics: Metrics) -> None:
+        """Note the model that answers it."""
+        self.model_name = model_name
+        self.metrics = metrics
+
+    @property
+    def trace_id(self) -> str:
+        """The id of its trace, if that is recorded; otherwise empty."""
+        return self.trace.trace_id if self.trace is not None and self.trace.is_sampled else ""
+
+    def admitted(self, request: Request, stream: OutputStream) -> None:
+        """Note a request that an engine has admitted, and its ends as they come through its stream."""
+        asked = Asked(request, stream)
+        self.asked.append(asked)
+
+        def note(event: TokenEvent) -> None:
+            if event.finish_reason is not None:
+                asked.finish_reasons.append(event.finish_reason)
+            if event.is_last:
+                asked.end = event
+                self._settle()
+
+        stream.on_end = note
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it failed before an engine took it up."""
+        return self.error is not None and not self.asked
+
+    def end(self, ended_s: float, on_settled: Callable[[Call], None]) -> None:
+        """Note that the RPC is over; on_settled is called once its requests are over too, perhaps a step later."""
+        self.ended_s = ended_s
+        self._on_settled = on_settled
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._on_settled is not None and all(asked.end is not None for asked in self.asked):
+            on_settled, self._on_settled = self._on_settled, None
+            on_settled(self)
+
+
+_current: ContextVar[Call | None] = ContextVar("antiphon_call", default=None)
+enter_call = _current.set
+"""Make a call the one under way in this task, and in the tasks and threads that it starts."""
+current_call = _current.get
+"""The call under way, None outside of any."""
+
+
+class RequestIds:
+    """Takes the client's request id where it is fit to be shown, or makes one: short, and unique among servers."""
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+
+    def of(self, given: Text | None) -> str:
+        """The id of a call whose client sent `given` as x-request-id."""
+        if isinstance(given, str) and is_request_id(given):
+            return given
+        return f"{self._prefix}-{next(self._numbers):x}"
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a text may be a request id: 1 to 128 visible ASCII characters."""
+    return 0 < len(text) <= MAX_REQUEST_ID_LEN and text.isascii() and text.isprintable() and " " not in text
+
+
+def find_metadata(metadata: Iterable[tuple[str, Text]]) -> tuple[Text | None, Text | None]:
+    """The x-request-id and the traceparent in a call's metadata; the first where there are several."""
+    request_id = traceparent = None
+    for key, value in metadata:
+        if key == REQUEST_ID_KEY and request_id is None:
+            request_id = value
+        elif key == TRACE_PARENT_KEY and traceparent is None:
+            traceparent = value
+    return request_id, traceparent

@@ -1,0 +1,338 @@
+"""What one model's engine reports: facts through methods, each to the families' children of that model.
+
+The children are bound once, so that a report costs no look-up of labels. Nothing else writes to the families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol, get_args
+
+from prometheus_client import Counter, Gauge
+
+from antiphon.model.bundle import MemoryFit
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.engine.cancellation import CancelCause
+from antiphon.service.errors import Status, refusal_reasons
+from antiphon.service.graphs.runner import EncodeReport
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.request import ANSWERED, FinishReason, Priority, Task, Timing
+from antiphon.service.security.reload import Result
+
+STAGES = ("waiting", "encoding", "running")
+"""Where a request may be when it ends: the values of SequenceState."""
+# A deadline is no cancellation: it is counted as one that was missed.
+_CAUSES = tuple(cause.value for cause in CancelCause if cause is not CancelCause.DEADLINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheUse:
+    """How the block pool is divided now, in blocks, and what one block weighs."""
+
+    num_self: int
+    num_cross: int
+    num_free: int
+    block_bytes: int
+
+
+class RpcMetrics:
+    """The metrics of RPCs, whatever model they name. For the event loop."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._handled: dict[tuple[str, str], Counter] = {}
+        self._in_flight = families.rpcs_in_flight
+        for reason in refusal_reasons():
+            families.requests_refused.labels("", reason)
+
+    def expect(self, method: str) -> None:
+        """Show a method's counts at zero, for every status it may end with."""
+        if (method, "OK") not in self._handled:
+            for code in ("OK", *Status.__members__):
+                self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
+
+    def begun(self) -> None:
+        """Note that an RPC is under way."""
+        self._in_flight.inc()
+
+    def handled(self, method: str, code: str) -> None:
+        """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
+        child = self._handled.get((method, code))
+        if child is None:
+            child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
+        child.inc()
+        self._in_flight.dec()
+
+    def refused(self, reason: str) -> None:
+        """Count an RPC refused before it was known which model it is for."""
+        self._families.requests_refused.labels("", reason).inc()
+
+
+class FileMetrics:
+    """The metrics of files that are renewed under a running server. Thread-safe, as those who read files are."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._expiry: Gauge | None = None
+        for family in (families.tls_reloads, families.token_reloads):
+            for result in get_args(Result):
+                family.labels(result)
+
+    def count_tls(self, result: Result) -> None:
+        """Count certificates that were read again."""
+        self._families.tls_reloads.labels(result).inc()
+
+    def count_tokens(self, result: Result) -> None:
+        """Count a token file that was read again."""
+        self._families.token_reloads.labels(result).inc()
+
+    def set_certificate_expiry(self, expires_s: float) -> None:
+        """Report when the certificate in use expires, in Unix time."""
+        if self._expiry is None:
+            self._expiry = self._families.certificate_expiry()
+        self._expiry.set(expires_s)
+
+
+class WatchedQueue(Protocol):
+    """What is read of a queue at every scrape."""
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Source tokens that wait."""
+
+    @property
+    def num_preempted(self) -> int:
+        """Those of the waiting that ran before."""
+
+    def __len__(self) -> int: ...
+
+    def expected_wait_s(self, now_s: float) -> float | None:
+        """How long it would take to serve all that wait; None where nothing is known."""
+
+
+class Metrics:
+    """The metrics of one model. Methods may be called from any thread."""
+
+    def __init__(self, families: MetricFamilies, model_name: str) -> None:
+        """Show every metric of the model at zero, under every value that a further label may have."""
+        self._families = families
+        self._name = model_name
+        self._is_removed = False
+        self._max_measured_bytes = 0
+        self._bind_requests(families, model_name)
+        self._bind_steps(families, model_name)
+        self._bind_workspace(families, model_name)
+        self._show_labels(families)
+
+    def remove(self) -> None:
+        """Take the model out of every family; what is reported later is not seen."""
+        self._is_removed = True
+        for watched in (self._waiting, self._waiting_tokens, self._preempted, self._expected_wait, self._step_age):
+            watched.set_function(lambda: 0.0)  # the child is bound here, and would keep the engine
+        self._families.remove(self._name)
+
+    def watch_queue(self, queue: WatchedQueue, clock: Callable[[], float]) -> None:
+        """Read what waits, and for how long, at every scrape."""
+
+        def expected_wait_s() -> float:
+            wait_s = queue.expected_wait_s(clock())
+            return math.nan if wait_s is None else wait_s
+
+        self._waiting.set_function(lambda: float(len(queue)))
+        self._waiting_tokens.set_function(lambda: float(queue.num_source_tokens))
+        self._preempted.set_function(lambda: float(queue.num_preempted))
+        self._expected_wait.set_function(expected_wait_s)
+
+    def watch_steps(self, busy_s: Callable[[], float]) -> None:
+        """Read for how long the step under way has lasted, at every scrape."""
+        self._step_age.set_function(busy_s)
+
+    def hangs(self, *, is_hung: bool) -> None:
+        """Note whether the engine is taken to hang."""
+        if not self._is_removed:
+            self._stuck.set(is_hung)
+
+    def holds(self, **kinds: int) -> None:
+        """Note the bytes that the model counts for, by kind: weights, cache, workspace."""
+        for kind, num_bytes in kinds.items():
+            self._families.model_memory.labels(self._name, kind).set(num_bytes)
+
+    def is_served(self, *, precision: str, lowering: str, architecture: str) -> None:
+        """Note how the model is served."""
+        self._families.model_info.labels(self._name, precision, lowering, architecture).set(1)
+
+    def predicts_by(self, fit: MemoryFit) -> None:
+        """Note the fit that predictions of its workspace come from."""
+        for term, value in (("a", fit.a), ("b", fit.b), ("c", fit.c)):
+            self._families.workspace_fit.labels(self._name, term).set(value)
+        self._families.workspace_fit_residual.labels(self._name).set(fit.residual)
+
+    def watch_arena(self, workspace: Workspace) -> None:
+        """Read the allocator that the model's graphs work in at every scrape."""
+        self._families.arenas.watch(self._name, workspace)
+
+    def streamed(self, num_messages: int) -> None:
+        """Count messages written to streams."""
+        self._stream_messages.inc(num_messages)
+
+    def submitted(self, task: Task, priority: Priority) -> None:
+        """Count a request that the engine takes up."""
+        self._submitted[task, priority].inc()
+
+    def refused(self, reason: str) -> None:
+        """Count an RPC refused, by ErrorInfo reason."""
+        self._count(self._families.requests_refused, reason)
+
+    def admitted(self, queued_s: float, trace_id: str = "") -> None:
+        """Note that a request leaves the queue to run; here as below trace_id is of the recorded trace, if any."""
+        self._queue_time.observe(queued_s, trace_id=trace_id)
+
+    def encoded(self, report: EncodeReport, num_source_tokens: int) -> None:
+        """Note an encoder run over sources of so many tokens together, padding not counted."""
+        self._encode_batch_size.observe(report.rows)
+        self._prompt_tokens.inc(num_source_tokens)
+        self._padding_tokens.inc(report.num_tokens - num_source_tokens)
+        self._note_workspace(report)
+
+    def prompted(self, num_tokens: int) -> None:
+        """Note the tokens of prompts that a decoder alone is about to read."""
+        self._prompt_tokens.inc(num_tokens)
+
+    def first_token(self, since_arrival_s: float, trace_id: str = "") -> None:
+        """Note a request's first token."""
+        self._time_to_first_token.observe(since_arrival_s, trace_id=trace_id)
+
+    def preempted(self) -> None:
+        """Count a running request that had to give up its place for a while."""
+        self._preemptions.inc()
+
+    def resumed(self, gap_s: float) -> None:
+        """Note the token of a request that goes on so many seconds after it was preempted."""
+        self._inter_token_latency.observe(gap_s)
+
+    def decoded(self, num_rows: int, num_repeated: int, gap_s: float) -> None:
+        """Note a decoder run; `num_repeated` of its rows had a token `gap_s` seconds before."""
+        self._decode_batch_size.observe(num_rows)
+        self._generation_tokens.inc(num_rows)
+        if num_repeated:
+            self._inter_token_latency.observe(gap_s, num_repeated)
+
+    def finished(
+        self,
+        reason: FinishReason,
+        stage: str,
+        timing: Timing,
+        *,
+        cause: CancelCause | None = None,
+        trace_id: str = "",
+    ) -> None:
+        """Note a request's end, in the stage (waiting, encoding or running) where it came; cause: if cancelled, why."""
+        families = self._families
+        if reason in ANSWERED:
+            self._count(families.request_success, reason.value)
+            self._e2e_latency.observe(timing.total_s, trace_id=trace_id)
+        elif reason is FinishReason.CANCELLED:
+            self._count(families.cancellations, stage, (cause or CancelCause.CLIENT).value)
+        elif reason is FinishReason.DEADLINE:
+            self.deadline_missed(stage)
+        else:
+            self._count(families.request_errors, stage)
+
+    def deadline_missed(self, stage: str) -> None:
+        """Count a deadline that passed at submit, or in a stage of `finished` or `left_unread`."""
+        self._count(self._families.deadline_misses, stage)
+
+    def left_unread(self, cause: CancelCause) -> None:
+        """Count a request that the engine had finished, and whose answer was not read to its end."""
+        if cause is CancelCause.DEADLINE:
+            self.deadline_missed("streaming")
+        else:
+            self._count(self._families.cancellations, "streaming", cause.value)
+
+    def occupied(self, num_running: int, cache: CacheUse) -> None:
+        """Note how many sequences run and what the cache holds."""
+        self._running.set(num_running)
+        total = cache.num_self + cache.num_cross + cache.num_free
+        self._cache_usage.set((cache.num_self + cache.num_cross) / max(1, total))
+        for use, num_blocks in (("self", cache.num_self), ("cross", cache.num_cross), ("free", cache.num_free)):
+            blocks, num_bytes = self._cache_parts[use]
+            blocks.set(num_blocks)
+            num_bytes.set(num_blocks * cache.block_bytes)
+
+    def _show_labels(self, families: MetricFamilies) -> None:
+        """A counter that appears with its first event hides that event from rate()."""
+        shown: list[tuple[Counter, Iterable[tuple[str, ...]]]] = [
+            (families.request_success, ((reason.value,) for reason in ANSWERED)),
+            (families.request_errors, ((stage,) for stage in STAGES)),
+            (families.requests_refused, ((reason,) for reason in refusal_reasons())),
+            (families.cancellations, product((*STAGES, "streaming"), _CAUSES)),
+            (families.deadline_misses, ((stage,) for stage in ("submit", *STAGES, "streaming"))),
+        ]
+        for family, values in shown:
+            for labels in values:
+                family.labels(self._name, *labels)
+
+    def _count(self, family: Counter, *labels: str) -> None:
+        if not self._is_removed:  # the family would make the label set anew
+            family.labels(self._name, *labels).inc()
+
+    def _note_workspace(self, report: EncodeReport) -> None:
+        measured, predicted = report.peak_workspace_bytes, report.predicted_fused_bytes
+        self._materialised.set(report.predicted_materialised_bytes)
+        self._materialised_runs.observe(report.predicted_materialised_bytes)
+        if predicted is not None:
+            self._fused.set(predicted)
+            self._fused_runs.observe(predicted)
+        if measured is not None:
+            self._measured.set(measured)
+            self._measured_runs.observe(measured)
+            self._max_measured_bytes = max(self._max_measured_bytes, measured)
+            self._measured_max.set(self._max_measured_bytes)
+        if measured is not None and predicted is not None:
+            self._residual.set(measured - predicted)
+            self._quotient_runs.observe(measured / predicted if predicted else 1.0)
+
+    def _bind_requests(self, families: MetricFamilies, name: str) -> None:
+        self._submitted = {
+            (task, priority): families.requests_submitted.labels(name, task.value, priority.value)
+            for task, priority in product(Task, Priority)
+        }
+        self._stream_messages = families.stream_messages.labels(name)
+        self._waiting = families.num_requests_waiting.labels(name)
+        self._waiting_tokens = families.num_tokens_waiting.labels(name)
+        self._preemptions = families.preemptions.labels(name)
+        self._preempted = families.num_requests_preempted.labels(name)
+        self._expected_wait = families.expected_wait.labels(name)
+        self._running = families.num_requests_running.labels(name)
+        self._time_to_first_token = families.time_to_first_token.labels(name)
+        self._inter_token_latency = families.inter_token_latency.labels(name)
+        self._e2e_latency = families.e2e_request_latency.labels(name)
+        self._queue_time = families.request_queue_time.labels(name)
+
+    def _bind_steps(self, families: MetricFamilies, name: str) -> None:
+        self._step_age = families.engine_last_step_age.labels(name)
+        self._stuck = families.engine_stuck.labels(name)
+        self._prompt_tokens = families.prompt_tokens.labels(name)
+        self._generation_tokens = families.generation_tokens.labels(name)
+        self._padding_tokens = families.padding_tokens.labels(name)
+        self._encode_batch_size = families.encode_batch_size.labels(name)
+        self._decode_batch_size = families.decode_batch_size.labels(name)
+        self._cache_usage = families.kv_cache_usage.labels(name)
+        self._cache_parts = {
+            use: (families.kv_cache_blocks.labels(name, use), families.kv_cache_bytes.labels(name, use))
+            for use in ("self", "cross", "free")
+        }
+
+    def _bind_workspace(self, families: MetricFamilies, name: str) -> None:
+        self._materialised = families.workspace_materialised.labels(name)
+        self._fused = families.workspace_fused.labels(name)
+        self._measured = families.workspace_measured.labels(name)
+        self._measured_max = families.workspace_measured_max.labels(name)
+        self._residual = families.workspace_residual.labels(name)
+        self._materialised_runs = families.workspace_materialised_runs.labels(name)
+        self._fused_runs = families.workspace_fused_runs.labels(name)
+        self._measured_runs = families.workspace_measured_runs.labels(name)
+        self._quotient_runs = families.workspace_quotient_runs.labels(name)

@@ -1,0 +1,28 @@
+"""What /metrics says of the process itself: the client's own standard families, and which build this is."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from prometheus_client import CollectorRegistry, GCCollector, Info, PlatformCollector, ProcessCollector
+
+from antiphon.service.observability.metric_families import PREFIX
+
+_PACKAGES = {"version": "antiphon", "onnxruntime": "onnxruntime", "grpcio": "grpcio", "protobuf": "protobuf"}
+
+
+def add_process_metrics(registry: CollectorRegistry) -> None:
+    """Register resident memory, CPU time, open files, Python's garbage collector, and the versions of this build."""
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    build = Info(f"{PREFIX}build", "Versions of this server and of what it is made of; always 1.", registry=registry)
+    build.info({name: _version(package) for name, package in _PACKAGES.items()} | {"python": platform.python_version()})
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a checkout that is not installed, or the package for GPUs
+        return "unknown"

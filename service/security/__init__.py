@@ -1,0 +1,1 @@
+"""Who may call: certificates, tokens, and the gate before every service."""
