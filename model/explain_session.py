@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from antiphon.model.graph import GraphError
+from antiphon.model.onnx_runtime import ort
 
 INPUTS = ["source_ids", "target_ids"]
 OUTPUTS = ["encoder_self", "decoder_self", "cross"]

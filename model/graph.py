@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
+from antiphon.model.onnx_runtime import ort
 from antiphon.model.ops.workspace import Workspace
 
 # How long a worker of the intra-op pool looks for work before it sleeps. Long enough for the nodes of one run to find

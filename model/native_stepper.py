@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
+from antiphon.model.onnx_runtime import ort
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
 from antiphon.model.ops.choices import Choices, greedy_choices
 from antiphon.model.ops.workspace import LIBRARY, Workspace

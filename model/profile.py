@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from antiphon.model.bundle import (
@@ -35,6 +34,7 @@ from antiphon.model.bundle import (
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.graph import Graph, GraphError
 from antiphon.model.memory_fit import MIN_LENGTHS, Measurement, fit_memory
+from antiphon.model.onnx_runtime import ort
 from antiphon.model.ops.cache_pool import blocks_for, pool_axes
 from antiphon.model.ops.workspace import Workspace, WorkspaceError
 from antiphon.model.text_format import TextFormat

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
 from antiphon.model.graph_ports import Port, decoder_inputs
+from antiphon.model.onnx_runtime import ort
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")  # looked up once: every request makes some
+
 Strips = Literal["nothing", "one space", "leading spaces", "white space"]
 
 
@@ -83,7 +85,7 @@ class IncrementalDecoder:
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=table.errors)
+        self._utf8 = _Utf8Decoder(errors=table.errors)
         self._has_token = False
         self._has_text = False
         self._held = ""
