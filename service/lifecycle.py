@@ -29,6 +29,8 @@ EXIT_USER_ERROR = 2
 
 # For answers that are complete but not read yet: a client that reads nothing must not keep the process alive.
 _FLUSH_GRACE_S = 5.0
+# A process that ends with bytes of its clients unread takes back what they have not acknowledged (TCP resets).
+_ACKNOWLEDGE_S = 0.1
 _ENGINE_CHECK_S = 1.0
 _LAST_BYTES_S = 3.0
 
@@ -112,6 +114,7 @@ class Running:
         has_finished = await self.control.drain(grace_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.wait_until_idle(), _FLUSH_GRACE_S)
+        await asyncio.sleep(_ACKNOWLEDGE_S)
         rest = "" if has_finished else f"; requests still running after {grace_s} s were ended"
         log.info("drained%s", rest)
 

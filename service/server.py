@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import grpc.aio
 import uvloop
@@ -32,7 +34,13 @@ from antiphon.service.hosting.machine import allow_files, memory_bytes
 from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
-from antiphon.service.network.listener import PROBE_OPTIONS, address_of, channel_options, listening
+from antiphon.service.network.listener import (
+    PROBE_OPTIONS,
+    address_of,
+    channel_options,
+    listening,
+    listening_to_the_end,
+)
 from antiphon.service.network.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.service.network.load_report import LoadReports, LoadServicer
 from antiphon.service.network.ports import PortError, check_port, serve_metrics
@@ -53,6 +61,8 @@ from antiphon.v1 import inference_pb2 as pb
 
 # How long the event loop may keep the interpreter from the engine's thread. The default, 5 ms, is several steps.
 _SWITCH_INTERVAL_S = 0.001
+# New objects after which the collector looks for cycles among them. The default, 700, is less than one step makes.
+_COLLECT_AFTER = 10_000
 SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
 """Services whose readiness the health service tells, beside the server's own."""
 
@@ -63,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop.
+    """Serve until told to stop, then end the process: 0 once drained, 1 for an engine that is lost or hangs.
 
-    Returns 0 once drained, 2 for a wrong setting, bundle or port, 1 for an engine that is lost or hangs.
+    Returns 2 for a wrong setting, bundle or port.
     """
     try:
         config = load_config(arguments)
@@ -82,14 +92,23 @@ def run(arguments: argparse.Namespace) -> int:
         access = Access(config, FileMetrics(shared.families))
         access.warn()
         with _metrics_port(config, access, registry) as metrics_port:
-            code = uvloop.run(_serve(config, access, shared, metrics_port))
+            _collect_rarely()
+            uvloop.run(_serve(config, access, shared, metrics_port))
     except (ConfigError, StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
-        code = EXIT_USER_ERROR
     # None can be interrupted: a model being loaded, an engine that hangs, a line that nobody reads.
     if is_anything_left() or is_log_behind():
-        end_now(code)
-    return code
+        end_now(EXIT_USER_ERROR)
+    return EXIT_USER_ERROR
+
+
+def _collect_rarely() -> None:
+    """Let the collector pass over what was imported, and wait for more that is new: it stops the engine and the loop.
+
+    Models come later, so that one that is unloaded is still found.
+    """
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
 
 
 def _check_ports(config: ServerConfig) -> None:
@@ -104,11 +123,13 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
     add_process_metrics(registry)
     if config.memory_limit_bytes is not None:
         families.set_budget(config.memory_limit_bytes)
+    if (machine_bytes := memory_bytes()) is not None:
+        families.set_machine(machine_bytes)
     return Shared(
         families=families,
         pacing=Pacing(config.max_stream_messages_per_s, patience_s=config.slow_reader_timeout_s),
         budget=MemoryBudget(config.memory_limit_bytes),
-        machine_bytes=memory_bytes(),
+        machine_bytes=machine_bytes,
     )
 
 
@@ -122,14 +143,18 @@ def _metrics_port(config: ServerConfig, access: Access, registry: CollectorRegis
         server.server_close()
 
 
-async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics_port: int) -> int:
+async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics_port: int) -> NoReturn:
+    """Serve, then end the process."""
     async with observing(config, shared.families) as telemetry:
-        return await _serve_calls(config, access, shared, telemetry, metrics_port)
+        # Held, because a server that nobody holds stops; it refuses calls until there is no process any more.
+        code, _server = await _serve_calls(config, access, shared, telemetry, metrics_port)
+    end_now(code)
 
 
 async def _serve_calls(
     config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry, metrics_port: int
-) -> int:
+) -> tuple[int, grpc.aio.Server]:
+    """Serve; the exit code, and the server, whose port is still open."""
     stop = Stop()
     stop.on_signals()
     health_servicer = health.aio.HealthServicer()
@@ -141,11 +166,11 @@ async def _serve_calls(
     # The port opens first: who asks already is told to come again, which a closed port would not say.
     async with (
         _probe_port(config, health_servicer) as probe_port,
-        listening(server, config.host, config.port, access.credentials) as port,
+        listening_to_the_end(server, config.host, config.port, access.credentials) as port,
     ):
         served = await stop.unless_asked(in_background(lambda: [load(plan, shared) for plan in config.plans], "load"))
         if served is None:
-            return 0
+            return 0, server
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         for one in served:
             await control.publish(one)
@@ -156,7 +181,7 @@ async def _serve_calls(
             running = Running(control=control, calls=calls, probes=probes)
             grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
             async with _watched(config, control, probes, shared):
-                return await running.until_stopped(stop, grace)
+                return await running.until_stopped(stop, grace), server
 
 
 @contextlib.asynccontextmanager

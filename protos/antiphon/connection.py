@@ -77,7 +77,8 @@ class Connection:
     it, read again when it changes. metadata: sent with every call, keys in lower case.
 
     load_balancing: "round_robin" spreads calls over every address of the target, which a name (dns:///host:port) or a
-    list (ipv4:10.0.0.1:50051,10.0.0.2:50051) may have several of; "pick_first" uses one.
+    list (ipv4:10.0.0.1:50051,10.0.0.2:50051) may have several of, but for those that say they are not ready;
+    "pick_first" uses one.
     keepalive_s: a connection that is silent for so long while calls wait is asked whether it lives; None never asks.
     """
 
@@ -115,6 +116,10 @@ class Connection:
     def has_token(self) -> bool:
         """Whether calls carry a bearer token."""
         return self.token is not None or self.token_file is not None
+
+    @property
+    def _is_authorized(self) -> bool:
+        return self.has_token or any(key.lower() == "authorization" for key in self.metadata)
 
     def open(self, target: str, service: str) -> grpc.Channel:
         """A channel for synchronous calls of a service. Raises ValueError for a file that cannot be used."""
@@ -167,6 +172,10 @@ class Connection:
             "loadBalancingConfig": [{self.load_balancing: {}}],
             "methodConfig": [method],
         }
+        if self.load_balancing == "round_robin" and not self._is_authorized:
+            # Replicas that leave, or start, get no calls (gRFC A17). gRPC follows their health without credentials,
+            # which servers that ask for a token refuse: there, calls find out by being refused.
+            config["healthCheckConfig"] = {"serviceName": service}
         retry = self.retry
         if retry.attempts > 1:
             method["retryPolicy"] = {

@@ -46,13 +46,13 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
         "--priority", choices=("interactive", "batch"), help="batch lets interactive requests pass (default: server's)"
     )
     parser.add_argument(
-        "--timeout-s", type=_above_zero, metavar="S", help="deadline of each request, retries included (default: none)"
+        "--timeout-s", type=above_zero, metavar="S", help="deadline of each request, retries included (default: none)"
     )
 
 
-def read_connection(arguments: argparse.Namespace) -> Connection:
+def read_connection(arguments: argparse.Namespace, retry: RetryPolicy = _RETRY) -> Connection:
     """The connection of the flags. Raises ValueError."""
-    return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=_RETRY)
+    return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=retry)
 
 
 def read_terms(arguments: argparse.Namespace) -> ClientTerms:
@@ -69,7 +69,8 @@ def connection_problem(error: ValueError) -> str:
     return _FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", str(error))
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str) -> float:
+    """A flag's number of seconds. Raises ArgumentTypeError."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")

@@ -82,6 +82,25 @@ async def listening(
         await server.stop(_CLOSE_GRACE_S)
 
 
+@contextlib.asynccontextmanager
+async def listening_to_the_end(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> AsyncIterator[int]:
+    """Serve on a port until the process ends, beyond the context that is entered; the port. Raises PortError.
+
+    A gRPC server that stops answers CANCELLED to whatever it had not taken up by then, and to whatever comes before its
+    GOAWAY is heard (grpc/grpc#41785): a status that says that the caller gave up, and that most balancers do not retry.
+    A connection that ends says UNAVAILABLE instead. Only an exception stops the server.
+    """
+    bound = bind(server, host, port, credentials)
+    await server.start()
+    try:
+        yield bound
+    except BaseException:
+        await server.stop(None)
+        raise
+
+
 def address_of(host: str, port: int) -> str:
     """As targets are written."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

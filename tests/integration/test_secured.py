@@ -121,3 +121,10 @@ def test_metrics_are_served_over_the_same_tls(secured: Secured) -> None:
         text = response.read().decode()
     assert "antiphon_tls_certificate_expiry_timestamp_seconds" in text
     assert 'reason="TOKEN_MISSING"' in text
+
+
+def test_health_is_told_to_who_has_a_certificate_and_beside_it_to_everybody(secured: Secured) -> None:
+    probe = secured.process.probe_target.rpartition(":")[2]
+    assert antiphon("health", "--target", secured.process.target, *secured.flags).returncode == 0
+    assert antiphon("health", "--target", secured.process.target).returncode == 1
+    assert antiphon("health", env={"ANTIPHON_PROBE_PORT": probe}).returncode == 0

@@ -32,6 +32,7 @@ from tests.serving import details_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 ENDLESS = Options(max_new_tokens=2048)
+ONE_TOKEN = pb.GenerateOptions(max_new_tokens=1)
 NO_RETRIES = [("grpc.enable_retries", 0)]
 
 
@@ -166,3 +167,25 @@ async def test_second_signal_leaves_at_once_in_the_drain_delay(bundle: Path) -> 
             server.process.send_signal(signal.SIGINT)
             code, _ = await asyncio.to_thread(server.finish)
     assert code == 128 + signal.SIGINT
+
+
+async def test_calls_that_reach_a_closing_server_are_told_that_it_is_unavailable(bundle: Path) -> None:
+    """gRPC's own answer would be CANCELLED, which is the caller's doing, and which most balancers do not retry."""
+    with ServerProcess(bundle) as server:
+        async with channel_to(server.target) as channel:
+            await InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
+            server.process.send_signal(signal.SIGTERM)
+            ends = await asyncio.gather(*(_ask_until_gone(server, channel) for _ in range(64)))
+    codes = {code for codes in ends for code in codes}
+    assert grpc.StatusCode.UNAVAILABLE in codes
+    assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+
+async def _ask_until_gone(server: ServerProcess, channel: grpc.aio.Channel) -> set[grpc.StatusCode]:
+    """Ask one thing after another for as long as the server is there; how the calls ended."""
+    codes = set()
+    while server.process.poll() is None:
+        stub: Any = InferenceServiceStub(channel)
+        call = stub.GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0], options=ONE_TOKEN))
+        codes.add(await call.code())
+    return codes

@@ -15,6 +15,7 @@ import pytest
 from antiphon.client import AsyncClient, Client, Connection, Priority, RetryPolicy, ServerError
 from antiphon.connection import is_loopback
 from tests.refusing import Context, recording, refuse
+from tests.serving import serving
 
 PATIENCE_S = 60.0
 # Longer than any test waits: who gets an answer in time was told when to come back by the server.
@@ -163,6 +164,23 @@ async def test_round_robin_spreads_calls_and_outlives_a_replica(ask: Ask) -> Non
                 await client.generate_text("a")
             assert (asked_first.num_attempts, asked_second.num_attempts) == (before[0] + 10, before[1] + 10)
         assert await ask(f"ipv4:{first},{second}", connection=connection) == "whole"
+
+
+async def test_round_robin_leaves_out_a_replica_that_says_it_is_not_ready() -> None:
+    connection = Connection(load_balancing="round_robin", retry=RetryPolicy(attempts=1))
+    async with serving() as leaving, serving() as staying:
+        leaving_port = leaving.target.rpartition(":")[2]
+        async with AsyncClient(f"ipv4:{staying.target},127.0.0.1:{leaving_port}", connection=connection) as client:
+            while not (leaving.ended and staying.ended):  # until both are connected
+                await client.generate_text("a")
+            await leaving.probes.leave()
+            for _ in range(50):  # until the news has come
+                before = len(leaving.ended)
+                for _ in range(20):
+                    await client.generate_text("a")
+                if len(leaving.ended) == before:
+                    break
+            assert len(leaving.ended) == before
 
 
 async def test_pick_first_stays_with_one_replica() -> None:
