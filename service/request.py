@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.contract.combinations import Controls, check_combination
+from antiphon.service.contract.ranges import FREE, check_free, check_ranges
 from antiphon.service.contract.ranges import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
 from antiphon.service.contract.ranges import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
 from antiphon.service.contract.ranges import MAX_SEED as MAX_SEED
-from antiphon.service.contract.ranges import check_ranges
 
 
 class FinishReason(enum.Enum):
@@ -128,6 +129,9 @@ class SamplingParams:
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if _further(self) == _FURTHER_DEFAULTS:  # as of most requests, which need not pay for every check
+            check_free(self)
+            return
         check_ranges(self)
         check_combination(Controls(params=self))
 
@@ -140,6 +144,11 @@ class SamplingParams:
     def num_rows(self) -> int:
         """Rows of the batch that a request takes: its beams, or its samples."""
         return self.beam_width if self.beam_width > 1 else self.num_return_sequences
+
+
+_FURTHER_FIELDS = tuple(one for one in fields(SamplingParams) if one.name not in FREE)
+_further = attrgetter(*(one.name for one in _FURTHER_FIELDS))
+_FURTHER_DEFAULTS = tuple(one.default for one in _FURTHER_FIELDS)
 
 
 class StopMatcher(Protocol):

@@ -156,6 +156,5 @@ def _finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
 def _duration(seconds: float | None) -> Duration | None:
     if seconds is None:
         return None
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
+    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)

@@ -17,7 +17,7 @@ from antiphon.model.text_format import TextFormat
 from antiphon.model.text_template import LanguageIds, fill, num_before
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.contract.combinations import Controls
-from antiphon.service.contract.languages import RequestLanguages
+from antiphon.service.contract.languages import NO_LANGUAGES, RequestLanguages
 from antiphon.service.errors import InvalidArgument, InWords
 from antiphon.v1 import inference_pb2 as pb
 
@@ -36,7 +36,6 @@ HasSource = (
 HasTarget = pb.ScoreRequest | pb.ExplainRequest
 
 _SOURCE_FIELDS = ("text", "text_pair")
-_NO_LANGUAGES = RequestLanguages()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,7 @@ class Inputs:
         self._config = config
         self._limits = limits
 
-    async def source(self, message: HasSource, languages: RequestLanguages = _NO_LANGUAGES) -> Source:
+    async def source(self, message: HasSource, languages: RequestLanguages = NO_LANGUAGES) -> Source:
         """The source of any request, a pair where it gives one; that of a decoder alone is a prompt, and may be empty.
 
         Raises InvalidArgument.

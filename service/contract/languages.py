@@ -50,6 +50,10 @@ class RequestLanguages:
             raise InvalidArgument("target_language", error.value, allowed) from None
 
 
+NO_LANGUAGES = RequestLanguages()
+"""Of a model without languages, where none is named."""
+
+
 def source_languages(text: TextFormat, code: str) -> RequestLanguages:
     """Languages of a source that has no target. Raises InvalidArgument."""
     return RequestLanguages(ids=LanguageIds(source=_source_id(text, code)))
@@ -67,6 +71,8 @@ def named_languages(text: TextFormat, source_code: str, target_code: str) -> Req
 
 def languages_of(text: TextFormat, message: NamesLanguages) -> RequestLanguages:
     """Languages that a request names, and the model's defaults where it is silent. Raises InvalidArgument."""
+    if not (text.languages or message.source_language or message.target_language):
+        return NO_LANGUAGES
     languages = named_languages(text, message.source_language, message.target_language)
     if isinstance(message, pb.GenerateRequest | pb.GenerateUnaryRequest) and message.options.HasField(
         "forced_first_id"

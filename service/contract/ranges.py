@@ -67,16 +67,30 @@ RANGES = (
 )
 
 
+FREE = ("max_new_tokens", "seed")
+"""Controls that nearly every request sets, and of which nothing else depends while the others are at their defaults."""
+_FREE_RANGES = tuple(limit for limit in RANGES if limit.field in FREE)
+
+
+def check_free(params: SamplingParams) -> None:
+    """As check_ranges, where all controls other than FREE are at their defaults."""
+    _check_ranges(params, _FREE_RANGES)
+
+
 def check_ranges(params: SamplingParams) -> None:
     """Raise InvalidArgument for the first control outside its range, naming it; None is always inside."""
-    for limit in RANGES:
-        value = getattr(params, limit.field)
-        if value is not None and not limit.holds(value):
-            raise InvalidArgument(limit.field, value, limit.allowed)
+    _check_ranges(params, RANGES)
     for field, longest in LONGEST.items():
         if (length := len(getattr(params, field))) > longest:
             raise InvalidArgument(field, f"{length} entries long", f"at most {longest:,} entries long")
     _check_biases(params.logit_bias)
+
+
+def _check_ranges(params: SamplingParams, ranges: tuple[Range, ...]) -> None:
+    for limit in ranges:
+        value = getattr(params, limit.field)
+        if value is not None and not limit.holds(value):
+            raise InvalidArgument(limit.field, value, limit.allowed)
 
 
 def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from antiphon.service.engine.drain_rate import AnswerPace, DrainRate
 from antiphon.service.engine.fair_line import FairLine
@@ -48,8 +49,7 @@ class QueueLimits:
             raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class _Newcomer:
+class _Newcomer(NamedTuple):
     """What decides whether a request is taken: who asks, how urgently, for how much."""
 
     client: str
@@ -101,7 +101,8 @@ class RequestQueue:
         request = group.request
         newcomer = _Newcomer(request.client, request.priority, request.num_source_tokens, group.cost)
         with self._lock:
-            self._check_time(group, now_s, self._check(newcomer, now_s))
+            self._check(newcomer, now_s)
+            self._check_time(group, newcomer, now_s)
             self._lines[group.request.priority].add(group)
             self._add(group)
 
@@ -216,35 +217,37 @@ class RequestQueue:
         if not self._waiting:
             self._drain.emptied()
 
-    def _check(self, newcomer: _Newcomer, now_s: float) -> float | None:
-        """Raise where it may not wait; how long it would, None without evidence."""
+    def _check(self, newcomer: _Newcomer, now_s: float) -> None:
+        """Raise where it may not wait."""
         if self._is_closed:
             raise Unavailable("the server is shutting down and takes no new requests")
-        if not self._waiting:
-            return None
-        wait_s = self._wait_s(newcomer, now_s)
-        self._check_bounds(newcomer, now_s, wait_s)
-        return wait_s
+        if self._waiting:
+            self._check_bounds(newcomer, now_s)
 
-    def _check_bounds(self, newcomer: _Newcomer, now_s: float, wait_s: float | None) -> None:
+    def _check_bounds(self, newcomer: _Newcomer, now_s: float) -> None:
         limits, num_source_tokens = self._limits, newcomer.num_source_tokens
+        wait_s: float | None = None
         if len(self._waiting) >= limits.max_requests:
             message = f"{len(self._waiting)} requests wait already"
         elif self._num_source_tokens + num_source_tokens > limits.max_source_tokens:
             message = f"{self._num_source_tokens} source tokens wait already"
         elif self._exceeds_share(newcomer):
             message = "more requests of this client wait already than its share of a queue that fills up"
-        elif limits.max_wait_s is not None and wait_s is not None and wait_s > limits.max_wait_s:
+        elif limits.max_wait_s is not None and (wait_s := self._wait_s(newcomer, now_s) or 0.0) > limits.max_wait_s:
             message = f"it would wait for about {wait_s:.1f} s, longer than the {limits.max_wait_s:g} s allowed"
         else:
             return
+        wait_s = wait_s or self._wait_s(newcomer, now_s)
         if wait_s is None:  # what the oldest has waited is about what the queue takes to turn over
             wait_s = now_s - next(iter(self._waiting.values())).request.arrival_s
         raise QueueFull(message, retry_after_s=min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
-    def _check_time(self, group: SequenceGroup, now_s: float, wait_s: float | None) -> None:
+    def _check_time(self, group: SequenceGroup, newcomer: _Newcomer, now_s: float) -> None:
         deadline_s = group.request.deadline_s
-        if deadline_s is None or wait_s is None:
+        if deadline_s is None or not self._waiting:
+            return
+        wait_s = self._wait_s(newcomer, now_s)
+        if wait_s is None:
             return
         answer_s = self._pace.seconds(group.expected_target_len)
         if DEADLINE_MARGIN * (wait_s + answer_s) > deadline_s - now_s:

@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
-from typing import Protocol
+from typing import Protocol, cast
 
 from antiphon.service.engine.cancellation import CancelCause
 from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
@@ -150,10 +150,12 @@ class OutputStream:
 
     def _unread(self, output_index: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
         items = self._pending.get(output_index, [])
-        logprobs = tuple(item for item in items if isinstance(item, TokenLogprob))
-        token_ids = tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in items)
+        told = tuple(items)
         items.clear()
-        return token_ids, logprobs
+        if TokenLogprob not in map(type, told):  # as of nearly every request
+            return cast("tuple[int, ...]", told), ()
+        logprobs = tuple(item for item in told if isinstance(item, TokenLogprob))
+        return tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in told), logprobs
 
     def _start_window(self) -> None:
         if self._coalesce_s > 0:

@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,27 @@ class _Average:
         self.per_s = kept * self.per_s + (1 - kept) * amount / elapsed_s
 
 
+class _ResidentMemory:
+    """What this process holds resident, by the kernel's count of its pages, which stays open from the start.
+
+    To open and read a file lets go of the interpreter six times, and behind each the event loop waits for the engine.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._statm: int | None = os.open("/proc/self/statm", os.O_RDONLY)
+        except OSError:  # not Linux
+            self._statm = None
+        else:
+            weakref.finalize(self, os.close, self._statm)
+
+    def num_bytes(self) -> int:
+        """Bytes; 0 where it is not known."""
+        if self._statm is None:
+            return 0
+        return int(os.pread(self._statm, 64, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class LoadReports:
     """Reports of all models' engines together. For the event loop. clock, cpu_clock: seconds; of time, of CPU used."""
 
@@ -63,6 +85,7 @@ class LoadReports:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._cores = usable_cores()
+        self._resident = _ResidentMemory()
         self._memory_bytes = _usable_memory_bytes()
         self._made_s, self._cpu_s = clock(), cpu_clock()
         self._num_calls = self._num_errors = 0
@@ -89,7 +112,7 @@ class LoadReports:
         cache_usage = max((_cache_usage(engine) for engine in engines), default=0.0)
         return OrcaLoadReport(
             cpu_utilization=self._cpu.per_s / self._cores,
-            mem_utilization=_resident_bytes() / self._memory_bytes,
+            mem_utilization=self._resident.num_bytes() / self._memory_bytes,
             application_utilization=max((_occupation(engine) for engine in engines), default=0.0),
             rps_fractional=self._calls.per_s,
             eps=self._errors.per_s,
@@ -140,14 +163,6 @@ def _cache_usage(engine: Engine) -> float:
 def _occupation(engine: Engine) -> float:
     """How full an engine is: 1 where it can run no more at once; above it where requests wait for that."""
     return max((engine.num_running + engine.num_waiting) / engine.max_num_seqs, _cache_usage(engine))
-
-
-def _resident_bytes() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError):  # not Linux
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _usable_memory_bytes() -> float:

@@ -11,13 +11,20 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from antiphon.service.contract.options import default_options
+from antiphon.service.contract.options import default_options, read_options
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock, FakeRunner
 from tests.serving import SOURCE, Gate, asking, asking_whole, details_of, serving, stub_of, tiny_tokenizer
 
 SAMPLES: dict[str, Any] = dict(temperature=1.5, num_return_sequences=4, seed=3)
 BEAMS: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, seed=3)
+
+
+def test_read_options_draws_a_seed_of_its_own_for_every_request() -> None:
+    """More requests than seeds are drawn at once; some seed of so many needs all 64 bits."""
+    seeds = [read_options(pb.GenerateOptions(), 50).params.seed for _ in range(2000)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) >> 63 == 1
 
 
 def reads_history(runner: FakeRunner) -> None:
