@@ -57,6 +57,14 @@ class MetricFamilies:
             num_bytes
         )
 
+    def set_machine(self, num_bytes: int) -> None:
+        """Report the memory that there is; without a call it is not known, and no such metric."""
+        Gauge(
+            f"{PREFIX}machine_memory_bytes",
+            "Memory that the process may come to use: its container's, or the machine's where that is less.",
+            registry=self._registry,
+        ).set(num_bytes)
+
     def watch_loop(self, lag_s: Callable[[], float]) -> None:
         """Read how late the event loop is, at every scrape."""
         Gauge(
@@ -199,6 +207,21 @@ class MetricFamilies:
             f"{name}residual_bytes", "Measured less predicted (fused) workspace of the last encoder run."
         )
         self._workspace_runs(name)
+        self._lone_runs()
+
+    def _lone_runs(self) -> None:
+        self.lone_runs = self._counter(
+            "encoder_lone_runs",
+            "Encoder runs of one source alone, by length: up to source_len tokens.",
+            "source_len",
+        )
+        self.lone_tokens = self._counter("encoder_lone_tokens", "Source tokens of those runs.", "source_len")
+        self.lone_workspace = self._counter(
+            "encoder_lone_workspace_bytes",
+            "Sum over those runs of the workspace measured, predicted (fused), and of score matrices written out.",
+            "source_len",
+            "kind",
+        )
 
     def _workspace_runs(self, name: str) -> None:
         self.workspace_materialised_runs = self._histogram(

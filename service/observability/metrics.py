@@ -19,6 +19,7 @@ from antiphon.service.engine.cancellation import CancelCause
 from antiphon.service.errors import Status, refusal_reasons
 from antiphon.service.graphs.runner import EncodeReport
 from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.workspace_by_length import WorkspaceByLength
 from antiphon.service.request import ANSWERED, FinishReason, Priority, Task, Timing
 from antiphon.service.security.reload import Result
 
@@ -44,7 +45,8 @@ class RpcMetrics:
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
         self._handled: dict[tuple[str, str], Counter] = {}
-        self._in_flight = families.rpcs_in_flight
+        self._num_in_flight = 0
+        families.rpcs_in_flight.set_function(lambda: self._num_in_flight)
         for reason in refusal_reasons():
             families.requests_refused.labels("", reason)
 
@@ -56,7 +58,7 @@ class RpcMetrics:
 
     def begun(self) -> None:
         """Note that an RPC is under way."""
-        self._in_flight.inc()
+        self._num_in_flight += 1
 
     def handled(self, method: str, code: str) -> None:
         """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
@@ -64,7 +66,7 @@ class RpcMetrics:
         if child is None:
             child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
         child.inc()
-        self._in_flight.dec()
+        self._num_in_flight -= 1
 
     def refused(self, reason: str) -> None:
         """Count an RPC refused before it was known which model it is for."""
@@ -121,6 +123,7 @@ class Metrics:
         self._families = families
         self._name = model_name
         self._is_removed = False
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # of `_count`, as they are needed
         self._max_measured_bytes = 0
         self._bind_requests(families, model_name)
         self._bind_steps(families, model_name)
@@ -277,10 +280,14 @@ class Metrics:
 
     def _count(self, family: Counter, *labels: str) -> None:
         if not self._is_removed:  # the family would make the label set anew
-            family.labels(self._name, *labels).inc()
+            child = self._children.get((family, labels))
+            if child is None:
+                child = self._children[family, labels] = family.labels(self._name, *labels)
+            child.inc()
 
     def _note_workspace(self, report: EncodeReport) -> None:
         measured, predicted = report.peak_workspace_bytes, report.predicted_fused_bytes
+        self._by_length.note(report)
         self._materialised.set(report.predicted_materialised_bytes)
         self._materialised_runs.observe(report.predicted_materialised_bytes)
         if predicted is not None:
@@ -336,3 +343,4 @@ class Metrics:
         self._fused_runs = families.workspace_fused_runs.labels(name)
         self._measured_runs = families.workspace_measured_runs.labels(name)
         self._quotient_runs = families.workspace_quotient_runs.labels(name)
+        self._by_length = WorkspaceByLength(families, name)

@@ -30,6 +30,7 @@ def full_registry() -> CollectorRegistry:
     metrics.holds(weights=1)
     metrics.predicts_by(MemoryFit(a=1.0, b=1.0, c=1.0, residual=0.0, exponent=2.0, max_len=1, max_rows=1))
     families.set_budget(1)
+    families.set_machine(1)
     families.watch_loop(lambda: 0.0)
     families.certificate_expiry()
     FileMetrics(families)

@@ -20,6 +20,7 @@ from antiphon.service.errors import InvalidArgument, QueueFull, SlowReader, Unav
 from antiphon.service.graphs.runner import EncodeReport
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import CacheUse, Metrics
+from antiphon.service.observability.workspace_by_length import KINDS, LENGTHS
 from antiphon.service.request import FinishReason, Timing
 
 REPORT = EncodeReport(
@@ -82,6 +83,26 @@ def test_metrics_leave_out_a_workspace_that_was_not_measured(scrape: Scrape) -> 
     assert scrape("encoder_workspace_measured_run_bytes_count") == 0
     assert scrape("encoder_workspace_measured_to_predicted_ratio_count") == 0
     assert scrape("encoder_workspace_predicted_materialised_run_bytes_count") == 1
+
+
+def test_metrics_count_workspace_by_length_of_runs_of_one_source(scrape: Scrape) -> None:
+    for length in (32, 33, 64):
+        lone = dataclasses.replace(REPORT, rows=1, num_tokens=length, longest=length)
+        scrape.metrics.encoded(dataclasses.replace(lone, predicted_materialised_bytes=length**2), length)
+    scrape.metrics.encoded(REPORT, 30)  # of three sources: of no one length
+    runs = {length: scrape("encoder_lone_runs_total", source_len=length) for length in LENGTHS}
+    assert {length: count for length, count in runs.items() if count} == {"32": 1, "64": 2}
+    assert scrape("encoder_lone_tokens_total", source_len="64") == 33 + 64
+    kinds = {kind: scrape("encoder_lone_workspace_bytes_total", source_len="64", kind=kind) for kind in KINDS}
+    assert kinds == {"measured": 1800, "predicted_fused": 2000, "predicted_materialised": 33**2 + 64**2}
+
+
+def test_metrics_count_a_length_beyond_every_bound(scrape: Scrape) -> None:
+    unknown = dataclasses.replace(REPORT, rows=1, num_tokens=10_000, longest=10_000, peak_workspace_bytes=None)
+    scrape.metrics.encoded(unknown, 10_000)
+    assert scrape("encoder_lone_runs_total", source_len="+Inf") == 1
+    kinds = [scrape("encoder_lone_workspace_bytes_total", source_len="+Inf", kind=kind) for kind in KINDS]
+    assert kinds == [0, 1000, 4000]
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))
