@@ -114,6 +114,17 @@ exit codes: 0 all well, 1 the client could not keep up, nothing was answered, an
   antiphon models unload fr                 once its running requests have ended
   antiphon models memory                    what each holds of the server's --memory-limit-bytes""",
     ),
+    "health": Subcommand(
+        module="antiphon.health",
+        summary="ask a running server whether it is ready",
+        examples="""\
+  antiphon health                           of the server on 127.0.0.1:50051
+  antiphon health --service liveness        whether its process does its work: also while it loads or drains
+  antiphon health --service antiphon.v1.InferenceService/en-de --target translate:50051
+
+in a container it asks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, as the server there is told them
+exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
+    ),
     "explain": Subcommand(
         module="antiphon.explain",
         extra="train",
@@ -191,6 +202,29 @@ sacreBLEU and chrF; --json for one object a system""",
         examples="""\
   antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it
   antiphon profile --random base --plot memory.png       every lowering of random weights, up to 4,096 tokens""",
+    ),
+    "size": Subcommand(
+        module="antiphon.service.capacity.size",
+        extra="server",
+        summary="size a deployment: memory, cores, cache, replicas",
+        examples="""\
+  antiphon size                             what one replica of the shipped model needs, each term with its formula
+  antiphon size BUNDLE --rate 1000 --load-result load.json --zones 3      and how many carry a rate, a zone lost
+  antiphon size BUNDLE --rate 100 --requests-per-s 250 --cores 4 --source-tokens 64 --target-tokens 64
+  antiphon size --rate 100 --load-result load.json --kustomize deploy/components/cpu/kustomization.yaml
+
+memory is the bundle's own profile (antiphon profile) and what was measured of the server; docs/CAPACITY.md""",
+    ),
+    "simulate": Subcommand(
+        module="antiphon.service.capacity.simulate",
+        extra="server,load",
+        summary="simulate the autoscaler under a day's traffic",
+        examples="""\
+  antiphon simulate --curve deploy/capacity/en-de.json --scaled-object deploy/components/autoscaling/scaledobject.yaml
+  antiphon simulate --curve CURVE --scaled-object FILE --compare --plot day.png       beside other thresholds, and CPU
+  antiphon simulate --curve CURVE --replicas 1 --steady 40 --hours 1      one replica, to compare with antiphon load
+
+what it needs to know of a replica is measured; docs/CAPACITY.md""",
     ),
     "bench": Subcommand(
         module="antiphon.service.bench.command",

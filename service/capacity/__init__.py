@@ -1,0 +1,1 @@
+"""How many replicas, of what size: sizing from measurement, and what the autoscaler makes of a day."""
