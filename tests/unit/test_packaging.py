@@ -1,5 +1,6 @@
 """The promises of the distribution: light imports, one source of build requirements, locks that hold."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ("serve.lock", "test.lock", "faces.lock")
+LOCKS = ("serve.lock", "test.lock", "faces.lock", "build.lock", "image.lock")
 SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client", "uvloop", "torch", "transformers")
 
 
@@ -79,3 +80,23 @@ def test_project_states_build_requirements_and_torch_once_each() -> None:
     (torch,) = [line for line in project["project"]["optional-dependencies"]["train"] if line.startswith("torch")]
     assert torch in (ROOT / "requirements" / "torch.txt").read_text(encoding="utf-8").splitlines()
     assert torch == f"torch=={project['tool']['uv']['dependency-metadata'][0]['version']}"
+
+
+@pytest.mark.parametrize("module", ["antiphon.service.server", "antiphon.model.profile"])
+def test_onnxruntime_keeps_no_identifier_and_reports_nothing(module: str, tmp_path: Path) -> None:
+    # As soon as it is loaded it writes what it reports by below the home directory, where nobody forbids it.
+    code = f"import {module}, onnxruntime; onnxruntime.InferenceSession"
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name] == []
+
+
+def test_onnxruntime_is_imported_in_one_place() -> None:
+    importing = {
+        str(path.relative_to(ROOT))
+        for folder in ("model", "service")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^\s*(import|from) onnxruntime\b", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    }
+    assert importing == {"model/onnx_runtime.py"}
