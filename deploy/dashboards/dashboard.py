@@ -1,0 +1,101 @@
+"""The whole dashboard: rows in the order in which somebody who was woken up reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grafana_foundation_sdk.builders import dashboard as built
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard
+
+from deploy.dashboards import engine, glance, latency, memory, traffic
+from deploy.dashboards.queries import of_process
+from deploy.dashboards.shapes import SOURCE
+
+# Kustomize reads no file outside of its folder.
+TARGET = Path(__file__).parents[1] / "components" / "monitoring" / "antiphon-dashboard.json"
+ROWS = {
+    "At a glance": glance.panels,
+    "Traffic": traffic.panels,
+    "Latency": latency.panels,
+    "Queue and engine": engine.panels,
+    "Cache": memory.cache_panels,
+    "Attention workspace: T or T²?": memory.workspace_panels,
+    "Memory and machine": memory.process_panels,
+}
+
+
+def rendered() -> str:
+    """The dashboard as Grafana imports it: JSON."""
+    body = json.loads(json.dumps(_dashboard(), cls=JSONEncoder))
+    body["annotations"] = {"list": [_starts()]}
+    return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+
+
+def _dashboard() -> dashboard.Dashboard:
+    page = (
+        built.Dashboard("Antiphon")
+        .uid("antiphon")
+        .description("Traffic, latency, queue, cache and memory of Antiphon servers. docs/DASHBOARD.md explains it.")
+        .tags(["antiphon", "inference"])
+        .refresh("10s")
+        .time("now-30m", "now")
+        .timezone("browser")
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .variables(_variables())
+        .link(_link("Runbook", "RUNBOOK.md"))
+        .link(_link("This dashboard", "DASHBOARD.md"))
+    )
+    number = 0
+    for title, panels in ROWS.items():
+        page = page.with_row(built.Row(title).id(number := number + 1))
+        for panel in panels():
+            page = page.with_panel(panel.id(number := number + 1))
+    return page.build()
+
+
+def _variables() -> list[Builder[dashboard.VariableModel]]:
+    model = 'label_values(antiphon_model_info{job=~"$job", instance=~"$instance"}, model_name)'
+    docs = "Where this repository's docs/ is published: links to the runbook begin with it."
+    return [
+        built.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        _values("job", "Job", "label_values(antiphon_build_info, job)").current(_choice("antiphon")),
+        _values("instance", "Replica", 'label_values(antiphon_build_info{job=~"$job"}, instance)'),
+        _values("model", "Model", model),
+        built.TextBoxVariable("docs").label("Docs").description(docs).default_value("docs"),
+    ]
+
+
+def _values(name: str, label: str, query: str) -> built.QueryVariable:
+    """A variable of what a label has for values now, some or all; at first, all."""
+    variable = built.QueryVariable(name).label(label).datasource(SOURCE).query({"query": query, "refId": name})
+    variable = variable.refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED).multi(True).include_all(True)
+    variable = variable.all_value(".*").sort(dashboard.VariableSort.ALPHABETICAL_ASC)
+    return variable.current(_choice("All", "$__all"))
+
+
+def _choice(text: str, value: str | None = None) -> dashboard.VariableOption:
+    return dashboard.VariableOption(selected=True, text=[text], value=[value or text])
+
+
+def _link(title: str, page: str) -> built.DashboardLink:
+    link = built.DashboardLink(title).type(dashboard.DashboardLinkType.LINK).icon("doc").target_blank(True)
+    return link.url(f"${{docs}}/{page}")
+
+
+def _starts() -> dict[str, Any]:
+    """Marks when a replica started: a deploy, or a crash. The package has no field for a value that is a time."""
+    return {
+        "name": "Starts",
+        "datasource": SOURCE.to_json(),
+        "enable": True,
+        "iconColor": "blue",
+        "expr": f"{of_process('process_start_time_seconds')} * 1000",
+        "useValueForTime": True,
+        "step": "60s",
+        "titleFormat": "Started",
+        "textFormat": "{{instance}} {{pod}}",
+    }

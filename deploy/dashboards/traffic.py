@@ -1,0 +1,100 @@
+"""What comes in, and what becomes of it."""
+
+from __future__ import annotations
+
+from deploy.dashboards.queries import of_model, of_process, rate, rising, total
+from deploy.dashboards.shapes import About, Panel, lines
+
+
+def panels() -> list[Panel]:
+    """Requests by outcome and kind, tokens, and why requests are not answered."""
+    return [*_requests(), *_losses(), *_calls()]
+
+
+OUTCOME = About(
+    title="Requests by outcome",
+    text="What became of requests. Good: all answered. Refusals of QUEUE_FULL with waiting requests are overload.",
+    unit="reqps",
+    width=12,
+    runbook="AntiphonAvailabilityBudgetFast",
+)
+TOKENS = About(
+    title="Tokens",
+    text="Work of encoder (source) and decoder (target). Padding is waste; native graphs have none.",
+    unit="short",
+    width=12,
+)
+
+
+def _requests() -> list[Panel]:
+    outcomes = {
+        "answered": "request_success_total",
+        "refused": "requests_refused_total",
+        "cancelled": "cancellations_total",
+        "deadline missed": "deadline_misses_total",
+        "failed": "request_errors_total",
+    }
+    kinds = {"source": "prompt_tokens_total", "target": "generation_tokens_total", "padding": "padding_tokens_total"}
+    return [
+        lines(OUTCOME, {legend: total(rate(of_model(name))) for legend, name in outcomes.items()}, is_stacked=True),
+        lines(TOKENS, {legend: total(rate(of_model(name))) for legend, name in kinds.items()}),
+    ]
+
+
+REFUSED = About(
+    title="Refusals by reason",
+    text="Why calls are not taken up. QUEUE_FULL and the like: overload. INVALID_FIELD: a client's mistake.",
+    unit="reqps",
+    runbook="AntiphonRefusing",
+)
+CANCELLED = About(
+    title="Cancellations",
+    text="By cause and stage. client, waiting: people give up; slow_reader: a client or its network is stuck.",
+    unit="reqps",
+    runbook="AntiphonSlowReaders",
+)
+LATE = About(
+    title="Deadline misses",
+    text="By stage. submit: asked for too late; waiting: too much load; running: deadlines too short. Good: none.",
+    unit="reqps",
+    runbook="AntiphonQueueWaitHigh",
+)
+
+
+def _losses() -> list[Panel]:
+    return [
+        lines(REFUSED, {"{{reason}}": _by("reason", "requests_refused_total")}),
+        lines(CANCELLED, {"{{cause}}, {{stage}}": _by("cause, stage", "cancellations_total")}),
+        lines(LATE, {"{{stage}}": _by("stage", "deadline_misses_total")}),
+    ]
+
+
+ASKED = About(
+    title="Requests by task and priority",
+    text="What is asked for. Interactive ones go first when the queue grows.",
+    unit="reqps",
+)
+ENDED = About(
+    title="Ends of answers",
+    text="How outputs ended. Good: nearly all stop; a rise of length means answers that are cut off.",
+    unit="reqps",
+)
+CODES = About(
+    title="RPCs by status",
+    text="Every RPC of every service. INTERNAL and UNKNOWN are faults of the server: read its log.",
+    unit="reqps",
+    runbook="AntiphonErrors",
+)
+
+
+def _calls() -> list[Panel]:
+    handled = total(rate(of_process("antiphon_grpc_server_handled_total")), "code")
+    return [
+        lines(ASKED, {"{{task}}, {{priority}}": _by("task, priority", "requests_submitted_total")}),
+        lines(ENDED, {"{{finished_reason}}": _by("finished_reason", "request_success_total")}),
+        lines(CODES, {"{{code}}": rising(handled)}),
+    ]
+
+
+def _by(labels: str, name: str) -> str:
+    return rising(total(rate(of_model(name)), labels))

@@ -1,0 +1,190 @@
+"""Server, Prometheus and Alertmanager on loopback, without containers: what `make watch` runs.
+
+    .venv/bin/python deploy/laptop/watch.py [--prometheus-port N] [--alertmanager-port N] [--data DIR] [SERVE OPTIONS]
+
+What is not known here goes to `antiphon serve`. Ctrl-C ends them all, the server first, which drains.
+Needs Prometheus, of your system's packages; goes without Alertmanager where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+LAPTOP = Path(__file__).parent
+ALERTS = LAPTOP.parent / "alerts"
+# Where `make deploy-tools` unpacks packages, for those who may not install them.
+UNPACKED = [LAPTOP.parents[1] / "build" / "deploy-tools" / "usr" / name for name in ("bin", "sbin")]
+PATIENCE_S = 60
+READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on http://(?P<metrics>[^/\s]+)/metrics")
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
+
+
+class CannotWatch(Exception):
+    """A program is missing, or does not start; the message says which."""
+
+
+def main() -> int:
+    """Run until Ctrl-C, or until one of them ends; exit code 0 or 1."""
+    parser = argparse.ArgumentParser(prog="make watch", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prometheus-port", type=_port, default=9091, metavar="N")
+    parser.add_argument("--alertmanager-port", type=_port, default=9093, metavar="N")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="keep what was measured (default: forget it)")
+    options, serve = parser.parse_known_args()
+    stop = threading.Event()
+    for number in STOPPED_BY:
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        with tempfile.TemporaryDirectory(prefix="antiphon-watch-") as scratch:
+            return _watch(options, serve, Path(scratch), stop)
+    except CannotWatch as error:
+        print(f"watch: {error}", file=sys.stderr)
+        return 1
+
+
+def _watch(options: argparse.Namespace, serve: Sequence[str], scratch: Path, stop: threading.Event) -> int:
+    data = options.data or scratch / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    prometheus = _program("prometheus")
+    if prometheus is None:
+        raise CannotWatch("prometheus is not on this machine: install your system's package (Debian: prometheus)")
+    alertmanager = _program("alertmanager", "prometheus-alertmanager")
+    watcher = f"127.0.0.1:{options.alertmanager_port}" if alertmanager else None
+    children: dict[str, subprocess.Popen[str]] = {}
+    with _stopped_in_reverse(children):
+        # Begun first, ended last: what the server still does while it drains is seen.
+        if alertmanager and watcher:
+            children["alertmanager"] = start(_alertmanager_command(alertmanager, data / "alertmanager", watcher))
+        write_config(scratch, alertmanager=watcher)
+        url = f"127.0.0.1:{options.prometheus_port}"
+        children["prometheus"] = start(prometheus_command(prometheus, scratch, data / "prometheus", url))
+        children["server"] = start([sys.executable, "-m", "antiphon.cli", "serve", *serve], is_heard=True)
+        wait_ready(f"http://{url}/-/ready", children["prometheus"])
+        if watcher:
+            wait_ready(f"http://{watcher}/-/ready", children["alertmanager"])
+        target, metrics = _heard_ready(children["server"])
+        name_servers(scratch, [metrics])
+        _print_urls(target, metrics, url, watcher)
+        return _wait(children, stop)
+
+
+def write_config(folder: Path, *, alertmanager: str | None, interval: str | None = None) -> None:
+    """Lay out what Prometheus reads. interval: between scrapes, instead of the shipped file's. Adds no server."""
+    text = (LAPTOP / "prometheus.yaml").read_text(encoding="utf-8")
+    if interval is not None:
+        text = re.sub(r"_interval: \S+", f"_interval: {interval}", text)
+    (folder / "prometheus.yaml").write_text(text, encoding="utf-8")
+    shutil.copytree(ALERTS / "rules", folder / "rules")
+    _write_targets(folder / "alertmanagers.yaml", [alertmanager] if alertmanager else [])
+    name_servers(folder, [])
+
+
+def name_servers(folder: Path, addresses: Sequence[str]) -> None:
+    """Tell Prometheus where metrics are; it reads the file again by itself."""
+    _write_targets(folder / "servers.yaml", addresses)
+
+
+def prometheus_command(program: Path, folder: Path, data: Path, address: str) -> list[str]:
+    """How to run Prometheus with the configuration of a folder."""
+    config = f"--config.file={folder / 'prometheus.yaml'}"
+    return [str(program), config, f"--storage.tsdb.path={data}", f"--web.listen-address={address}", "--log.level=warn"]
+
+
+def _alertmanager_command(program: Path, data: Path, address: str) -> list[str]:
+    config, storage = f"--config.file={ALERTS / 'alertmanager.yaml'}", f"--storage.path={data}"
+    # One of its kind: no cluster, and no port for it.
+    alone = "--cluster.listen-address="
+    return [str(program), config, storage, alone, f"--web.listen-address={address}", "--log.level=warn"]
+
+
+def start(command: Sequence[str], *, is_heard: bool = False) -> subprocess.Popen[str]:
+    """Start a program out of Ctrl-C's reach: it is this one that ends it. is_heard: its output comes here by a pipe."""
+    output = subprocess.PIPE if is_heard else None
+    return subprocess.Popen(command, stdout=output, text=True, start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
+    """Wait until a page is answered. Raises CannotWatch where the process ends, or a minute is over, before."""
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise CannotWatch(f"what should answer {url} ended with {process.returncode}; what it said is above")
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise CannotWatch(f"{url} did not answer within {PATIENCE_S} s")
+
+
+def _port(text: str) -> int:
+    """A port as an option; raises ArgumentTypeError where it is none."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; it must be 1 to 65535")
+    return int(text)
+
+
+def _write_targets(path: Path, addresses: Sequence[str]) -> None:
+    """Replace a list as a whole: Prometheus may read it at any moment."""
+    fresh = path.with_suffix(".new")
+    listed = ", ".join(f'"{address}"' for address in addresses)
+    fresh.write_text(f"- targets: [{listed}]\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def _program(*names: str) -> Path | None:
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, UNPACKED)])
+    return next((Path(found) for name in names if (found := shutil.which(name, path=places))), None)
+
+
+def _heard_ready(server: subprocess.Popen[str]) -> tuple[str, str]:
+    """The addresses of calls and of metrics, from the line that the server prints when it is ready."""
+    assert server.stdout is not None
+    match = READY.search(server.stdout.readline())
+    if match is None:
+        raise CannotWatch(f"the server ended with {server.wait()} before it was ready")
+    return match["target"], match["metrics"]
+
+
+def _print_urls(target: str, metrics: str, prometheus: str, alertmanager: str | None) -> None:
+    print(f"server        {target}   (antiphon generate --target {target} 'Good morning.')")
+    print(f"metrics       http://{metrics}/metrics")
+    print(f"prometheus    http://{prometheus}")
+    print(f"alertmanager  {f'http://{alertmanager}' if alertmanager else 'not on this machine'}")
+    print("dashboard     deploy/components/monitoring/antiphon-dashboard.json, imported into any Grafana")
+    print("Ctrl-C ends all of them.", flush=True)
+
+
+def _wait(children: dict[str, subprocess.Popen[str]], stop: threading.Event) -> int:
+    while not stop.wait(0.2):
+        for name, child in children.items():
+            if child.poll() is not None:
+                raise CannotWatch(f"{name} ended with {child.returncode}")
+    return 0
+
+
+@contextmanager
+def _stopped_in_reverse(children: dict[str, subprocess.Popen[str]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for child in reversed(children.values()):
+            child.terminate()
+            child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Rules in less time: the same expressions, with every duration divided by one number.
+
+An alert that looks back over 5 minutes and waits for 5 more is not proved by a real fault in a test of seconds. So what
+is run is the shipped file after one change that can be read here: each `for`, each range in square brackets and each
+interval is divided by `scale`. Thresholds, metrics and labels stay; names of recordings keep their `5m`. That the
+durations themselves are right is what promtool's tests of the unchanged rules show (tests/deploy/rules).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.tools import ROOT
+
+ALERTS = ROOT / "deploy" / "alerts"
+RULES = ALERTS / "rules"
+_UNITS_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_RANGE = re.compile(r"\[(\w+)\]")
+_DURATIONS = {"for", "interval", "group_wait", "group_interval", "repeat_interval"}
+
+
+def scaled(duration: str, scale: float) -> str:
+    """A duration such as 5m, divided; at least a millisecond."""
+    number, unit = re.fullmatch(r"(\d+)(ms|[smhd])", duration).groups()  # type: ignore[union-attr]
+    return f"{max(1, round(int(number) * _UNITS_MS[unit] / scale))}ms"
+
+
+def scaled_rules(scale: float) -> dict[str, Any]:
+    """Every group of deploy/alerts/rules in one document, in 1 / scale of the time."""
+    groups = [group for path in sorted(RULES.glob("*.yaml")) for group in read_yaml(path)["groups"]]
+
+    def shorten(key: str, value: str) -> str:
+        if key == "expr":
+            return _RANGE.sub(lambda match: f"[{scaled(match[1], scale)}]", value)
+        return scaled(value, scale) if key in _DURATIONS else value
+
+    return {"groups": _mapped(groups, shorten)}
+
+
+def alerts() -> list[dict[str, Any]]:
+    """Every alert as the rules have it, durations unchanged."""
+    groups = [group for path in sorted(RULES.glob("*.yaml")) for group in read_yaml(path)["groups"]]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def alert_names() -> set[str]:
+    """What the alerts are called."""
+    return {rule["alert"] for rule in alerts()}
+
+
+def scaled_alertmanager(scale: float, webhook: str) -> dict[str, Any]:
+    """deploy/alerts/alertmanager.yaml in 1 / scale of the time, with somewhere to send to."""
+    config = _mapped(
+        read_yaml(ALERTS / "alertmanager.yaml"),
+        lambda key, value: scaled(value, scale) if key in _DURATIONS else value,
+    )
+    config["receivers"][0]["webhook_configs"] = [{"url": webhook, "send_resolved": True}]
+    return dict(config)
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file of YAML holds."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _mapped(node: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """A document with every text changed, by the key it stands under."""
+    if isinstance(node, dict):
+        return {name: _mapped(value, change, name) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_mapped(value, change, key) for value in node]
+    return change(key, node) if isinstance(node, str) else node

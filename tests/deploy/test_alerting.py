@@ -1,0 +1,32 @@
+"""Alerts fire and resolve through a real Alertmanager, for faults that are really caused: those that are quick.
+
+All of them: `make alerts-check`, whose output is docs/alerts-check.txt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.faults import killed, stuck
+from tests.deploy.proof import Fault, prove
+from tests.deploy.watching import Watch, watching
+
+# Five minutes in two and a half seconds: the shortest that four scrapes fit the shortest range of, 2 minutes.
+SCALE = 120
+
+
+@pytest.fixture(scope="module")
+def watch() -> Iterator[Watch]:
+    with watching(SCALE, scrape_ms=250) as watch:
+        yield watch
+        assert watch.rule_errors() == []
+
+
+@pytest.mark.parametrize("fault", [killed, stuck], ids=lambda fault: fault.name)
+def test_alerts_fire_for_a_fault_and_resolve_with_its_cure(fault: Fault, watch: Watch, tmp_path: Path) -> None:
+    proofs = prove(fault, watch, tmp_path)
+    assert {proof.alert for proof in proofs} == {*fault.alerts}
+    assert all("<" not in proof.description for proof in proofs)  # <no value>, <error expanding template ...>

@@ -1,0 +1,98 @@
+"""Replicas behind the client's round robin, Envoy and nginx, as deploy/balancing/ and docs/BALANCING.md set them up.
+
+Answers are held to those of each replica asked directly, at every call. Real servers, real balancers, plain clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.balancers import NAMES, Balancer, balancer
+from tests.deploy.calls import Traffic, expected_answers, traffic_through
+from tests.deploy.replicas import Replicas
+
+NUM_REPLICAS = [int(number) for number in os.environ.get("ANTIPHON_BALANCING_REPLICAS", "2").split(",")]
+NUM_CALLS = int(os.environ.get("ANTIPHON_BALANCING_CALLS", "200"))
+NUM_ROUNDS = int(os.environ.get("ANTIPHON_BALANCING_ROUNDS", "1"))
+AT_ONCE = 12
+# No replica gets less than so much of an even share: two random choices are not exact, nor are clients that begin.
+LEAST_SHARE = 0.7
+
+# Above Envoy's interval of health checks, their jitter and an answer: see deploy/balancing/envoy.yaml.
+DRAIN_DELAY_S = "2.5"
+
+
+@pytest.fixture(scope="module", params=NUM_REPLICAS, ids=lambda count: f"{count} replicas")
+def replicas(request: pytest.FixtureRequest) -> Iterator[Replicas]:
+    with Replicas(request.param, ["--drain-delay-s", DRAIN_DELAY_S]) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_calls_are_spread_evenly(replicas: Replicas, name: str) -> None:
+    expected = await expected_answers(replicas.ports)
+    with balancer(name, replicas.ports) as through:
+        async with traffic_through(through, expected, AT_ONCE) as traffic:
+            await _all_answering(replicas)
+            before = replicas.num_answered()
+            await traffic.come_to(NUM_CALLS)
+            answered = [after - earlier for after, earlier in zip(replicas.num_answered(), before, strict=True)]
+    assert (traffic.lost, traffic.broken_off) == ([], [])
+    assert min(answered) >= LEAST_SHARE * sum(answered) / len(answered), answered
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_no_call_is_lost_in_a_rolling_restart(replicas: Replicas, name: str) -> None:
+    """The client retries nothing that a server has seen."""
+    expected = await expected_answers(replicas.ports)
+    with balancer(name, replicas.ports) as through:
+        async with traffic_through(through, expected, AT_ONCE) as traffic:
+            await _all_answering(replicas)
+            for _ in range(NUM_ROUNDS):
+                for index in range(len(replicas.ports)):
+                    assert await asyncio.to_thread(_restart, replicas, through, index) == 0
+    assert (traffic.lost, traffic.broken_off) == ([], [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_only_streams_that_have_begun_are_lost_when_a_replica_is_killed(replicas: Replicas, name: str) -> None:
+    expected = await expected_answers(replicas.ports)
+    with balancer(name, replicas.ports) as through:
+        async with traffic_through(through, expected, AT_ONCE, through.retrying) as traffic:
+            await _all_answering(replicas)
+            for index in range(NUM_ROUNDS):
+                await _lose(replicas, index % len(replicas.ports), traffic)
+    assert [outcome for outcome in traffic.lost if not outcome.is_stream] == []
+    # Headers that hold nothing do not show: a few may have been between them and their first messages.
+    assert len(traffic.lost) <= AT_ONCE // 4 * NUM_ROUNDS, traffic.lost
+    assert len(traffic.broken_off) <= AT_ONCE * NUM_ROUNDS
+    assert {outcome.code for outcome in traffic.broken_off} <= {through.broken_off_with}
+
+
+async def _all_answering(replicas: Replicas) -> None:
+    """Return when calls reach every replica: a connection that is not there yet gets none."""
+    indices = range(len(replicas.ports))
+    await asyncio.gather(*(asyncio.to_thread(replicas.wait_until_answering, index) for index in indices))
+
+
+def _restart(replicas: Replicas, through: Balancer, index: int) -> int:
+    """Take one out, end it as an orchestrator does, start another in its place; the exit code of the first."""
+    through.take_out(index)
+    code = replicas.leave(index)
+    replicas.restart(index)
+    through.put_back(index)
+    replicas.wait_until_answering(index)
+    return code
+
+
+async def _lose(replicas: Replicas, index: int, traffic: Traffic) -> None:
+    """Kill one at work; traffic goes on without it, and reaches the one that comes in its place."""
+    await asyncio.to_thread(replicas.wait_until_busy, index)
+    replicas.kill(index)
+    await traffic.come_to(NUM_CALLS)
+    await asyncio.to_thread(replicas.restart, index)
+    await asyncio.to_thread(replicas.wait_until_answering, index)

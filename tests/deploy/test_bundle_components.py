@@ -1,0 +1,114 @@
+"""Bundles from elsewhere: each component renders on the base, and changes what it should and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.image_check import kube
+from tests.deploy.tools import ROOT, tool
+
+COMPONENTS = ("bundle-pvc", "bundle-s3", "bundle-image")
+Objects = dict[tuple[str, str], Any]
+
+
+def rendered(component: str, folder: Path) -> Objects:
+    kubectl = tool("kubectl", "its kustomize renders deploy/: install kubectl")
+    return by_name(kube.rendered_with(kubectl, component, folder))
+
+
+def base() -> Objects:
+    kubectl = tool("kubectl", "its kustomize renders deploy/: install kubectl")
+    return by_name(kube.rendered(kubectl, ROOT / "deploy" / "base"))
+
+
+def by_name(objects: list[Any]) -> Objects:
+    """Objects by kind and name, without the hash that a ConfigMap's name ends with."""
+    named = {}
+    for thing in objects:
+        name = thing["metadata"]["name"]
+        named[thing["kind"], name.rpartition("-")[0] if thing["kind"] == "ConfigMap" else name] = thing
+    return named
+
+
+def pod_of(objects: Objects) -> dict[str, Any]:
+    pod: dict[str, Any] = objects["Deployment", "antiphon"]["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_component_tells_the_server_where_its_bundle_is_mounted(component: str, tmp_path: Path) -> None:
+    objects = rendered(component, tmp_path)
+    path = objects["ConfigMap", "antiphon"]["data"]["ANTIPHON_BUNDLE"]
+    (server,) = pod_of(objects)["containers"]
+    (mount,) = server["volumeMounts"]
+    assert (mount["mountPath"], mount["readOnly"]) == (path, True)
+    (volume,) = pod_of(objects)["volumes"]
+    assert volume["name"] == mount["name"]
+    settings = server["envFrom"][0]["configMapRef"]["name"]
+    assert settings == objects["ConfigMap", "antiphon"]["metadata"]["name"]
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_component_leaves_everything_else_of_the_base_alone(component: str, tmp_path: Path) -> None:
+    changed, plain = rendered(component, tmp_path), base()
+    for objects in (changed, plain):
+        objects["ConfigMap", "antiphon"]["data"].pop("ANTIPHON_BUNDLE", None)
+        objects["ConfigMap", "antiphon"]["metadata"].pop("name")
+        (server,) = pod_of(objects)["containers"]
+        server["envFrom"][0]["configMapRef"].pop("name")
+        server.pop("volumeMounts", None)
+        for kind in ("requests", "limits"):
+            server["resources"][kind].pop("ephemeral-storage")
+        # Where it says why a check of checkov is not met.
+        objects["Deployment", "antiphon"]["metadata"].pop("annotations")
+        pod_of(objects).pop("volumes", None)
+        pod_of(objects).pop("initContainers", None)
+    assert {key: changed[key] for key in plain} == plain
+
+
+@pytest.mark.parametrize("component", ["bundle-s3", "bundle-image"])
+def test_init_container_is_as_restricted_as_the_server_and_asks_for_no_more(component: str, tmp_path: Path) -> None:
+    pod = pod_of(rendered(component, tmp_path))
+    (server,), (copier,) = pod["containers"], pod["initContainers"]
+    assert copier["securityContext"] == server["securityContext"]
+    assert copier["resources"]["requests"] == copier["resources"]["limits"]
+    (volume,) = pod["volumes"]
+    assert volume["emptyDir"]["sizeLimit"] == copier["resources"]["limits"]["ephemeral-storage"]
+    assert server["resources"]["limits"]["ephemeral-storage"] == volume["emptyDir"]["sizeLimit"]
+    assert [mount["name"] for mount in copier["volumeMounts"]] == [volume["name"]]
+    tag = copier["image"].rpartition(":")[2]
+    assert tag[0].isdigit(), f"{copier['image']} is not pinned"
+
+
+def test_s3_component_lets_the_pods_reach_names_and_https_and_asks_for_a_secret(tmp_path: Path) -> None:
+    objects = rendered("bundle-s3", tmp_path)
+    policy = objects["NetworkPolicy", "antiphon-bundle-s3"]["spec"]
+    labels = objects["Deployment", "antiphon"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["policyTypes"] == ["Egress"]
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 443}
+    (copier,) = pod_of(objects)["initContainers"]
+    wanted = {entry["valueFrom"]["secretKeyRef"]["key"] for entry in copier["env"] if "valueFrom" in entry}
+    assert wanted == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    where = objects["ConfigMap", "antiphon-bundle-s3"]
+    assert copier["envFrom"] == [{"configMapRef": {"name": where["metadata"]["name"]}}]
+    assert where["data"]["RCLONE_CONFIG_BUNDLE_REMOTE"].startswith("storage:")
+    assert copier["args"][-2:] == ["bundle:", copier["volumeMounts"][0]["mountPath"]]
+
+
+def test_playable_keeps_the_pod_as_it_is_rendered() -> None:
+    objects = list(base().values())
+    before = copy.deepcopy(objects)
+    played = by_name(list(yaml.safe_load_all(kube.playable(copy.deepcopy(objects)))))
+    assert {kind for kind, _ in played} == {"Deployment", "ConfigMap"}
+    pod = pod_of(by_name(before))
+    pod["containers"][0]["image"] = f"localhost/{pod['containers'][0]['image']}"
+    del pod["containers"][0]["ports"]
+    pod["restartPolicy"] = "Never"
+    assert json.dumps(pod_of(played), sort_keys=True) == json.dumps(pod, sort_keys=True)

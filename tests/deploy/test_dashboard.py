@@ -1,0 +1,102 @@
+"""The dashboard is what its program makes, says what it shows, and leaves no metric out without a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.dashboards.dashboard import rendered
+from tests.deploy.dashboard import FILE, committed, expressions, panels
+from tests.deploy.scraping import PACKAGE
+from tests.deploy.tools import ROOT, tool
+from tests.unit.test_metric_docs import documented
+
+RULES = ROOT / "deploy" / "alerts" / "rules"
+# Neither on the dashboard nor in a rule.
+ABSENT = {
+    **dict.fromkeys(
+        (
+            "antiphon_encoder_workspace_measured_bytes",
+            "antiphon_encoder_workspace_predicted_fused_bytes",
+            "antiphon_encoder_workspace_predicted_materialised_bytes",
+            "antiphon_encoder_workspace_residual_bytes",
+        ),
+        "of the last run alone, whichever that was; the dashboard has what counts every run",
+    ),
+    "antiphon_encoder_workspace_fit_coefficient": "a constant of the bundle; its predictions are shown",
+    "antiphon_encoder_workspace_fit_residual_ratio": "a constant of the bundle; what holds now is shown",
+    "antiphon_spans_exported_total": "those that are lost are shown",
+}
+
+
+def test_dashboard_is_what_its_program_makes() -> None:
+    assert FILE.read_text(encoding="utf-8") == rendered(), "run python -m deploy.dashboards"
+
+
+def test_dashboard_fits_a_config_map_that_is_applied() -> None:
+    # kubectl apply keeps the object in an annotation, and annotations hold 256 KiB.
+    assert len(json.dumps(FILE.read_text(encoding="utf-8"))) < 250_000
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_panels_say_what_they_show_and_in_which_unit(panel: dict[str, Any]) -> None:
+    assert len(panel["description"]) > 30
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"]["uid"] == "${datasource}"
+    assert panel["targets"]
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in committed()["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in committed()["panels"]}) == len(committed()["panels"])
+
+
+def test_links_lead_to_alerts_that_there_are() -> None:
+    rules = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in RULES.glob("*.yaml")]
+    alerts = {
+        rule["alert"].lower()
+        for file in rules
+        for group in file["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    linked = {link["url"].partition("#")[2] for panel in panels() for link in panel.get("links", ())}
+    assert linked
+    assert linked <= alerts
+
+
+def test_every_metric_is_on_the_dashboard_or_in_a_rule_or_absent_for_a_reason() -> None:
+    rules = "".join(path.read_text(encoding="utf-8") for path in RULES.glob("*.yaml"))
+    used = set(re.findall(r"\bantiphon_\w+", rules + "".join(one.text for one in expressions())))
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
+    assert set(documented()) - shown == set(ABSENT)
+
+
+def test_failures_are_those_that_rules_count() -> None:
+    rules = (RULES / "recording.yaml").read_text(encoding="utf-8")
+    (failed,) = (one.text for one in expressions() if one.place.startswith("Failed"))
+    reasons = set(re.findall(r'reason=~"([^"]*)"', failed))
+    assert len(reasons) == 1
+    assert reasons <= set(re.findall(r'reason=~"([^"]*)"', rules))
+
+
+def test_expressions_are_valid(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:number_{index}", "expr": one.text} for index, one in enumerate(expressions())]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}), encoding="utf-8")
+    checked = subprocess.run(
+        [tool("promtool", PACKAGE), "check", "rules", path], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -1,0 +1,89 @@
+"""The image's recipe: linted, complete, and nothing unlocked in it. What it builds is `make image-check`'s to try."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+from tests.deploy.tools import ROOT, tool
+
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+
+
+def instructions() -> list[str]:
+    """Every instruction on one line, without comments."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    return [re.sub(r"\s+", " ", line) for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def stages() -> dict[str, list[str]]:
+    """Instructions by stage; FROM comes first. The last stage is called "" where it has no name."""
+    found: dict[str, list[str]] = {}
+    for line in instructions():
+        if line.startswith("FROM "):
+            name = line.partition(" AS ")[2]
+            found[name] = []
+        if found:
+            found[name].append(line)
+    return found
+
+
+def test_dockerfile_is_clean_for_hadolint() -> None:
+    hadolint = tool("hadolint", "make deploy-tools installs it")
+    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_dockerfile_installs_nothing_of_a_registry_that_no_lock_names() -> None:
+    installs = [line for line in instructions() if re.search(r"\bpip\b.* install ", line)]
+    assert len(installs) >= 4
+    for line in installs:
+        assert "--no-deps" in line
+        assert re.search(r"--require-hashes -r requirements/(build|image|image-cuda)\.lock|--no-index", line), line
+
+
+def test_dockerfile_keeps_images_that_nothing_was_run_in_as_root() -> None:
+    found = stages()
+    for name in ("cpu", "cuda"):
+        first, *rest = found[name]
+        assert first == f"FROM runtime AS {name}"
+        assert {line.split()[0] for line in rest} <= {"COPY", "ARG", "LABEL", "ENV"}
+        assert not any("--from=build" in line or "--from=wheel" in line for line in rest)
+    runtime = found["runtime"]
+    assert [line for line in runtime if line.startswith("USER ")] == ["USER 10001:10001"]
+    assert runtime.index("USER 10001:10001") > max(i for i, line in enumerate(runtime) if line.startswith("RUN "))
+    assert found["bundle"][0] == "FROM scratch AS bundle"
+    assert "USER 10001:10001" in found["bundle"]
+
+
+def test_dockerfile_builds_the_cpu_image_where_no_target_is_named() -> None:
+    assert list(stages().items())[-1] == ("", ["FROM cpu"])
+
+
+def test_dockerignore_lets_in_what_is_copied_and_nothing_that_is_built_in_a_checkout() -> None:
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert patterns[0] == "*"
+    allowed = [line.removeprefix("!") for line in patterns if line.startswith("!")]
+    copied = {
+        source
+        for line in instructions()
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert any(Path(source).match(pattern) or source.startswith(f"{pattern}/") for pattern in allowed), source
+    built = {"**/*.so", "**/*_pb2.py", "**/__pycache__", "protos/antiphon/model", "protos/antiphon/service"}
+    assert built <= set(patterns)
+
+
+def test_make_image_names_the_image_by_the_version_of_the_package() -> None:
+    make = tool("make", "install make")
+    done = subprocess.run(
+        [make, "--dry-run", "image", "BUILDER=docker"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"--tag antiphon:{version} " in done.stdout
+    assert f"--build-arg VERSION={version} " in done.stdout

@@ -1,0 +1,39 @@
+"""The memory limit that `antiphon size` prints, held against the real server: enough, and not much too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+
+import pytest
+
+from antiphon.cli import main
+from antiphon.service.capacity.size_report import SCRAPE_BYTES, SCRAPE_SAMPLES
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.deploy.full_server import MIB, fill, peak_bytes
+from tests.integration.process import PATIENCE_S, ServerProcess
+
+# One client may fill three quarters of the queue.
+WAITING = 700
+
+
+def test_printed_limit_holds_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 rows of the longest sources, a full cache, a long queue, judged targets: below the limit, above half of it."""
+    assert main(["size", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    flags = [
+        word for name, value in printed["settings"].items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    with ServerProcess(SHIPPED_BUNDLE, [*flags, "--access-log", "none"]) as server:
+        rows = printed["settings"]["max_num_seqs"]
+        asyncio.run(fill(server, rows=rows, waiting=WAITING, source_len=256, target_len=256))
+        peak, limit = peak_bytes(server), printed["memory_limit_bytes"]
+        with urllib.request.urlopen(server.metrics_url, timeout=PATIENCE_S) as response:
+            scrape = response.read()
+    said = f"peak {peak / MIB:.0f} MiB of {limit / MIB:.0f}"
+    assert peak <= limit, said
+    assert limit <= 2 * peak, said
+    num_samples = sum(1 for line in scrape.splitlines() if not line.startswith(b"#"))
+    assert num_samples == pytest.approx(SCRAPE_SAMPLES, rel=0.2)
+    assert len(scrape) == pytest.approx(SCRAPE_BYTES, rel=0.2)

@@ -1,0 +1,60 @@
+"""docs/deploy.md: the folder that a reader is told to write, with what `antiphon size` writes into it, renders."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import yaml
+
+from antiphon.cli import main
+from tests.deploy.manifests import DEPLOY, Manifest, kustomize, load, of_kind, pods, settings
+
+GUIDE = DEPLOY.parent / "docs" / "deploy.md"
+BLOCK = re.compile(r"```yaml\n(.*?)```", re.S)
+
+
+def told() -> dict[str, list[str]]:
+    """The kustomization of the guide, with the components that its later steps add."""
+    first, *later = [yaml.safe_load(text) for text in BLOCK.findall(GUIDE.read_text(encoding="utf-8"))]
+    assert isinstance(first, dict)
+    first["components"] += [line for more in later for line in more]
+    return first
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
+    """All that the guide deploys, with this checkout where it says `../antiphon`."""
+    folder = tmp_path_factory.mktemp("opus").resolve()
+    (folder / "size").mkdir()
+    sizing = ("size", "--rate", "100", "--requests-per-s", "200", "--cores", "4")
+    assert main([*sizing, "--kustomize", str(folder / "size" / "kustomization.yaml")]) == 0
+    text = yaml.safe_dump(told()).replace("../antiphon/deploy", os.path.relpath(DEPLOY, folder))
+    (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
+    return load(kustomize(folder))
+
+
+def test_images_are_those_that_were_pushed(objects: list[Manifest]) -> None:
+    ((_, pod),) = pods(objects)
+    assert [container["image"] for container in (*pod["initContainers"], *pod["containers"])] == [
+        "registry.example.org/opus:1", "registry.example.org/antiphon:0.1.0",
+    ]  # fmt: skip
+
+
+def test_every_component_has_its_say(objects: list[Manifest]) -> None:
+    """Size, bundle and certificates meet in one container; nothing that comes later takes back what came before."""
+    ((_, pod),) = pods(objects)
+    (container,) = pod["containers"]
+    has = settings(objects, container)
+    assert has["ANTIPHON_THREADS"] == container["resources"]["limits"]["cpu"] == "4"
+    assert has["ANTIPHON_BUNDLE"] == "/bundle"
+    assert has["ANTIPHON_TLS_CLIENT_CA"].startswith("/etc/antiphon/tls/")
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/bundle", "/etc/antiphon/tls"}
+
+
+def test_it_is_watched_and_scaled(objects: list[Manifest]) -> None:
+    (deployment,) = of_kind(objects, "Deployment")
+    assert "replicas" not in deployment["spec"]
+    for kind in ("ServiceMonitor", "PrometheusRule", "ScaledObject"):
+        assert len(of_kind(objects, kind)) == 1

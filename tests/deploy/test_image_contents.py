@@ -1,0 +1,73 @@
+"""What the image leaves out of its packages: a server never imports it, and the lists fit what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from antiphon.client import Client
+from tests.deploy.tools import ROOT
+from tests.integration import process
+
+PRUNED = (ROOT / "deploy" / "prune.txt").read_text().split()
+# Run in place of `-m antiphon.cli`: whatever imports one of the names gets a ModuleNotFoundError.
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys({names!r})); from antiphon.cli import main; sys.exit(main())"
+
+
+def locked(name: str) -> dict[str, str]:
+    """Packages of a lock, with their versions and markers."""
+    text = (ROOT / "requirements" / name).read_text()
+    return {found[1]: found[2] for found in re.finditer(r"^([a-z][\w.-]*)(==.*?) *\\$", text, re.MULTILINE)}
+
+
+def left_out() -> set[str]:
+    """Modules of packages that the server's requirements name and the image does not install, and pruned ones."""
+    absent = locked("serve.lock").keys() - locked("image.lock").keys() - locked("build.lock").keys()
+    assert "huggingface-hub" in absent
+    by_module = importlib.metadata.packages_distributions()
+    modules = {
+        module
+        for module, owners in by_module.items()
+        if {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} <= absent
+    }
+    return modules | {path.replace("/", ".") for path in PRUNED if not path.endswith("include")}
+
+
+def test_serve_answers_without_what_the_image_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = sorted(left_out())
+    assert {"huggingface_hub", "yaml", "onnxruntime.tools", "numpy.testing"} <= set(names)
+    monkeypatch.setattr(process, "ANTIPHON", (sys.executable, "-c", WITHOUT.format(names=names)))
+    with process.ServerProcess(None, ("--load-reports", "on")) as server:
+        with Client(server.target) as client:
+            assert client.generate_text("How are you?").text
+        assert server.metrics()
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.finish()
+    assert (code, "Traceback" in errors) == (0, False), errors
+
+
+@pytest.mark.parametrize("path", PRUNED)
+def test_pruned_paths_are_there_to_be_pruned(path: str) -> None:
+    top, _, rest = path.partition("/")
+    spec = importlib.util.find_spec(top)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    assert any((Path(place) / rest).exists() for place in spec.submodule_search_locations)
+
+
+def test_image_locks_agree_with_what_is_tested() -> None:
+    tested = locked("test.lock")
+    for name in ("build.lock", "image.lock"):
+        assert locked(name).items() <= tested.items()
+
+
+def test_cuda_lock_differs_in_onnxruntime_alone() -> None:
+    cpu, cuda = locked("image.lock"), locked("image-cuda.lock")
+    assert cuda.pop("onnxruntime-gpu") == cpu.pop("onnxruntime")
+    assert {name: version for name, version in cuda.items() if not name.startswith("nvidia-")} == cpu

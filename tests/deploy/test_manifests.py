@@ -1,0 +1,287 @@
+"""What schemas cannot know of the manifests: whether their parts fit each other, and the server they start."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import (
+    DEPLOY,
+    PREREQUISITES,
+    RENDERINGS,
+    Manifest,
+    combine,
+    kustomize,
+    load,
+    of_kind,
+    pods,
+    rendered,
+    settings,
+)
+from tests.deploy.tools import ROOT
+
+# Complete answers are read for 5 s after the grace (docs/LIFECYCLE.md), and the process closes what it has open.
+CLOSING_S = 15
+DEPLOYMENTS = tuple(name for name in RENDERINGS if name != "kserve")
+
+
+def containers(name: str) -> Iterator[tuple[Manifest, Manifest]]:
+    """Every server's pod, and the server's container in it."""
+    found = list(pods(rendered(name)))
+    assert found
+    for _, pod in found:
+        (container,) = pod["containers"]
+        yield pod, container
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_probes_ask_for_health_where_it_is_in_the_open(name: str) -> None:
+    """Kubernetes' probes know no TLS: they go to probe_port where there is one. Liveness is not readiness."""
+    for _, container in containers(name):
+        chosen = settings(rendered(name), container)
+        default = next(port["containerPort"] for port in container["ports"] if port["name"] in ("grpc", "h2c"))
+        port = int(chosen.get("ANTIPHON_PROBE_PORT", chosen.get("ANTIPHON_PORT", default)))
+        assert ("ANTIPHON_TLS_CERT" in chosen) == ("ANTIPHON_PROBE_PORT" in chosen)
+        assert port in {found["containerPort"] for found in container["ports"]}
+        asked = {kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")}
+        assert asked == {
+            "startup": {"port": port},
+            "readiness": {"port": port},
+            "liveness": {"port": port, "service": "liveness"},
+        }
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_grace_period_covers_the_drain(name: str) -> None:
+    for pod, container in containers(name):
+        chosen = settings(rendered(name), container)
+        hook_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        delay_s, grace_s = (float(chosen[f"ANTIPHON_DRAIN_{part}_S"]) for part in ("DELAY", "GRACE"))
+        assert pod["terminationGracePeriodSeconds"] >= hook_s + delay_s + grace_s + CLOSING_S
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_ports_are_those_of_the_settings(name: str) -> None:
+    """A setting that no port shows would listen unseen; a port that no setting opens would refuse."""
+    defaults = {"ANTIPHON_PORT": "50051", "ANTIPHON_METRICS_PORT": "9090"}
+    for _, container in containers(name):
+        chosen = defaults | settings(rendered(name), container)
+        listening = {int(value) for setting, value in chosen.items() if setting.endswith("PORT")}
+        assert listening == {found["containerPort"] for found in container["ports"]}
+
+
+def _selectors(manifest: Manifest) -> Iterator[dict[str, str]]:
+    """The labels by which an object finds the server's pods."""
+    spec = manifest["spec"]
+    match manifest["kind"]:
+        case "Service":
+            yield spec["selector"]
+        case "PodDisruptionBudget" | "InferencePool":
+            yield spec["selector"]["matchLabels"]
+        case "NetworkPolicy":
+            yield spec["podSelector"]["matchLabels"]
+        case "Deployment":
+            yield spec["selector"]["matchLabels"]
+            for constraint in spec["template"]["spec"]["topologySpreadConstraints"]:
+                yield constraint["labelSelector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_selectors_find_the_pods(name: str) -> None:
+    ((labels, _),) = pods(rendered(name))
+    found = [selector for manifest in rendered(name) if "spec" in manifest for selector in _selectors(manifest)]
+    assert found
+    for selector in found:
+        assert selector
+        assert selector.items() <= labels.items()
+
+
+def _named_ports(manifest: Manifest) -> set[str | int]:
+    """Ports of the pods that an object speaks of, by name or number."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "Service":
+        return {port["targetPort"] for port in spec["ports"]}
+    if manifest["kind"] == "InferencePool":
+        return {port["number"] for port in spec["targetPorts"]}
+    if manifest["kind"] == "NetworkPolicy":
+        return {port["port"] for rule in spec.get("ingress", ()) for port in rule["ports"]}
+    return set()
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_services_and_policies_speak_of_ports_that_are_there(name: str) -> None:
+    for _, container in containers(name):
+        known = {port[field] for port in container["ports"] for field in ("name", "containerPort")}
+        spoken_of = set().union(*(_named_ports(found) for found in rendered(name) if "spec" in found))
+        assert spoken_of
+        assert spoken_of <= known
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_references_lead_to_objects_that_are_there(name: str) -> None:
+    """Of Services, accounts and settings. Secrets are made by whoever deploys: deploy/README.md names each."""
+    there = {(found["kind"], found["metadata"]["name"]) for found in rendered(name)}
+    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for pod, container in containers(name):
+        assert ("ServiceAccount", pod["serviceAccountName"]) in there
+        for source in container.get("envFrom", ()):
+            assert ("ConfigMap", source["configMapRef"]["name"]) in there
+        for volume in pod.get("volumes", ()):
+            assert "secret" not in volume or f"`{volume['secret']['secretName']}`" in readme
+        mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+        assert mounted == {volume["name"] for volume in pod.get("volumes", ())} or pod.get("initContainers")
+    for route in of_kind(rendered(name), "GRPCRoute"):
+        for backend in (found for rule in route["spec"]["rules"] for found in rule["backendRefs"]):
+            assert (backend.get("kind", "Service"), backend["name"]) in there
+    for scaled in of_kind(rendered(name), "ScaledObject") + of_kind(rendered(name), "HorizontalPodAutoscaler"):
+        assert ("Deployment", scaled["spec"]["scaleTargetRef"]["name"]) in there
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_pods_are_restricted(name: str) -> None:
+    """Pod Security `restricted`, which the namespace enforces, and no token of the Kubernetes API."""
+    for pod, _ in containers(name):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        shared = pod.get("securityContext", {})
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            context = shared | container["securityContext"]
+            assert context["runAsNonRoot"] is True
+            assert context["runAsUser"] == 10001
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_requests_equal_limits(name: str) -> None:
+    """Guaranteed: the last to be evicted, and not slower for its neighbours. Threads are as many as cores."""
+    for _, container in containers(name):
+        resources = container["resources"]
+        assert resources["requests"] == resources["limits"]
+        threads = settings(rendered(name), container).get("ANTIPHON_THREADS")
+        assert threads in (None, resources["limits"]["cpu"])
+
+
+def test_kserve_runs_what_the_deployment_would() -> None:
+    """Its runtime has copies of what was sized and set; only the port's name, the model and the folder are its own."""
+    ((pod, container),), ((kserve_pod, runtime),) = containers("cpu"), containers("kserve")
+    copied = ("image", "resources", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
+    assert {name: runtime[name] for name in copied} == {name: container[name] for name in copied}
+    assert settings(rendered("kserve"), runtime) == settings(rendered("cpu"), container)
+    assert kserve_pod["terminationGracePeriodSeconds"] == pod["terminationGracePeriodSeconds"]
+    assert not of_kind(rendered("kserve"), "Deployment")
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_image_is_of_this_version(name: str) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    suffix = "-cuda" if "gpu" in name else ""
+    for _, container in containers(name):
+        assert container["image"] == f"antiphon:{version}{suffix}"
+    for manifest in of_kind(rendered(name), "Deployment"):
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == version
+
+
+def test_a_changed_setting_rolls_the_pods() -> None:
+    def settings_name(literals: list[str]) -> str:
+        generator = {"name": "antiphon", "namespace": "antiphon", "behavior": "merge", "literals": literals}
+        objects = combine((), configMapGenerator=[generator])
+        ((_, pod),) = pods(objects)
+        return str(pod["containers"][0]["envFrom"][0]["configMapRef"]["name"])
+
+    names = {settings_name([f"ANTIPHON_LOG_LEVEL={level}"]) for level in ("info", "debug")}
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_replicas_are_one_authority_s(name: str) -> None:
+    """An autoscaler's or the file's: else each `kubectl apply` would take replicas away from the autoscaler."""
+    scalers = of_kind(rendered(name), "ScaledObject") + of_kind(rendered(name), "HorizontalPodAutoscaler")
+    (deployment,) = of_kind(rendered(name), "Deployment")
+    assert len(scalers) == (0 if "replicas" in deployment["spec"] else 1)
+
+
+def test_both_autoscalers_decide_alike() -> None:
+    (scaled,) = of_kind(rendered("+autoscaling"), "ScaledObject")
+    (plain,) = of_kind(rendered("+autoscaling-hpa"), "HorizontalPodAutoscaler")
+    by_keda, by_itself = scaled["spec"], plain["spec"]
+    assert by_itself["behavior"] == by_keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert (by_itself["minReplicas"], by_itself["maxReplicas"]) == (
+        by_keda["minReplicaCount"],
+        by_keda["maxReplicaCount"],
+    )
+    thresholds = [float(trigger["metadata"]["threshold"]) for trigger in by_keda["triggers"]]
+    values = [metric["pods"]["target"]["averageValue"] for metric in by_itself["metrics"]]
+    assert [float(value.removesuffix("m")) / (1000 if value.endswith("m") else 1) for value in values] == thresholds
+
+
+def test_kserve_scales_as_the_deployment_would() -> None:
+    """Without the label `job`, which depends on how Prometheus finds KServe's pods."""
+    (scaled,) = of_kind(rendered("+autoscaling"), "ScaledObject")
+    (service,) = of_kind(rendered("kserve"), "InferenceService")
+    predictor = service["spec"]["predictor"]
+    asked = [one["external"] for one in predictor["autoScaling"]["metrics"]]
+    assert [(one["metric"]["query"], one["target"]["averageValue"]) for one in asked] == [
+        (trigger["metadata"]["query"].replace('job="antiphon",', ""), trigger["metadata"]["threshold"])
+        for trigger in scaled["spec"]["triggers"]
+    ]
+    assert (predictor["minReplicas"], predictor["maxReplicas"]) == (
+        scaled["spec"]["minReplicaCount"],
+        scaled["spec"]["maxReplicaCount"],
+    )
+
+
+def test_keda_s_triggers_say_what_keda_knows() -> None:
+    """Metadata of a trigger is a map of texts to Kubernetes: a misspelt key there would pass every schema."""
+    known = {"serverAddress", "query", "threshold", "activationThreshold", "ignoreNullValues", "authModes"}
+    (scaled,) = of_kind(rendered("autoscaling"), "ScaledObject")
+    for trigger in scaled["spec"]["triggers"]:
+        assert trigger["type"] == "prometheus"
+        assert trigger["metricType"] == "AverageValue"  # fallback knows no other
+        assert {"serverAddress", "query", "threshold"} <= trigger["metadata"].keys() <= known
+    assert scaled["spec"]["fallback"]["replicas"] <= scaled["spec"]["maxReplicaCount"]
+
+
+def test_components_that_need_others_say_so() -> None:
+    """The order that the tests combine them in is that of the table in deploy/README.md."""
+    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for name, needed in PREREQUISITES.items():
+        (row,) = [line for line in readme.splitlines() if line.startswith(f"| `components/{name}`")]
+        assert all(other in row.rpartition(" | ")[2] for other in needed), row
+
+
+def test_deployment_of_one_s_own_in_the_readme_renders(tmp_path: Path) -> None:
+    """The example, with this checkout where it says `antiphon`."""
+    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    (example,) = [text for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "kind: Kustomization" in text]
+    deploy = os.path.relpath(DEPLOY, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(example.replace("antiphon/deploy", deploy), encoding="utf-8")
+    objects = load(kustomize(tmp_path))
+    ((_, pod),) = pods(objects)
+    (container,) = pod["containers"]
+    assert container["image"] == "registry.example.org/team/antiphon:0.1.0"
+    assert settings(objects, container)["ANTIPHON_LOG_LEVEL"] == "warning"
+    (deployment,) = of_kind(objects, "Deployment")
+    assert deployment["spec"]["replicas"] == 6
+
+
+def test_policy_of_the_base_lets_nobody_out() -> None:
+    (policy,) = of_kind(rendered("cpu"), "NetworkPolicy")
+    assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+    assert policy["spec"]["egress"] == []
+    assert all(rule["from"] for rule in policy["spec"]["ingress"])
+
+
+def test_adapter_rules_answer_what_the_autoscaler_asks() -> None:
+    text = (DEPLOY / "components" / "autoscaling-hpa" / "prometheus-adapter.yaml").read_text(encoding="utf-8")
+    answered = {rule["seriesQuery"].partition("{")[0] for rule in yaml.safe_load(text)["rules"]["custom"]}
+    (plain,) = of_kind(rendered("+autoscaling-hpa"), "HorizontalPodAutoscaler")
+    assert {metric["pods"]["metric"]["name"] for metric in plain["spec"]["metrics"]} == answered

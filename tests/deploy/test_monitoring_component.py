@@ -1,0 +1,53 @@
+"""What the monitoring component brings finds the server that the base brings, in every overlay that has both."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.dashboard import FILE
+from tests.deploy.tools import ROOT, tool
+
+OVERLAYS = ("monitoring", "production")
+# The Namespace itself lies in none.
+WITHOUT_NAMESPACE = {"Namespace", "ClusterServingRuntime"}
+
+
+@cache
+def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
+    kubectl = tool("kubectl", "https://kubernetes.io/docs/tasks/tools")
+    folder = ROOT / "deploy" / "overlays" / overlay
+    built = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, check=True)
+    return tuple(yaml.safe_load_all(built.stdout))
+
+
+def one(overlay: str, kind: str, name: str = "antiphon") -> dict[str, Any]:
+    (found,) = (it for it in rendered(overlay) if it["kind"] == kind and it["metadata"]["name"] == name)
+    return found
+
+
+@pytest.mark.parametrize("overlay", sorted(path.name for path in (ROOT / "deploy" / "overlays").iterdir()))
+def test_objects_lie_in_one_namespace(overlay: str) -> None:
+    found = {it["kind"]: it["metadata"].get("namespace") for it in rendered(overlay)}
+    assert {kind: name for kind, name in found.items() if kind not in WITHOUT_NAMESPACE and name != "antiphon"} == {}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_service_monitor_finds_the_service_and_calls_the_job_antiphon(overlay: str) -> None:
+    monitor, service = one(overlay, "ServiceMonitor")["spec"], one(overlay, "Service")
+    labels = service["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["jobLabel"]] == "antiphon"
+    ports = {port["name"] for port in service["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["endpoints"]} <= ports
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_config_map_has_the_dashboard_and_the_label_that_the_sidecar_looks_for(overlay: str) -> None:
+    held = one(overlay, "ConfigMap", "antiphon-dashboard")
+    assert held["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert held["data"] == {FILE.name: FILE.read_text(encoding="utf-8")}

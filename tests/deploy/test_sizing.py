@@ -1,0 +1,149 @@
+"""`antiphon size`: its arithmetic, the component that it wrote, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from antiphon.cli import main
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.deploy.tools import ROOT, tool
+
+COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
+
+
+def test_size_writes_the_component_that_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that the file names, run again in the root, writes the same file."""
+    monkeypatch.chdir(ROOT)
+    shipped = COMPONENT.read_text(encoding="utf-8")
+    (line,) = [line for line in shipped.splitlines() if line.startswith("#   antiphon size")]
+    words = shlex.split(line.removeprefix("#   antiphon "))
+    assert words[-2:] == ["--kustomize", str(COMPONENT.relative_to(ROOT))]
+    assert main([*words[:-1], "-"]) == 0
+    assert capsys.readouterr().out == shipped.replace(words[-1], "-")
+
+
+def test_sized_component_sets_the_base(tmp_path: Path) -> None:
+    """Rendered over the base, its numbers are those of the Deployment and of the settings."""
+    kubectl = tool("kubectl", "https://kubernetes.io/docs/tasks/tools/")
+    root = tmp_path / "deploy"
+    (root / "overlay").mkdir(parents=True)
+    for name in ("base", "components"):
+        (root / name).symlink_to(ROOT / "deploy" / name)
+    text = yaml.safe_dump({"resources": ["../base"], "components": ["../components/cpu"]})
+    (root / "overlay" / "kustomization.yaml").write_text(text, encoding="utf-8")
+    command = [str(kubectl), "kustomize", "--load-restrictor=LoadRestrictionsNone", str(root / "overlay")]
+    rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    objects = {found["kind"]: found for found in yaml.safe_load_all(rendered)}
+    (container,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
+    patch = yaml.safe_load(yaml.safe_load(COMPONENT.read_text(encoding="utf-8"))["patches"][0]["patch"])
+    (sized,) = patch["spec"]["template"]["spec"]["containers"]
+    for kind in ("requests", "limits"):
+        assert sized["resources"][kind].items() <= container["resources"][kind].items()
+    assert objects["ConfigMap"]["data"]["ANTIPHON_KV_CACHE_BLOCKS"] == "2048"
+
+
+LOAD = {"highest_rate": 100.0, "runs": [{"objective": {"ttft_s": None, "e2e_s": 0.25, "met": True}}]}
+
+
+def _sized(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["size", "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rate", "spare", "zones"),
+    [(1, 0, 1), (70, 0, 1), (71, 0, 1), (700, 2, 1), (699, 1, 3), (10_000, 1, 3), (70, 5, 2)],
+)
+def test_replicas_that_are_left_after_a_loss_carry_the_rate_and_one_less_would_not(
+    rate: int, spare: int, zones: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _sized(capsys, "--rate", str(rate), "--requests-per-s", "100", "--spare", str(spare), "--zones", str(zones))
+    planned, needed = found["replicas"], found["replicas_needed"]
+    assert 70 * needed >= rate > 70 * (needed - 1)
+    assert planned % zones == 0
+    left = planned - (planned // zones if zones > 1 else spare)
+    assert left >= needed
+    assert planned >= needed + spare
+    assert left == needed or zones > 1
+
+
+def test_cache_is_sized_by_the_lengths_that_come(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of 16 tokens, the begin token is one of a target, and one longest sequence fits always."""
+    shorter = _sized(capsys, "--source-tokens", "32", "--target-tokens", "47")
+    longest = _sized(capsys)
+    assert shorter["settings"]["kv_cache_blocks"] == 64 * (2 + 3)
+    assert longest["settings"]["kv_cache_blocks"] == 64 * 32
+    assert _sized(capsys, "--source-tokens", "1", "--max-num-seqs", "1")["settings"]["kv_cache_blocks"] == 32
+    spared = (longest["settings"]["kv_cache_blocks"] - shorter["settings"]["kv_cache_blocks"]) * 32_768
+    assert abs(longest["memory_limit_bytes"] - shorter["memory_limit_bytes"] - 1.1 * spared) <= 2 << 24
+
+
+def test_rate_of_a_replica_is_read_from_a_load_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "load.json"
+    path.write_text(json.dumps(LOAD), encoding="utf-8")
+    assert main(["size", "--rate", "70", "--load-result", str(path), "--spare", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "load.json: highest rate with p99 of the whole answer <= 250 ms" in printed
+    assert "ceil(70 / (100.0 x 0.7))" in printed
+
+
+def test_terms_add_up_and_have_their_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _sized(capsys)
+    total = sum(term["bytes"] for term in found["memory_terms"])
+    assert 0 <= found["memory_limit_bytes"] - total < 16 << 20
+    assert found["memory_limit_bytes"] == int(found["resources"]["memory"].removesuffix("Mi")) << 20
+    assert all(term["formula"] for term in found["memory_terms"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rate", "0"], "--rate: '0'; it must be a number above 0"),
+        (["--rate", "nan", "--requests-per-s", "1"], "--rate: 'nan'; it must be"),
+        (["--utilisation", "1.5"], "--utilisation: '1.5'; it must be a number above 0 and at most 1"),
+        (["--max-num-seqs", "5000"], "--max-num-seqs: '5000'; it must be a whole number from 1 to 4,096"),
+        (["--zones", "x"], "--zones: 'x'; it must be a whole number from 1 to 100"),
+        (["--rate", "10"], "--rate needs to know what one replica sustains: --requests-per-s, or --load-result"),
+        (["--rate", "10", "--load-result", "/no/such"], "--load-result /no/such cannot be read"),
+        (["/no/such"], "/no/such is not a bundle"),
+        (["--kustomize", "/no/such/file.yaml"], "--kustomize /no/such/file.yaml cannot be written"),
+    ],
+)
+def test_wrong_input_exits_with_2_and_is_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["size", *flags])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"highest_rate": 0}', '{"highest_rate": "many"}', "{"])
+def test_load_result_without_a_rate_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "load.json"
+    path.write_text(content, encoding="utf-8")
+    assert main(["size", "--rate", "10", "--load-result", str(path)]) == 2
+    assert f"--load-result {path}" in capsys.readouterr().err
+
+
+def test_bundle_that_was_never_profiled_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(SHIPPED_BUNDLE, bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["memory"]
+    (bundle / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert main(["size", str(bundle)]) == 2
+    assert f"antiphon profile {bundle}" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""How programs for tests of deployment are got where they are not installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.tools import ROOT, tool
+
+UNPACK = ROOT / "requirements" / "unpack.sh"
+
+
+def unpack(folder: Path, programs: tuple[str, ...], wanted: str) -> str:
+    """What unpack.sh says on a machine that has those programs and no network; it must end well."""
+    path = folder / "bin"
+    path.mkdir()
+    for name in programs:
+        found = shutil.which(name)
+        assert found is not None
+        (path / name).symlink_to(found)
+    environment = {"PATH": str(path)} | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    command = ["/bin/sh", str(UNPACK), str(folder / "tools"), wanted]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
+    assert unpack(tmp_path, ("mkdir", "uname"), "coreutils=uname") == ""
+
+
+def test_machine_without_apt_is_told_what_it_goes_without(tmp_path: Path) -> None:
+    assert "no apt to get it with: its tests are skipped" in unpack(tmp_path, ("mkdir",), "some-package=some-program")
+
+
+def test_package_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        pytest.skip("apt-get and dpkg are not on this machine: Debian and its relatives have them")
+    programs = ("mkdir", "mktemp", "rm", "apt-get", "dpkg")
+    assert "it cannot be fetched or run" in unpack(tmp_path, programs, "prometheus=some-program")
+    assert not list((tmp_path / "tools").glob("archives.*"))
+
+
+def test_tool_that_is_missing_skips_its_test_and_says_how_to_get_it() -> None:
+    with pytest.raises(pytest.skip.Exception, match="make deploy-tools"):
+        tool("some-program-that-nobody-has", "make deploy-tools")
