@@ -1,0 +1,81 @@
+"""What the documents tell a reader to open or to type is there: links, headings, commands and their options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from antiphon.cli import SUBCOMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")])
+LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+INDENTED = re.compile(r"^    (?:\$ )?((?:\.venv/bin/)?antiphon (?:\\\n|.)*)$", re.M)
+COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S* )*(?:\S*/)?antiphon (?P<subcommand>[a-z][a-z-]*)(?P<rest>.*)$")
+END = re.compile(r"\s#|\s[|;&]")
+OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_of_documents_lead_somewhere(document: Path) -> None:
+    lost = [link for link in LINK.findall(_prose(document.read_text(encoding="utf-8"))) if not _leads(document, link)]
+    assert not lost
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+def _leads(document: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (document.parent / path).resolve() if path else document
+    return target.exists() and (not anchor or anchor in _anchors(target))
+
+
+@cache
+def _anchors(document: Path) -> frozenset[str]:
+    """The headings of a document as links name them: lower case, words joined by hyphens, punctuation left out."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.M)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_of_documents_have_the_options_they_show(document: Path) -> None:
+    for subcommand, options in _commands(document.read_text(encoding="utf-8")):
+        assert subcommand in SUBCOMMANDS
+        assert options <= _options(subcommand), subcommand
+
+
+def test_commands_are_found() -> None:
+    assert sum(1 for document in DOCUMENTS for _ in _commands(document.read_text(encoding="utf-8"))) > 60
+    assert "--rate" not in _options("serve")
+
+
+def _commands(text: str) -> Iterator[tuple[str, set[str]]]:
+    """Subcommand and options of each `antiphon SUBCOMMAND ...` in a shell block or an indented line."""
+    blocks = [body for language, body in FENCE.findall(text) if language in ("sh", "bash")]
+    for line in "\n".join([*blocks, *INDENTED.findall(text)]).replace("\\\n", " ").splitlines():
+        if found := COMMAND.search(END.split(line)[0]):
+            yield found["subcommand"], set(OPTION.findall(found["rest"]))
+
+
+@cache
+def _options(subcommand: str) -> frozenset[str]:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(SUBCOMMANDS[subcommand].module).add_arguments(parser)
+    return frozenset(_all_options(parser))
+
+
+def _all_options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _all_options(inner)
