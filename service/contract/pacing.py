@@ -48,12 +48,13 @@ class Pacing:
         finally:
             self._num_streams -= 1
 
-    async def write(self, context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
-        """Send a message of a stream, in a task; returns when the client's flow control has let it go.
+    def writer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Writer:
+        """What sends the messages of an RPC."""
+        return Writer(self, context)
 
-        Raises SlowReader where that takes too long, CancelledError where the call ends meanwhile. What the stream
-        gathers until then goes with the next message.
-        """
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Raise SlowReader where what is entered for takes too long, in a task; CancelledError is what ends it."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None
@@ -61,18 +62,14 @@ class Pacing:
         if self._watch is None:
             self._watch = loop.call_later(self._patience_s, self._give_up_late, loop)
         try:
-            await context.write(message)
+            yield
         except asyncio.CancelledError:
             if task in self._late and task.uncancel() == 0:  # else the call has ended as well
                 raise SlowReader(f"the client took no message for {self._patience_s} s") from None
             raise
-        except grpc.aio.InternalError:  # the client, or its time, went before the message did
-            raise asyncio.CancelledError from None
         finally:
             self._waiting.pop(task, None)
             self._late.discard(task)
-        if (call := current_call()) is not None:
-            call.num_messages += 1
 
     def _give_up_late(self, loop: asyncio.AbstractEventLoop) -> None:
         """Cancel the writes that have waited for too long, and look again when the next one will have."""
@@ -86,3 +83,30 @@ class Pacing:
             if not task.cancelling():  # its call has ended otherwise
                 self._late.add(task)
                 task.cancel()
+
+
+class Writer:
+    """Sends the messages of one RPC."""
+
+    def __init__(self, pacing: Pacing, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._pacing = pacing
+        self._context = context
+        self._has_begun = False
+
+    async def write(self, message: Any) -> None:
+        """Send a message; returns when the client's flow control has let it go.
+
+        Raises SlowReader where that takes too long, CancelledError where the call ends meanwhile. What the stream
+        gathers until then goes with the next message.
+        """
+        try:
+            with self._pacing.patience():
+                if not self._has_begun:
+                    # Together with a message that its client never reads, gRPC takes no status after it.
+                    await self._context.send_initial_metadata(())
+                    self._has_begun = True
+                await self._context.write(message)
+        except grpc.aio.InternalError:  # the client, or its time, went before the message did
+            raise asyncio.CancelledError from None
+        if (call := current_call()) is not None:
+            call.num_messages += 1

@@ -104,11 +104,12 @@ class InferenceServicer:
         request, wording = await self._generation(message, context)
         answer = Answer(request, wording)
         stream = self._submit(message, request)
+        writer = self._pacing.writer(context)
         with self._pacing.stream(), reading(self._engine, request, stream):
             async for event in stream:
                 response = answer.delta(event)
                 if response is not None:
-                    await self._pacing.write(context, response)
+                    await writer.write(response)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: _Context) -> pb.GenerateUnaryResponse:
         """Return the outputs whole."""

@@ -14,6 +14,7 @@ from antiphon.oip import inference_pb2 as oip
 from antiphon.service.errors import InvalidArgument
 from antiphon.service.hosting.models import Served
 from antiphon.service.network.deadline import Limited, remaining_s
+from antiphon.service.network.refusal import Metadata
 from antiphon.service.observability.telemetry import Context
 from antiphon.service.oip.parameters import read_parameters
 from antiphon.service.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
@@ -92,6 +93,9 @@ class Within(Limited):
         """Seconds left when the request is taken up: the call's, or the request's own where they are fewer."""
         limits = [limit for limit in (remaining_s(self._context), self._timeout_s) if limit is not None]
         return min(limits, default=None)
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        """Nothing: headers are the call's, and its first message's writer sends them."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)

@@ -33,7 +33,7 @@ class Conversation:
         self._name = name
         self._answering = answering
         self._in_flight = in_flight
-        self._pacing = pacing
+        self._writer = pacing.writer(context)
         self._context = context
         self._writing = asyncio.Lock()  # gRPC takes one message at a time, whichever request it is of
         self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
@@ -99,7 +99,7 @@ class Conversation:
     async def _write(self, response: oip.ModelStreamInferResponse, is_last: bool) -> None:  # noqa: FBT001
         response.infer_response.parameters["triton_final_response"].bool_param = is_last
         async with self._writing:
-            writing = asyncio.ensure_future(self._pacing.write(self._context, response))
+            writing = asyncio.ensure_future(self._writer.write(response))
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:

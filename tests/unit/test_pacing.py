@@ -22,6 +22,9 @@ class Reader:
     def take(self) -> None:
         self._has_room.set()
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """Headers need no room."""
+
     async def write(self, message: Any) -> None:
         self.is_written_to.set()
         await self._has_room.wait()
@@ -30,7 +33,7 @@ class Reader:
 class Gone:
     """The context of a call that cannot be written to any more."""
 
-    async def write(self, message: Any) -> None:
+    async def send_initial_metadata(self, metadata: Any) -> None:
         raise grpc.aio.InternalError
 
 
@@ -41,7 +44,7 @@ async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
 
     async def write(index: int, reader: Any) -> None:
         with pytest.raises(SlowReader):
-            await pacing.write(reader, index)
+            await pacing.writer(reader).write(index)
         assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
         order.append(index)
 
@@ -62,22 +65,22 @@ async def test_pacing_counts_the_time_of_one_message_and_not_of_all() -> None:
     while loop.time() < until_s:
         reader = Reader()
         loop.call_later(0.005, reader.take)
-        await pacing.write(reader, "taken in time")  # type: ignore[arg-type]
+        await pacing.writer(reader).write("taken in time")  # type: ignore[arg-type]
 
 
 async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
     """Nobody is told of a slow reader who was not one, though its time comes while the call is being cleared up."""
     pacing = Pacing(1.0, patience_s=0.05)
     reader = Reader()
-    writing = asyncio.ensure_future(pacing.write(reader, "never taken"))  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(pacing.writer(reader).write("never taken"))  # type: ignore[arg-type]
     await reader.is_written_to.wait()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
     with pytest.raises(SlowReader):  # the timer was set for the first one, and serves the second
-        await pacing.write(reader, "never taken")  # type: ignore[arg-type]
+        await pacing.writer(reader).write("never taken")  # type: ignore[arg-type]
 
 
 async def test_pacing_ends_a_write_to_a_call_that_is_gone() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await Pacing(1.0).write(Gone(), "lost")  # type: ignore[arg-type]
+        await Pacing(1.0).writer(Gone()).write("lost")  # type: ignore[arg-type]
