@@ -12,6 +12,8 @@ import grpc
 from antiphon.options import Options, options_message
 from antiphon.v1 import inference_pb2
 
+_REQUEST_ID_KEY = "x-request-id"
+
 Source = str | Sequence[int]
 """Text, or token ids as Tokenize returns them."""
 
@@ -275,11 +277,12 @@ def as_server_error(error: grpc.RpcError) -> ServerError:
     """Read a failed call, of grpc or grpc.aio: status, message and the details where they can be decoded."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ())
+    headers: dict[str, str | bytes] = dict(error.initial_metadata() or ())  # all there is of a stream broken off
     refusal = ServerError(
         error.code(),
         error.details() or "no message",
         retry_after_s=_pushback_s(metadata.get("grpc-retry-pushback-ms")),
-        request_id=_text(metadata.get("x-request-id")),
+        request_id=_text(metadata.get(_REQUEST_ID_KEY, headers.get(_REQUEST_ID_KEY))),
     )
     if isinstance(details := metadata.get("grpc-status-details-bin"), bytes):
         _read_details(refusal, details)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from antiphon.service.errors import SlowReader
-from antiphon.service.observability.call import current_call
+from antiphon.service.observability.call import REQUEST_ID_KEY, current_call
 
 DEFAULT_PATIENCE_S = 30.0
 
@@ -49,7 +49,7 @@ class Pacing:
             self._num_streams -= 1
 
     def writer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Writer:
-        """What sends the messages of an RPC."""
+        """What sends the messages of the RPC under way."""
         return Writer(self, context)
 
     @contextlib.contextmanager
@@ -86,11 +86,13 @@ class Pacing:
 
 
 class Writer:
-    """Sends the messages of one RPC."""
+    """Sends the headers of one RPC, which bear its request id, and its messages. Made in the RPC's own task."""
 
     def __init__(self, pacing: Pacing, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._pacing = pacing
         self._context = context
+        call = current_call()
+        self._headers = () if call is None else ((REQUEST_ID_KEY, call.request_id),)
         self._has_begun = False
 
     async def write(self, message: Any) -> None:
@@ -102,8 +104,8 @@ class Writer:
         try:
             with self._pacing.patience():
                 if not self._has_begun:
-                    # Together with a message that its client never reads, gRPC takes no status after it.
-                    await self._context.send_initial_metadata(())
+                    # With the first message, they would be given up with it, and no status could be sent after that.
+                    await self._context.send_initial_metadata(self._headers)
                     self._has_begun = True
                 await self._context.write(message)
         except grpc.aio.InternalError:  # the client, or its time, went before the message did

@@ -12,13 +12,11 @@ from antiphon.client import AsyncClient, Connection, ServerError
 from antiphon.connection import RetryPolicy
 from antiphon.service.config import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
-from tests.reliability.asking import LONG, NUM_KINDS, NUM_LONG_KINDS, references, streamed, whole
+from tests.reliability.asking import LASTING, references, streamed, whole
 from tests.reliability.sizes import size
 from tests.reliability.summary import report
 
 NUM_CALLS = size("FAULT_CALLS", 60) * 2
-# One call in four is long: the server is seconds from its end when it is seen that the last one is there.
-KINDS = [kind if kind % 4 else LONG + kind % NUM_LONG_KINDS for kind in range(NUM_KINDS)]
 ARGUMENTS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600",  # most calls wait, however long
              "--drain-grace-s", "600"]  # fmt: skip
 NO_RETRIES = Connection(retry=RetryPolicy(attempts=1))
@@ -27,8 +25,8 @@ NO_RETRIES = Connection(retry=RetryPolicy(attempts=1))
 async def test_sigterm_under_load_loses_no_admitted_request() -> None:
     with ServerProcess(SHIPPED_BUNDLE, ARGUMENTS) as server:
         async with AsyncClient(server.target, connection=NO_RETRIES) as client:
-            expected = await references(client, sorted(set(KINDS)))
-            asked = [KINDS[number % NUM_KINDS] for number in range(NUM_CALLS)]
+            expected = await references(client, sorted(set(LASTING)))
+            asked = [LASTING[number % len(LASTING)] for number in range(NUM_CALLS)]
             calls = [
                 asyncio.ensure_future((whole if number % 3 == 0 else streamed)(client, kind))
                 for number, kind in enumerate(asked)
@@ -50,7 +48,7 @@ def _all_admitted(server: ServerProcess) -> int:
     def is_there(metrics: dict[str, float]) -> bool:
         ended = sum(value for name, value in metrics.items() if name.startswith("antiphon_request_success_total"))
         under_way = sum(metrics[f"antiphon_num_requests_{state}"] for state in ("waiting", "running"))
-        return ended + under_way >= len(set(KINDS)) + NUM_CALLS and under_way > 0
+        return ended + under_way >= len(set(LASTING)) + NUM_CALLS and under_way > 0
 
     return int(server.wait_for_metrics(is_there)["antiphon_num_requests_waiting"])
 

@@ -57,6 +57,17 @@ async def test_request_id_goes_back_with_every_answer() -> None:
         assert is_request_id(request_id_of(await unnamed.trailing_metadata()))
 
 
+async def test_request_id_comes_before_the_first_message_of_a_stream() -> None:
+    """So that a stream that breaks off, and has no trailers then, can be looked up."""
+    async with serving() as served:
+        named = stub_of(served).Generate(asking(), metadata=OWN_ID)
+        assert request_id_of(await named.initial_metadata()) == "shop-17/a"
+        unnamed = stub_of(served).Generate(asking())
+        first = request_id_of(await unnamed.initial_metadata())
+        assert [message async for message in unnamed]
+        assert request_id_of(await unnamed.trailing_metadata()) == first
+
+
 async def test_request_id_goes_back_with_every_refusal_beside_its_details() -> None:
     async with serving() as served:
         stub = stub_of(served)
