@@ -35,7 +35,8 @@ async def fill(server: ServerProcess, *, rows: int, waiting: int, source_len: in
         await asyncio.to_thread(server.wait_for_metrics, lambda found: found[_WAITING] >= waiting // 2)
         for one in asked:
             one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        ends = await asyncio.gather(*asked, return_exceptions=True)
+        assert [end for end in ends if isinstance(end, grpc.aio.AioRpcError)] == []
         await asyncio.gather(*(_judge(channel, target_len) for channel in channels[:16]))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))

@@ -16,6 +16,8 @@ from tests.integration.process import PATIENCE_S, ServerProcess
 
 # One client may fill three quarters of the queue.
 WAITING = 700
+# However long it takes: none is refused for its expected wait.
+QUIET_AND_PATIENT = ["--access-log", "none", "--max-queue-time-s", "3600"]
 
 
 def test_printed_limit_holds_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +27,7 @@ def test_printed_limit_holds_a_full_server(capsys: pytest.CaptureFixture[str]) -
     flags = [
         word for name, value in printed["settings"].items() for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    with ServerProcess(SHIPPED_BUNDLE, [*flags, "--access-log", "none"]) as server:
+    with ServerProcess(SHIPPED_BUNDLE, [*flags, *QUIET_AND_PATIENT]) as server:
         rows = printed["settings"]["max_num_seqs"]
         asyncio.run(fill(server, rows=rows, waiting=WAITING, source_len=256, target_len=256))
         peak, limit = peak_bytes(server), printed["memory_limit_bytes"]
