@@ -6,15 +6,14 @@ what the graph computes. Torch-free: the server, the profile and the export's ow
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.exact_products import keep_products_exact
 from antiphon.model.onnx_runtime import ort
 from antiphon.model.ops.workspace import Workspace
 
@@ -104,22 +103,5 @@ def _session_options(threads: int) -> Any:
     options.enable_mem_pattern = False
     # Of a pool per session, since the pool they could share cannot be told to stop spinning.
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
-    if _lacks_vnni():
-        # u8 x s8 products may saturate there; with this the weights become u8, at twice the time where VNNI is.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+    keep_products_exact(options)
     return options
-
-
-@cache
-def _lacks_vnni() -> bool:
-    """Whether this is an x86 processor without instructions for exact u8 x s8 products, as far as one can tell."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return not (cpuinfo.is_file() and has_vnni(cpuinfo.read_text(encoding="utf-8")))
-
-
-def has_vnni(cpuinfo: str) -> bool:
-    """Whether the flags in /proc/cpuinfo's text name AVX-512 VNNI, AVX-VNNI or AMX for 8-bit integers."""
-    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
-    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(flags.split())

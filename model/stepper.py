@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle import GraphSet
 from antiphon.model.config import ModelConfig
+from antiphon.model.exact_products import keep_products_exact
 from antiphon.model.graph_ports import Port, decoder_inputs
 from antiphon.model.onnx_runtime import ort
 
@@ -83,4 +84,5 @@ def _session(path: Path, threads: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    keep_products_exact(options)
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

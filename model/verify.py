@@ -81,7 +81,7 @@ class Comparison:
     def excess(self, limit: Tolerance) -> str | None:
         """What is beyond its limit, or None; a measure that is not a number is."""
         if not self.max_error <= limit.max_error:
-            return f"a logit is off by {self.max_error:.1e}, at most {limit.max_error:.0e} is allowed"
+            return f"a logit is off by {self.max_error:.1e}, at most {limit.max_error:.1e} is allowed"
         if not self.rms_error <= limit.rms_error:
             return (
                 f"logits are off by {self.rms_error:.1e} (root mean square), at most {limit.rms_error:.0e} is allowed"

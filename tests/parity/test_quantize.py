@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from antiphon.model.bundle import Bundle, Precision
+from antiphon.model.exact_products import keep_products_exact
 from antiphon.model.quantize import quantize, quantize_rows
 
 Floats = NDArray[np.float32]
@@ -31,6 +32,7 @@ def product(weight: Floats, *, relu: bool) -> Any:
     quantize(model)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
+    keep_products_exact(options)
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

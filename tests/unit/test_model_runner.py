@@ -7,7 +7,8 @@ import onnx
 import pytest
 
 from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
-from antiphon.model.graph import GraphError, has_vnni
+from antiphon.model.exact_products import has_vnni
+from antiphon.model.graph import GraphError
 from antiphon.model.ops.choices import choose
 from antiphon.service.graphs.model_runner import ModelRunner
 from antiphon.service.graphs.warm_up import warm_up
