@@ -23,8 +23,9 @@ NUM_KINDS = 56
 # From this number on requests are greedy and long, so that very many are under way at once; few kinds of them.
 LONG = 1000
 NUM_LONG_KINDS = 12
-# One in four is long: a server asked for many of these is seconds from its end when it is seen that the last has come.
-LASTING = tuple(kind if kind % 4 else LONG + kind % NUM_LONG_KINDS for kind in range(NUM_KINDS))
+# One in five is long: a server asked for many of these is seconds from its end when it is seen that the last has come.
+# Five is odd, or two servers that take turns would not share the long ones.
+LASTING = tuple(kind if kind % 5 else LONG + kind % NUM_LONG_KINDS for kind in range(NUM_KINDS))
 
 Texts = tuple[str, ...]
 
