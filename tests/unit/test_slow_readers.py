@@ -22,6 +22,8 @@ from tests.serving import Serving, asking, details_of, serving, stub_of
 WINDOW_BYTES = 1024
 TINY_WINDOW_BYTES = 64  # less than any first message
 OPTIONS = [("grpc.http2.bdp_probe", 0), ("grpc.enable_retries", 0)]
+# Longer than all tokens take, on a busy machine too.
+COMPUTED_S = 5.0
 LONG = (30, 30, 31)  # answered with thirty tokens
 # Alternatives make a message large: thirty tokens overflow the window several times.
 HEAVY: dict[str, Any] = {"num_logprobs": 20, "num_return_sequences": 2, "temperature": 1.0, "seed": 1}
@@ -82,15 +84,14 @@ class Steps:
 
 
 async def test_unread_stream_does_not_hold_the_engine_and_is_ended_after_a_while() -> None:
-    async with serving(slow_reader_timeout_s=0.3) as served, stuck(served) as call:
+    async with serving(slow_reader_timeout_s=COMPUTED_S) as served, stuck(served) as call:
         steps = Steps(served)
         await steps.begun()
         neighbour = await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest(token_ids=pb.TokenIds(ids=(9, 30))))
         assert neighbour.outputs[0].finish_reason == pb.FINISH_REASON_STOP
         await idle(served)
         await steps.over()
-        # Whichever is done first, all tokens or the reader's time.
-        assert ended(served) in ({"slow_reader/streaming": 1.0}, {"slow_reader/running": 1.0})
+        assert ended(served) == {"slow_reader/streaming": 1.0}
         await expect_slow_reader(call)
 
 
@@ -117,14 +118,13 @@ async def test_slow_reader_gives_up_its_rows_and_blocks_while_it_runs() -> None:
 
 
 async def test_deadline_ends_a_stream_that_waits_for_its_reader() -> None:
-    async with serving() as served, stuck(served, timeout_s=0.5) as call:
+    async with serving() as served, stuck(served, timeout_s=COMPUTED_S) as call:
         steps = Steps(served)
         await steps.begun()
         await idle(served)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await steps.over()
-        # Whichever is done first, all tokens or the call's time.
-        assert ended(served) in ({"deadline/streaming": 1.0}, {"deadline/running": 1.0})
+        assert ended(served) == {"deadline/streaming": 1.0}
 
 
 async def test_client_that_hangs_up_ends_a_stream_that_waits_for_its_reader() -> None:
