@@ -63,9 +63,8 @@ async def _call(client: AsyncClient, number: int, expected: dict[int, Texts]) ->
     except ServerError as error:
         if error.code is not grpc.StatusCode.UNAVAILABLE or not heard.is_beginning_of(expected[kind]):
             raise
-        has_begun = error.request_id is not None  # the headers bear it, and come before the first message
-        if heard.messages and not has_begun:
+        if heard.messages and error.request_id is None:  # headers bear it, and come before the first message
             raise
-        return "broken off in mid-stream" if has_begun else "lost before it began"
+        return "broken off in mid-stream" if heard.messages else "lost before it began"
     assert answer == expected[kind]
     return "answered"
