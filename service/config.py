@@ -24,7 +24,6 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from antiphon.service.contract.pacing import DEFAULT_PATIENCE_S
 from antiphon.service.hosting.model_settings import (
     BatchedTokens,
     CacheBlocks,
@@ -122,10 +121,10 @@ class ServerConfig(AccessSettings):
         description="Most messages a second of all streams together; with more tokens than that, each brings several.",
     )
     slow_reader_timeout_s: float = Field(
-        default=DEFAULT_PATIENCE_S,
+        default=30.0,
         ge=0.1,
         le=86_400,
-        description="Time that a message of a stream may wait for its client to read before the call is ended.",
+        description="Time that an answer, or a message of a stream, may wait for its client to read it.",
     )
     drain_delay_s: float = Field(
         default=0.0,

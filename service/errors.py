@@ -120,6 +120,13 @@ class TooManyRpcs(QueueFull):
     reason = "TOO_MANY_RPCS"
 
 
+class RequestTimeout(AntiphonError):
+    """A client began a call and did not send its request in time."""
+
+    status = Status.DEADLINE_EXCEEDED
+    reason = "REQUEST_TIMEOUT"
+
+
 class Unauthenticated(AntiphonError):
     """A call carries no bearer token. `challenge` is what RFC 6750, section 3, answers."""
 

@@ -7,18 +7,20 @@ does the servicer's, what a request does the engine's, which models there are th
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import grpc.aio
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
@@ -34,6 +36,8 @@ from antiphon.service.hosting.machine import allow_files, memory_bytes
 from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
+from antiphon.service.network.call_tasks import follow_calls
+from antiphon.service.network.client_waits import ClientWaits, WaitLimits
 from antiphon.service.network.listener import (
     PROBE_OPTIONS,
     address_of,
@@ -45,10 +49,11 @@ from antiphon.service.network.load_report import SERVICE_NAME as LOAD_SERVICE_NA
 from antiphon.service.network.load_report import LoadReports, LoadServicer
 from antiphon.service.network.ports import PortError, check_port, serve_metrics
 from antiphon.service.network.probes import Health, Probes
+from antiphon.service.network.standard_services import UnknownMethods, standard_handlers
 from antiphon.service.observability.log_handler import is_log_behind
 from antiphon.service.observability.logs import configure_logging
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import FileMetrics
+from antiphon.service.observability.metrics import FileMetrics, WaitMetrics
 from antiphon.service.observability.observation import check_tracing, observing
 from antiphon.service.observability.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
@@ -63,6 +68,9 @@ from antiphon.v1 import inference_pb2 as pb
 _SWITCH_INTERVAL_S = 0.001
 # New objects after which the collector looks for cycles among them. The default, 700, is less than one step makes.
 _COLLECT_AFTER = 10_000
+# Memory that requests may take while they arrive, each as long as it may be, and the fewest that may arrive at once.
+_MAX_INCOMPLETE_BYTES = 256 << 20
+_MIN_INCOMPLETE_REQUESTS = 16
 SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
 """Services whose readiness the health service tells, beside the server's own."""
 
@@ -125,9 +133,10 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
         families.set_budget(config.memory_limit_bytes)
     if (machine_bytes := memory_bytes()) is not None:
         families.set_machine(machine_bytes)
+    waits = build_waits(config, families)
     return Shared(
         families=families,
-        pacing=Pacing(config.max_stream_messages_per_s, patience_s=config.slow_reader_timeout_s),
+        pacing=Pacing(config.max_stream_messages_per_s, waits),
         budget=MemoryBudget(config.memory_limit_bytes),
         machine_bytes=machine_bytes,
     )
@@ -161,8 +170,10 @@ async def _serve_calls(
     probes = Probes(health_servicer, SERVICES)
     await probes.start()
     control = Control(Models(), shared, probes.announce)
-    calls = Calls(control.models, telemetry, config.max_concurrent_rpcs)
-    server = build_server(config, calls, health_servicer, access.interceptors(telemetry))
+    calls = Calls(control.models, telemetry, shared.pacing.waits, config.max_concurrent_rpcs)
+    server = build_server(
+        config, calls, health_servicer, shared.pacing, access.interceptors(telemetry, shared.pacing.waits)
+    )
     # The port opens first: who asks already is told to come again, which a closed port would not say.
     async with (
         _probe_port(config, health_servicer) as probe_port,
@@ -214,34 +225,55 @@ async def _admin(
         yield None
         return
     servicer = AdminServicer(control, shared.budget, config)
-    server = build_admin_server(servicer, telemetry, access.admin_interceptors(telemetry))
+    interceptors = access.admin_interceptors(telemetry, shared.pacing.waits)
+    server = build_admin_server(servicer, telemetry, shared.pacing.waits, interceptors)
     async with listening(server, config.admin_host, config.admin_port, access.credentials) as port:
         yield port
+
+
+def build_waits(config: ServerConfig, families: MetricFamilies) -> ClientWaits:
+    """Return what bounds the calls that wait for their clients, and shows them in the metrics."""
+    metrics = WaitMetrics(families)
+    limits = WaitLimits(
+        request_timeout_s=config.request_timeout_s,
+        answer_timeout_s=config.slow_reader_timeout_s,
+        max_requests=max(_MIN_INCOMPLETE_REQUESTS, _MAX_INCOMPLETE_BYTES // config.max_message_bytes),
+        max_unsent_bytes=config.max_unsent_bytes,
+    )
+    waits = ClientWaits(limits, metrics.given_up)
+    metrics.watch(waits)
+    return waits
 
 
 def build_server(
     config: ServerConfig,
     calls: Calls,
     health_servicer: health.aio.HealthServicer,
+    pacing: Pacing,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
+    follow_calls(asyncio.get_running_loop())
     # What channelz shows it shows on the admin port only.
     options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]
     server = grpc.aio.server(options=options, interceptors=interceptors)
-    pacing = Pacing(config.max_stream_messages_per_s, patience_s=config.slow_reader_timeout_s)
-    open_inference = OpenInferenceServicer(calls.models, calls.in_flight, Health(health_servicer), pacing)
+    in_flight = calls.in_flight
+    open_inference = OpenInferenceServicer(calls.models, in_flight, Health(health_servicer), pacing)
     server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if config.load_reports == "on":
         reports = LoadReports(calls.models)
-        calls.in_flight.end_with(reports.trailer)
-        server.add_generic_rpc_handlers(
-            (LoadServicer(reports, config.load_report_interval_s).handler(calls.in_flight),)
-        )
+        in_flight.end_with(reports.trailer)
+        server.add_generic_rpc_handlers((LoadServicer(reports, config.load_report_interval_s).handler(in_flight),))
         names.append(LOAD_SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    apart = in_flight.apart(is_logged=False)
+    reflecting = reflection.aio.ReflectionServicer(names)
+    for add in (
+        partial(health_pb2_grpc.add_HealthServicer_to_server, health_servicer),
+        partial(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflecting),
+    ):
+        server.add_generic_rpc_handlers(standard_handlers(add, apart))
+    server.add_generic_rpc_handlers((UnknownMethods(in_flight.apart()),))
     return server
 
 

@@ -21,6 +21,7 @@ from antiphon.service.hosting.models import Models, Served
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.server import build_server
+from tests.waits import client_waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +39,12 @@ async def serving_bundle(path: Path, **settings: Any) -> AsyncIterator[ServedBun
     """Serve a bundle on a free port; on leaving, nothing may run and every block must be free again."""
     config = ServerConfig(bundle=path, threads=1, **settings)
     registry = CollectorRegistry()
-    shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6), budget=MemoryBudget(None))
+    shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(None))
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    server = build_server(config, Calls(models, Telemetry(shared.families)), health.aio.HealthServicer())
+    calls = Calls(models, Telemetry(shared.families), shared.pacing.waits)
+    server = build_server(config, calls, health.aio.HealthServicer(), shared.pacing)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()
     await server.start()

@@ -37,7 +37,7 @@ from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import FileMetrics, Metrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.security.access import Access
-from antiphon.service.server import SERVICES, build_server
+from antiphon.service.server import SERVICES, build_server, build_waits
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner
@@ -131,7 +131,9 @@ async def serving(
         config=preset("tiny", vocab_size=tokenizer.vocab_size, **halves),
         explainer=explainer,
     )
-    servicer = InferenceServicer(model, engine, Pacing(max_messages_per_s, patience_s=config.slow_reader_timeout_s))
+    waits = build_waits(config, families)
+    pacing = Pacing(max_messages_per_s, waits)
+    servicer = InferenceServicer(model, engine, pacing)
     models = Models()
     models.add(
         Served(
@@ -146,10 +148,10 @@ async def serving(
     ended: list[Call] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
-    calls = Calls(models, telemetry, config.max_concurrent_rpcs)
+    calls = Calls(models, telemetry, waits, config.max_concurrent_rpcs)
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
-    server = build_server(config, calls, health_servicer, access.interceptors(telemetry))
+    server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))
     target = f"127.0.0.1:{bind(server, '127.0.0.1', 0, access.credentials)}"
     engine.start()
     await server.start()

@@ -20,6 +20,7 @@ from antiphon.service.errors import BadBundle, InvalidArgument
 from antiphon.service.hosting.control import Control
 from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.model_settings import ModelName, ModelSettings
+from antiphon.service.network.client_waits import ClientWaits
 from antiphon.service.network.rpc import Context, InFlight, Method, handlers_of
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.v1 import admin_pb2 as pb
@@ -71,7 +72,10 @@ class AdminServicer:
 
 
 def build_admin_server(
-    servicer: AdminServicer, telemetry: Telemetry, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    servicer: AdminServicer,
+    telemetry: Telemetry,
+    waits: ClientWaits,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A gRPC server with the admin service and reflection, bound to no port yet."""
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
@@ -81,7 +85,7 @@ def build_admin_server(
         "UnloadModel": servicer.unload_model,
         "GetMemory": servicer.get_memory,
     }
-    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry)),))
+    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry, waits)),))
     channelz.add_channelz_servicer(server)
     reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server

@@ -21,6 +21,14 @@ _CLOSE_GRACE_S = 0.5
 
 Option = tuple[str, int]
 
+_MAX_INT = 2**31 - 1
+# Core's own refusals come before any of our code, without advice and uncounted. The first counts ended streams that are
+# not freed yet, and refuses streams of clients that keep to the limit; the others drop calls that wait, at random.
+_CORE_REFUSES_NOTHING: tuple[Option, ...] = (
+    ("grpc.http.overload_protection", 0),
+    ("grpc.server.max_pending_requests", _MAX_INT),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_INT),
+)
 
 PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.so_reuseport", 0),
@@ -45,6 +53,7 @@ def channel_options(settings: AccessSettings) -> list[Option]:
         ("grpc.so_reuseport", 0),  # on, two servers would share a port in silence
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
+        *_CORE_REFUSES_NOTHING,
         # Beyond the first, calls are refused at random up to the second: here one limit, and no chance.
         ("grpc.max_metadata_size", settings.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3 import orca_pb2
 
@@ -22,7 +23,8 @@ from antiphon.service.config import usable_cores
 from antiphon.service.engine.engine import Engine
 from antiphon.service.errors import InvalidArgument, Status
 from antiphon.service.hosting.models import Models
-from antiphon.service.network.rpc import InFlight, handlers_of
+from antiphon.service.network.parsing import parser
+from antiphon.service.network.rpc import InFlight, handler
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.telemetry import Context
 
@@ -143,7 +145,10 @@ class LoadServicer:
 
     def handler(self, in_flight: InFlight) -> grpc.GenericRpcHandler:
         """Handlers of the service, for `add_generic_rpc_handlers`; no drain waits for its RPCs."""
-        return handlers_of(SERVICE, {"StreamCoreMetrics": self.stream_core_metrics}, in_flight.apart())
+        name = "StreamCoreMetrics"
+        parse = parser(GetMessageClass(SERVICE.methods_by_name[name].input_type))
+        guarded = in_flight.apart().guard_open(f"{SERVICE_NAME}/{name}", self.stream_core_metrics, parse)
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, {name: handler(guarded, is_streaming=True)})
 
     async def stream_core_metrics(self, message: orca_pb2.OrcaLoadReportRequest, context: Context) -> None:
         """Send a report now and after every interval, for as long as the client listens."""

@@ -1,64 +1,68 @@
-"""What every RPC of this server goes through: a request id, parsing, accounts, and the status of whatever it raises.
+"""What every RPC of this server goes through: a request id, a place, its request, accounts, and a status for any error.
 
-grpc's own parser answers a malformed message with INTERNAL; here it becomes a bad request that names the field.
+A unary request is read here and not by gRPC, so that a call is refused before its message is read, and a client has a
+time limit to send it. A unary answer is watched until its client has read it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
-from google.protobuf.empty_pb2 import Empty
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.unknown_fields import UnknownFieldSet
 
-from antiphon.service.engine.cancellation import CancelCause
-from antiphon.service.errors import AntiphonError, EngineFault, InvalidArgument, TooManyRpcs
-from antiphon.service.network.deadline import remaining_s
+from antiphon.service.errors import AntiphonError, InvalidArgument, InWords, TooManyRpcs
+from antiphon.service.network.call_tasks import call_task_of, current_handler, end_call
+from antiphon.service.network.client_waits import ClientWaits, Stage, Wait
+from antiphon.service.network.ending import ClientGone, abort, code_of, failure_of
+from antiphon.service.network.parsing import Malformed, Parser, parser
 from antiphon.service.network.refusal import Metadata, status_of
 from antiphon.service.observability.call import Call, enter_call
-from antiphon.service.observability.logs import where_of
 from antiphon.service.observability.telemetry import Context as Context
 from antiphon.service.observability.telemetry import Telemetry
 
-log = logging.getLogger(__name__)
-
-# How long the status of a failed call may wait behind messages that its client does not read.
-_STATUS_PATIENCE_S = 2.0
-
-# When a client turned away by the number of calls may come again: some have ended by then.
+# When a client that is refused for the number of calls may come again: some have ended by then.
 _FULL_RETRY_S = 1.0
 
 Method = Callable[[Any, Context], Awaitable[Any]]
 Trailer = Callable[[Call], tuple[str, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """A request message that could not be parsed, and why."""
+@dataclass(slots=True, eq=False)
+class _Rpc:
+    """An RPC under way. answer: a unary answer that its client has not read; None before there is one."""
 
-    error: InvalidArgument
+    call: Call
+    context: Context
+    handler: asyncio.Task[Any] = field(default_factory=current_handler)
+    answer: Wait | None = None
+
+    def wait(self, stage: Stage, give_up: Callable[[AntiphonError], None], num_bytes: int = 0) -> Wait:
+        """Return what stands for this call while it waits for its client."""
+        return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
 
 
 class InFlight:
-    """The RPCs under way: how many they are, and what is told of each."""
+    """The RPCs under way: their number, its limit, and an account of each. For the event loop."""
 
-    def __init__(self, telemetry: Telemetry, max_rpcs: int | None = None) -> None:
-        """max_rpcs: beyond so many, RPCs are refused; None takes any number. Streams of requests are not counted."""
+    def __init__(self, telemetry: Telemetry, waits: ClientWaits, max_rpcs: int | None = None) -> None:
+        """max_rpcs: most RPCs at once, streams of requests included; None is no limit."""
         self._telemetry = telemetry
+        self._waits = waits
         self._max_rpcs = max_rpcs
         self._last_trailer: Trailer | None = None
-        self._num_active = 0
+        self._num_active = 0  # a drain waits for these
+        self._num_open = 0  # streams that may idle, for which it does not
         self._idle = asyncio.Event()
         self._idle.set()
+        self._refusing: set[asyncio.Task[None]] = set()
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
@@ -72,36 +76,56 @@ class InFlight:
         """Ask for one more trailer of every RPC, when its status is known."""
         self._last_trailer = trailer
 
-    def apart(self) -> InFlight:
-        """For RPCs that last as long as their clients like: accounted for like others, and waited for by nobody."""
-        return InFlight(self._telemetry, self._max_rpcs)
+    def apart(self, *, is_logged: bool = True) -> InFlight:
+        """Return an account of RPCs that no drain waits for, and that take no place of these."""
+        telemetry = self._telemetry if is_logged else self._telemetry.without_sinks()
+        return InFlight(telemetry, self._waits, self._max_rpcs)
 
-    def guard(self, name: str, method: Method) -> Method:
-        """The method, with a request id, accounts, and a status for every error. name: `package.Service/Method`."""
+    def guard(self, name: str, method: Method, parse: Parser) -> Method:
+        """Return a handler of one request: its method, with all that this module is for.
+
+        name: `package.Service/Method`. The method returns the answer, or writes a stream and returns None.
+        """
         self._telemetry.expect(name)
 
-        async def guarded(request: Message | Malformed, context: Context) -> Any:
-            self._enter()
-            # Once its status is written. (The stub's type is a class, which a function never is.)
-            context.add_done_callback(lambda _: self._leave())  # type: ignore[arg-type]
-            call = self._begin(name, context)
-            try:
-                return await self._conclude(call, self._full if self._is_full else method, request, context)
-            finally:
-                self._telemetry.end(call)
+        async def guarded(_: object, context: Context) -> Any:
+            rpc = self._enter(name, context)
+            return await self._concluded(rpc, lambda: self._answered(rpc, method, parse))
 
         return guarded
 
-    def guard_requests(self, name: str, method: Method) -> Method:
+    def guard_open(self, name: str, method: Method, parse: Parser) -> Method:
+        """As guard, of a method whose stream may idle for as long as its client likes."""
+        self._telemetry.expect(name)
+
+        async def guarded(_: object, context: Context) -> None:
+            rpc = self._enter(name, context, is_open=True)
+
+            async def run() -> None:
+                request = await self._receive(rpc, parse)
+                with self._waiting(rpc, Stage.OPEN):
+                    await method(request, context)
+
+            await self._concluded(rpc, run)
+
+        return guarded
+
+    def guard_requests(self, name: str, method: Method, parse: Parser) -> Method:
         """As guard, of a method that reads a stream of requests; in flight is only what `request` is entered for."""
         self._telemetry.expect(name)
 
-        async def guarded(requests: AsyncIterator[Message | Malformed], context: Context) -> Any:
-            call = self._begin(name, context)
-            try:
-                return await self._conclude(call, method, _parsed(requests), context)
-            finally:
-                self._telemetry.end(call)
+        async def guarded(_: object, context: Context) -> Any:
+            rpc = self._enter(name, context, is_open=True)
+            return await self._concluded(rpc, lambda: method(self._requests(rpc, parse), context))
+
+        return guarded
+
+    def guard_refused(self, name: str, refuse: Callable[[], Awaitable[None]]) -> Method:
+        """Return a handler that ends every call with what refuse raises, and reads nothing."""
+        self._telemetry.expect(name)
+
+        async def guarded(_: object, context: Context) -> None:
+            await self._concluded(self._enter(name, context), refuse)
 
         return guarded
 
@@ -112,40 +136,12 @@ class InFlight:
         Whoever enters it says in the call how the request ended.
         """
         call = self._begin(name, context)
-        self._enter()
+        self._take()
         try:
             yield call
         finally:
             self._telemetry.end(call)
             self._leave()
-
-    @property
-    def _is_full(self) -> bool:
-        return self._max_rpcs is not None and self._num_active > self._max_rpcs
-
-    async def _full(self, request: Any, context: Context) -> None:
-        message = f"{self._max_rpcs} calls are in flight, which is max_concurrent_rpcs"
-        raise TooManyRpcs(message, retry_after_s=_FULL_RETRY_S)
-
-    async def _conclude(self, call: Call, method: Method, request: Any, context: Context) -> Any:
-        """Run a method, and end its RPC with a status and trailers whatever it raises."""
-        try:
-            if isinstance(request, Malformed):
-                raise request.error
-            answer = await method(request, context)
-            call.code = _code_of(context)
-            context.set_trailing_metadata(self._trailers(call))
-            return answer
-        except BaseException as error:
-            if (failure := _failure(call, context, error)) is not None:
-                code, message, metadata = failure
-                await _abort(context, code, message, (*metadata, *self._trailers(call)))
-            raise
-
-    def _trailers(self, call: Call) -> Metadata:
-        if self._last_trailer is not None:
-            call.trailers.append(self._last_trailer(call))
-        return tuple(call.trailers)
 
     def _begin(self, name: str, context: Context) -> Call:
         """Open the account of a call. No context manager, which would cost each call as much as the account does."""
@@ -153,133 +149,157 @@ class InFlight:
         enter_call(call)
         return call
 
-    def _enter(self) -> None:
+    def _enter(self, name: str, context: Context, *, is_open: bool = False) -> _Rpc:
+        """Begin an RPC, which leaves by itself once its status is written."""
+        rpc = _Rpc(self._begin(name, context), context)
+        if is_open:
+            self._num_open += 1
+        else:
+            self._take()
+        # Of the task: a callback of the context would keep the call from being freed when it ends.
+        rpc.handler.add_done_callback(lambda _: self._exit(rpc, is_open=is_open))
+        return rpc
+
+    def _exit(self, rpc: _Rpc, *, is_open: bool) -> None:
+        if rpc.answer is not None:
+            self._waits.end(rpc.answer)
+        if is_open:
+            self._num_open -= 1
+            self._telemetry.left()
+        else:
+            self._leave()
+
+    def _take(self) -> None:
         self._num_active += 1
         self._idle.clear()
 
     def _leave(self) -> None:
+        self._telemetry.left()
         self._num_active -= 1
         if self._num_active == 0:
             self._idle.set()
 
+    def _check_place(self) -> None:
+        """Raise TooManyRpcs where the newest call is one too many, and none of the others waits for its client."""
+        limit = self._max_rpcs
+        if limit is None or self._num_active + self._num_open <= limit or self._waits.make_room(limit):
+            return
+        raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
+
+    async def _concluded(self, rpc: _Rpc, run: Callable[[], Awaitable[Any]]) -> Any:
+        """Run an RPC, and end it with a status and trailers whatever it raises."""
+        call, context = rpc.call, rpc.context
+        try:
+            self._check_place()
+            answer = await run()
+            call.code = code_of(context)
+            context.set_trailing_metadata(self._trailers(call))
+            return answer
+        except BaseException as error:
+            if (failure := failure_of(call, context, error)) is not None:
+                await self._fail(rpc, *failure)
+            raise
+        finally:
+            self._telemetry.end(call)
+
+    async def _fail(self, rpc: _Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+        """End an RPC with a status other than OK. Raises AbortError, or CancelledError where it cannot be sent now."""
+        call = rpc.call
+        try:
+            await abort(call, rpc.context, code, message, (*metadata, *self._trailers(call)))
+        except ClientGone:
+            call.code, call.error = "CANCELLED", None
+        else:
+            self._keep_unread(rpc)
+        raise asyncio.CancelledError from None
+
+    async def _answered(self, rpc: _Rpc, method: Method, parse: Parser) -> bytes | None:
+        """Read the request, run the method, and return its answer, watched until it is read; None of a stream."""
+        answer = await method(await self._receive(rpc, parse), rpc.context)
+        if answer is None:
+            return None
+        data: bytes = answer.SerializeToString()
+        rpc.answer = rpc.wait(Stage.ANSWER, lambda _: end_call(rpc.handler), len(data))
+        self._waits.begin(rpc.answer)
+        return data
+
+    async def _receive(self, rpc: _Rpc, parse: Parser) -> Message:
+        """Read the one request of a call. Raises InvalidArgument."""
+        with self._waiting(rpc, Stage.REQUEST):
+            data = await rpc.context.read()
+        if data is grpc.aio.EOF:
+            raise InvalidArgument("message", InWords("missing"), "sent once, before the client ends its side")
+        return _parsed(parse, data)
+
+    async def _requests(self, rpc: _Rpc, parse: Parser) -> AsyncIterator[Message]:
+        """Yield the requests of a stream; raises where one cannot be parsed."""
+        while True:
+            with self._waiting(rpc, Stage.OPEN):
+                data = await rpc.context.read()
+            if data is grpc.aio.EOF:
+                return
+            yield _parsed(parse, data)
+
+    @contextlib.contextmanager
+    def _waiting(self, rpc: _Rpc, stage: Stage) -> Iterator[None]:
+        """Let a call wait for its client; it is refused where it is given up meanwhile."""
+        wait = rpc.wait(stage, lambda error: self._refuse(rpc, error))
+        self._waits.begin(wait)
+        try:
+            yield
+        finally:
+            self._waits.end(wait)
+
+    def _refuse(self, rpc: _Rpc, error: AntiphonError) -> None:
+        """End a call whose handler waits: its status completes what it waits for."""
+        rpc.call.error = error
+        code, message, metadata = status_of(error)
+        task = asyncio.ensure_future(self._abort_beside(rpc, code, message, metadata))
+        self._refusing.add(task)
+        task.add_done_callback(self._refusing.discard)
+
+    async def _abort_beside(self, rpc: _Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+        """End an RPC with a status from another task than its handler's."""
+        with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
+            await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))
+
+    def _keep_unread(self, rpc: _Rpc) -> None:
+        """Let a status wait behind a message that its client does not read, for as long as an answer may."""
+        wait = rpc.wait(Stage.ANSWER, lambda _: end_call(rpc.handler), rpc.call.num_unsent_bytes)
+        self._waits.begin(wait)
+        call_task_of(rpc.handler).add_done_callback(lambda _: self._waits.end(wait))
+
+    def _trailers(self, call: Call) -> Metadata:
+        if self._last_trailer is not None:
+            call.trailers.append(self._last_trailer(call))
+        return tuple(call.trailers)
+
 
 def handlers_of(service: ServiceDescriptor, methods: dict[str, Method], in_flight: InFlight) -> grpc.GenericRpcHandler:
-    """Handlers of a service's methods by name, streaming as the service declares, for `add_generic_rpc_handlers`."""
+    """Return handlers of a service's methods by name, streaming as the service declares."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for name, method in methods.items():
         descriptor = service.methods_by_name[name]
-        make = _HANDLERS[descriptor.client_streaming, descriptor.server_streaming]
-        parse = _parser(GetMessageClass(descriptor.input_type))
+        parse = parser(GetMessageClass(descriptor.input_type))
         guard = in_flight.guard_requests if descriptor.client_streaming else in_flight.guard
-        handlers[name] = make(guard(f"{service.full_name}/{name}", method), parse, response_serializer=_serialize)
+        guarded = guard(f"{service.full_name}/{name}", method, parse)
+        handlers[name] = handler(guarded, is_streaming=descriptor.server_streaming)
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-# By whether the client streams, and whether the server does.
-_HANDLERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-
-
-async def _parsed(requests: AsyncIterator[Message | Malformed]) -> AsyncIterator[Message]:
-    """A stream's requests; raises where one could not be parsed."""
-    async for request in requests:
-        if isinstance(request, Malformed):
-            raise request.error
-        yield request
-
-
-def _failure(call: Call, context: Context, error: BaseException) -> tuple[grpc.StatusCode, str, Metadata] | None:
-    """Note how a call failed; the status to end it with, None where it has ended already, as one that is cancelled."""
-    if isinstance(error, (grpc.aio.AbortError, grpc.aio.UsageError)):
-        call.code = _code_of(context)
-        return None
-    if not isinstance(error, Exception):  # CancelledError: nobody hears any more
-        call.code = "DEADLINE_EXCEEDED" if _is_late(call, context) else "CANCELLED"
-        return None
-    if not isinstance(error, AntiphonError):
-        log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
-        error = EngineFault("the server failed; its log says why")
-    call.error = error
-    code, message, metadata = status_of(error)
-    call.code = code.name
-    return code, message, metadata
-
-
-async def _abort(context: Context, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-    """End an RPC with a status, which waits behind what its client has not read yet, though not here for ever."""
-    try:
-        async with asyncio.timeout(_STATUS_PATIENCE_S):
-            await context.abort(code, message, metadata)
-    except TimeoutError:
-        raise asyncio.CancelledError from None  # gRPC has it, and tells it as soon as it can
-    except grpc.aio.InternalError:  # not even the headers could be sent: there is no way to tell
-        raise asyncio.CancelledError from None
-
-
-def _is_late(call: Call, context: Context) -> bool:
-    """Whether a call that is cancelled had run out of time: as its requests were judged, if there were any."""
-    causes = [cause for asked in call.asked if (cause := asked.stream.cancel_cause) is not None]
-    if causes:
-        return CancelCause.DEADLINE in causes
-    left_s = remaining_s(context)
-    return left_s is not None and left_s <= 0
-
-
-def _code_of(context: Context) -> str:
-    """The name of the status that a method has set, OK where it has not."""
-    code = cast("grpc.StatusCode | int | None", context.code())
-    if not code:
-        return "OK"
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")
+def handler(guarded: Method, *, is_streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a guarded method, which reads its requests itself: to gRPC it always reads a stream."""
+    if is_streaming:
+        return grpc.stream_stream_rpc_method_handler(guarded, response_serializer=_serialize)
+    return grpc.stream_unary_rpc_method_handler(guarded)
 
 
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
-    def parse(data: bytes) -> Message | Malformed:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return Malformed(_explain(kind, data))
-
-    return parse
-
-
-def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
-    """Name the text field that is not UTF-8, wherever it is nested; failing that, blame the message."""
-    found = _find_bad_text(kind.DESCRIPTOR, data)
-    if found is None:
-        return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
-    return InvalidArgument(found[0], found[1], "valid UTF-8")
-
-
-def _find_bad_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:
-    """Path and value of the first text that is not UTF-8, if there is one; kind: a message's descriptor."""
-    try:
-        fields = UnknownFieldSet(Empty.FromString(data))
-    except DecodeError:
-        return None
-    for unknown in (fields[index] for index in range(len(fields))):
-        field = kind.fields_by_number.get(unknown.field_number)
-        if field is None or not isinstance(unknown.data, bytes):
-            continue
-        if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
-            return field.name, unknown.data
-        if field.message_type is not None and (nested := _find_bad_text(field.message_type, unknown.data)):
-            return f"{field.name}.{nested[0]}", nested[1]
-    return None
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+def _parsed(parse: Parser, data: bytes) -> Message:
+    request = parse(data)
+    if isinstance(request, Malformed):
+        raise request.error
+    return request

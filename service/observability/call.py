@@ -45,9 +45,11 @@ class Call:
     """An RPC under way.
 
     method: `package.Service/Method`. trace: where it belongs; None to none. arrival_s, ended_s: of the server's clock.
-    caller: who asks, as `caller.py` names it. model_name, metrics: of the model it was routed to; "" and None before.
+    caller: who asks, as `caller.py` names it. connection: the address of the client's end.
+    model_name, metrics: of the model it was routed to; "" and None before.
     trailers: what goes back in trailing metadata whether it succeeds or fails, the request id first.
-    num_messages: written to its stream. code: name of the gRPC status it ended with.
+    num_messages: written to its stream. num_unsent_bytes: of the message that is being written.
+    code: name of the gRPC status it ended with.
     error: what the client was told instead of an answer.
     """
 
@@ -55,6 +57,7 @@ class Call:
     request_id: str
     arrival_s: float
     caller: str = ""
+    connection: str = ""
     trace: TraceContext | None = None
     model_name: str = ""
     metrics: Metrics | None = None
@@ -64,6 +67,7 @@ class Call:
     error: AntiphonError | None = None
     ended_s: float | None = None
     num_messages: int = 0
+    num_unsent_bytes: int = 0
     _on_settled: Callable[[Call], None] | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +96,11 @@ class Call:
                 self._settle()
 
         stream.on_end = note
+
+    @property
+    def has_written(self) -> bool:
+        """Whether a message of its stream was sent, or is being sent."""
+        return bool(self.num_messages or self.num_unsent_bytes)
 
     @property
     def is_refused(self) -> bool:

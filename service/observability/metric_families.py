@@ -121,7 +121,22 @@ class MetricFamilies:
         )
         self.rpcs_in_flight = Gauge(
             f"{PREFIX}grpc_server_in_flight",
-            "RPCs under way, and requests of a stream of them, each.",
+            "RPCs from their headers until their status is written, and requests of a stream of them, each.",
+            registry=self._registry,
+        )
+        self.calls_waiting = Gauge(
+            f"{PREFIX}calls_waiting_for_client",
+            "Calls that wait for their client: to send its request, to read its answer, or in a stream that may idle.",
+            ("stage",),
+            registry=self._registry,
+        )
+        self.unsent_bytes = Gauge(
+            f"{PREFIX}unsent_answer_bytes", "Bytes of answers that clients have not read.", registry=self._registry
+        )
+        self.calls_given_up = Counter(
+            f"{PREFIX}calls_given_up",
+            "Calls ended because they waited for their client, by stage; cause: timeout, or pressure of other calls.",
+            ("stage", "cause"),
             registry=self._registry,
         )
         self.stream_messages = self._counter("stream_messages", "Messages written to streams.")

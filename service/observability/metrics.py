@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Protocol, get_args
 
@@ -18,6 +19,7 @@ from antiphon.model.ops.workspace import Workspace
 from antiphon.service.engine.cancellation import CancelCause
 from antiphon.service.errors import Status, refusal_reasons
 from antiphon.service.graphs.runner import EncodeReport
+from antiphon.service.network.client_waits import ClientWaits, Stage
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.workspace_by_length import WorkspaceByLength
 from antiphon.service.request import ANSWERED, FinishReason, Priority, Task, Timing
@@ -66,11 +68,36 @@ class RpcMetrics:
         if child is None:
             child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
         child.inc()
+
+    def left(self) -> None:
+        """Note that an RPC is in flight no longer."""
         self._num_in_flight -= 1
 
     def refused(self, reason: str) -> None:
         """Count an RPC refused before it was known which model it is for."""
         self._families.requests_refused.labels("", reason).inc()
+
+
+class WaitMetrics:
+    """The metrics of calls that wait for their clients. For the event loop."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._given_up = {
+            (stage, cause): families.calls_given_up.labels(stage.value, cause)
+            for stage in Stage
+            for cause in ("timeout", "pressure")
+        }
+        self._families = families
+
+    def given_up(self, stage: Stage, cause: str) -> None:
+        """Count a call that was ended because its client kept it waiting."""
+        self._given_up[stage, cause].inc()
+
+    def watch(self, waits: ClientWaits) -> None:
+        """Show what waits at every scrape."""
+        self._families.unsent_bytes.set_function(lambda: waits.unsent_bytes)
+        for stage in Stage:
+            self._families.calls_waiting.labels(stage.value).set_function(partial(waits.num_waiting, stage))
 
 
 class FileMetrics:

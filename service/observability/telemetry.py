@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,12 +39,18 @@ class Telemetry:
         self._clock = clock
         self._ids = RequestIds()
 
+    def without_sinks(self) -> Telemetry:
+        """Return one that counts RPCs together with this one, and tells nobody else of them."""
+        quiet = copy.copy(self)
+        quiet._sinks = ()
+        return quiet
+
     def expect(self, method: str) -> None:
         """Show the counts of a method at zero."""
         self._metrics.expect(method)
 
     def begin(self, method: str, context: Context) -> Call:
-        """A call that arrives now; exactly one `end` is to follow."""
+        """Open the account of a call that arrives now; exactly one `end` and one `left` are to follow."""
         self._metrics.begun()
         request_id, traceparent = find_metadata(context.invocation_metadata() or ())
         return Call(
@@ -51,6 +58,7 @@ class Telemetry:
             request_id=self._ids.of(request_id),
             arrival_s=self._clock(),
             caller=caller_of(context),
+            connection=context.peer(),
             trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )
 
@@ -63,6 +71,10 @@ class Telemetry:
         if call.num_messages and call.metrics is not None:
             call.metrics.streamed(call.num_messages)
         call.end(self._clock(), self._tell)
+
+    def left(self) -> None:
+        """Note that a call is in flight no longer: its status is written, or nobody waits for it."""
+        self._metrics.left()
 
     def _tell(self, call: Call) -> None:
         for sink in self._sinks:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from antiphon.service.config import ServerConfig
+from antiphon.service.network.client_waits import ClientWaits
 from antiphon.service.observability.metrics import FileMetrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.security.gate import Gate
@@ -52,15 +53,15 @@ class Access:
             return None
         return lambda: certificates.current().https
 
-    def interceptors(self, telemetry: Telemetry) -> Sequence[grpc.aio.ServerInterceptor]:
+    def interceptors(self, telemetry: Telemetry, waits: ClientWaits) -> Sequence[grpc.aio.ServerInterceptor]:
         """Of the port that models are asked at."""
         if self._tokens is None and self._config.caller_metadata_key is None:
             return ()
-        return (Gate(telemetry, tokens=self._tokens, caller_key=self._config.caller_metadata_key),)
+        return (Gate(telemetry, waits, tokens=self._tokens, caller_key=self._config.caller_metadata_key),)
 
-    def admin_interceptors(self, telemetry: Telemetry) -> Sequence[grpc.aio.ServerInterceptor]:
+    def admin_interceptors(self, telemetry: Telemetry, waits: ClientWaits) -> Sequence[grpc.aio.ServerInterceptor]:
         """Of the admin port."""
-        return () if self._admin_tokens is None else (Gate(telemetry, tokens=self._admin_tokens),)
+        return () if self._admin_tokens is None else (Gate(telemetry, waits, tokens=self._admin_tokens),)
 
     def warn(self) -> None:
         """Log what an operator may not have meant."""

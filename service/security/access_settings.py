@@ -48,6 +48,15 @@ class AccessSettings(BaseSettings):
     max_concurrent_rpcs: int = Field(
         default=4096, ge=1, le=1_000_000, description="Most RPCs in flight on all connections; health is not counted."
     )
+    request_timeout_s: float = Field(
+        default=20.0, ge=0.1, le=86_400, description="Time from the headers of a call until its request is complete."
+    )
+    max_unsent_bytes: int = Field(
+        default=67_108_864,
+        ge=65_536,
+        le=2**40,
+        description="Most bytes of answers that clients have not read; beyond it the largest reader's calls are ended.",
+    )
     max_concurrent_streams: int = Field(
         default=1024, ge=1, le=100_000, description="Most RPCs in flight on one connection."
     )

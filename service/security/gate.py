@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 
 from antiphon.service.errors import TokenInvalid, Unauthenticated
-from antiphon.service.network.rpc import Context, InFlight
+from antiphon.service.network.client_waits import ClientWaits
+from antiphon.service.network.rpc import InFlight, handler
 from antiphon.service.observability.call import is_request_id
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.security.caller import enter_caller
@@ -35,11 +36,16 @@ class Gate(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, telemetry: Telemetry, *, tokens: Reloading[tuple[Token, ...]] | None, caller_key: str | None = None
+        self,
+        telemetry: Telemetry,
+        waits: ClientWaits,
+        *,
+        tokens: Reloading[tuple[Token, ...]] | None,
+        caller_key: str | None = None,
     ) -> None:
         self._tokens = tokens
         self._caller_key = caller_key
-        self._refusals = InFlight(telemetry)
+        self._refusals = InFlight(telemetry, waits)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -72,8 +78,8 @@ class Gate(grpc.aio.ServerInterceptor):
         return name if isinstance(name, str) and is_request_id(name) else None
 
     def _refusing(self, error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
-        async def refuse(requests: Any, context: Context) -> None:
+        async def refuse() -> None:
             raise error
 
         # Of streams both ways, whatever the method is: so nothing is waited for, and the client cannot tell.
-        return grpc.stream_stream_rpc_method_handler(self._refusals.guard_requests(_REFUSED, refuse))
+        return handler(self._refusals.guard_refused(_REFUSED, refuse), is_streaming=True)

@@ -23,7 +23,7 @@ from antiphon.service.contract.combinations import check_combination
 from antiphon.service.contract.options import read_options
 from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.service.errors import InvalidArgument
-from antiphon.service.network.rpc import _parser
+from antiphon.service.network.parsing import parser
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field
 
@@ -43,7 +43,7 @@ def messages(data: bytes) -> None:
         return
     kind = METHODS[data[0] % len(METHODS)].input_type
     payload = data[1:]
-    found = _parser(GetMessageClass(kind))(payload)
+    found = parser(GetMessageClass(kind))(payload)
     try:
         expected = GetMessageClass(kind).FromString(payload)
     except DecodeError:

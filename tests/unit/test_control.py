@@ -28,6 +28,7 @@ from antiphon.service.hosting.model_settings import ModelPlan, ModelSettings
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.request import Request, SamplingParams
+from tests.waits import client_waits
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
 CONFIG = ServerConfig(threads=1, max_num_seqs=2)
@@ -59,7 +60,9 @@ class Host:
 @pytest.fixture
 async def host() -> AsyncIterator[Host]:
     registry, health, has_left = CollectorRegistry(), dict[str, int](), asyncio.Event()
-    shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6), budget=MemoryBudget(60 << 20))
+    shared = Shared(
+        families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(60 << 20)
+    )
 
     async def announce(name: str, status: int) -> None:
         health[name] = status

@@ -35,6 +35,7 @@ from antiphon.service.observability.metric_families import MetricFamilies
 from tests.fakes import request_of
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle
+from tests.waits import client_waits
 
 
 def plan(**changes: object) -> ModelPlan:
@@ -119,14 +120,18 @@ def test_encode_budget_of_rows_of_one_length_is_no_less_than_each_run_is_predict
 
 
 def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
-    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None))
+    shared = Shared(
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
+    )
     settings = plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1000)
     with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
         load(settings, shared)
 
 
 def test_the_description_names_the_longest_source_that_fits_the_workspace() -> None:
-    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None))
+    shared = Shared(
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
+    )
     served = load(plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1_000_000), shared)
     longest = served.description.limits.max_source_len
     assert 1 < longest < load_bundle(SHIPPED_BUNDLE).manifest.model.max_source_len

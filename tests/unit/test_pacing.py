@@ -7,9 +7,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from google.protobuf.empty_pb2 import Empty
 
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import SlowReader
+from tests.waits import client_waits
 
 
 class Reader:
@@ -39,12 +41,12 @@ class Gone:
 
 async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
     """The timer is set by the first write; those that come while it runs are looked after as well."""
-    pacing = Pacing(1.0, patience_s=0.05)
+    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     order: list[int] = []
 
     async def write(index: int, reader: Any) -> None:
         with pytest.raises(SlowReader):
-            await pacing.writer(reader).write(index)
+            await pacing.writer(reader).write(Empty())
         assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
         order.append(index)
 
@@ -59,28 +61,28 @@ async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
 
 async def test_pacing_counts_the_time_of_one_message_and_not_of_all() -> None:
     """The stream lasts several times as long as one message may wait."""
-    pacing = Pacing(1.0, patience_s=0.05)
+    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     loop = asyncio.get_running_loop()
     until_s = loop.time() + 0.2
     while loop.time() < until_s:
         reader = Reader()
         loop.call_later(0.005, reader.take)
-        await pacing.writer(reader).write("taken in time")  # type: ignore[arg-type]
+        await pacing.writer(reader).write(Empty())  # type: ignore[arg-type]
 
 
 async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
     """Nobody is told of a slow reader who was not one, though its time comes while the call is being cleared up."""
-    pacing = Pacing(1.0, patience_s=0.05)
+    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     reader = Reader()
-    writing = asyncio.ensure_future(pacing.writer(reader).write("never taken"))  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(pacing.writer(reader).write(Empty()))  # type: ignore[arg-type]
     await reader.is_written_to.wait()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
     with pytest.raises(SlowReader):  # the timer was set for the first one, and serves the second
-        await pacing.writer(reader).write("never taken")  # type: ignore[arg-type]
+        await pacing.writer(reader).write(Empty())  # type: ignore[arg-type]
 
 
 async def test_pacing_ends_a_write_to_a_call_that_is_gone() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await Pacing(1.0).writer(Gone()).write("lost")  # type: ignore[arg-type]
+        await Pacing(1.0, client_waits()).writer(Gone()).write(Empty())  # type: ignore[arg-type]

@@ -1,0 +1,24 @@
+"""Bounds of what clients may keep waiting, for tests of other things and of their time limits."""
+
+from __future__ import annotations
+
+from antiphon.service.network.client_waits import ClientWaits, Stage, WaitLimits
+
+
+def client_waits(
+    *,
+    request_timeout_s: float = 60.0,
+    answer_timeout_s: float = 60.0,
+    max_requests: int = 256,
+    max_unsent_bytes: int = 1 << 26,
+    given_up: list[tuple[Stage, str]] | None = None,
+) -> ClientWaits:
+    """given_up: takes the stage and the cause of every call that is given up."""
+    limits = WaitLimits(
+        request_timeout_s=request_timeout_s,
+        answer_timeout_s=answer_timeout_s,
+        max_requests=max_requests,
+        max_unsent_bytes=max_unsent_bytes,
+    )
+    noted = [] if given_up is None else given_up
+    return ClientWaits(limits, lambda stage, cause: noted.append((stage, cause)))
