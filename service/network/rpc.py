@@ -48,6 +48,11 @@ class _Rpc:
         """Return what stands for this call while it waits for its client."""
         return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
 
+    def unread(self, num_bytes: int) -> Wait:
+        """Return what stands for this call while its client reads its end. It must not keep the call's context."""
+        handler = self.handler
+        return self.wait(Stage.ANSWER, lambda _: end_call(handler), num_bytes)
+
 
 class InFlight:
     """The RPCs under way: their number, its limit, and an account of each. For the event loop."""
@@ -219,7 +224,7 @@ class InFlight:
         if answer is None:
             return None
         data: bytes = answer.SerializeToString()
-        rpc.answer = rpc.wait(Stage.ANSWER, lambda _: end_call(rpc.handler), len(data))
+        rpc.answer = rpc.unread(len(data))
         self._waits.begin(rpc.answer)
         return data
 
@@ -265,7 +270,7 @@ class InFlight:
 
     def _keep_unread(self, rpc: _Rpc) -> None:
         """Let a status wait behind a message that its client does not read, for as long as an answer may."""
-        wait = rpc.wait(Stage.ANSWER, lambda _: end_call(rpc.handler), rpc.call.num_unsent_bytes)
+        wait = rpc.unread(rpc.call.num_unsent_bytes)
         self._waits.begin(wait)
         call_task_of(rpc.handler).add_done_callback(lambda _: self._waits.end(wait))
 
