@@ -36,17 +36,19 @@ def in_flight(metrics: Mapping[str, float]) -> int:
 
 
 def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Counter[str]]:
-    """The calls that ended between two scrapes, by method and code."""
+    """The calls that ended between two scrapes, by method and code; of every method that is counted by its name.
+
+    Names in parentheses stand for many: what is counted under them is no method's.
+    """
     then, now = handled(before), handled(after)
-    grown = {method: codes - then.get(method, Counter()) for method, codes in now.items()}
-    return {method: codes for method, codes in grown.items() if codes}
+    return {method: codes - then.get(method, Counter()) for method, codes in now.items() if not method.startswith("(")}
 
 
 def complaints(grown: Mapping[str, Counter[str]], expected: Mapping[str, Expected]) -> list[str]:
     """Methods that the metrics counted too few or too many calls of, in words."""
     found = []
-    for method in sorted({*grown, *expected}):
-        codes, bounds = grown.get(method, Counter()), expected.get(method, Expected(least=0, most=0))
+    for method, codes in grown.items():
+        bounds = expected[method]
         retried = sum(codes[code] for code in _RETRIED)
         if not bounds.least <= codes.total() <= bounds.most + retried:
             found.append(

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from tests.abuse.calls import ACCOUNTED_SERVICES
-from tests.abuse.raw_connection import OPEN, Address
+from tests.abuse.raw_connection import CLOSED, OPEN, Address, RawConnection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """Bounds of an attack.
 
-    connections: at once. calls: on each connection; of floods, frames. hold_s: the longest time that an attack waits
-    for the server to end what it holds open. interval_s: between the bytes of slow senders and slow readers.
+    connections: at once. calls: held on each connection. frames: of a flood, on each connection; calls that are reset
+    count as frames. storm: connections opened one after the other, by each of `connections`, or in all where they are
+    held. hold_s: the longest time that an attack waits for the server to end what it holds open. interval_s: between
+    the bytes of slow senders and slow readers.
     """
 
     connections: int
     calls: int
+    frames: int
+    storm: int
     hold_s: float
     interval_s: float = 0.1
 
@@ -45,11 +49,6 @@ class Sent:
 Attack = Callable[[Address, Size], Awaitable[Sent]]
 
 
-def is_accounted(method: str) -> bool:
-    """Return whether the metrics count every call of this method by name."""
-    return method.rpartition("/")[0] in ACCOUNTED_SERVICES
-
-
 def total(reports: Iterable[Sent]) -> Sent:
     """Add up what the connections of one attack did."""
     whole, partial, ends = Counter[str](), Counter[str](), Counter[str]()
@@ -58,3 +57,19 @@ def total(reports: Iterable[Sent]) -> Sent:
         partial += report.partial
         ends += report.ends
     return Sent(whole=whole, partial=partial, ends=ends)
+
+
+async def on_each(size: Size, attack_one: Callable[[], Awaitable[Sent]]) -> Sent:
+    """Run the same on every connection at once."""
+    return total(await asyncio.gather(*(attack_one() for _ in range(size.connections))))
+
+
+async def ended(connection: RawConnection, method: str, size: Size) -> Sent:
+    """Wait for the server to end every call of a connection, and report.
+
+    A call whose connection ended under it may not have reached the server.
+    """
+    ends = await connection.ends(size.hold_s)
+    return Sent(
+        whole=Counter({method: ends.total() - ends[CLOSED]}), partial=Counter({method: ends[CLOSED]}), ends=ends
+    )

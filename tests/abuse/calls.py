@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from antiphon.v1 import inference_pb2 as pb
 
 SERVICE = "antiphon.v1.InferenceService"
-ACCOUNTED_SERVICES = (SERVICE, "inference.GRPCInferenceService")
-"""Services whose every call the metrics count, whatever becomes of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

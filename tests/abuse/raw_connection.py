@@ -120,7 +120,7 @@ class RawConnection:
     def headers(
         self, method: str, *, metadata: tuple[tuple[str, str], ...] = (), is_end: bool = False, timeout: str = ""
     ) -> int:
-        """Open a stream with the headers of a call; its id. method: package.Service/Method. timeout: as grpc-timeout."""
+        """Open a stream with the headers of a call; its id. method: package.Service/Method. timeout: grpc-timeout."""
         stream_id = self.next_id()
         block = self.header_block(method, metadata=metadata, timeout=timeout)
         flags = ("END_HEADERS", "END_STREAM") if is_end else ("END_HEADERS",)
@@ -155,8 +155,10 @@ class RawConnection:
         """Send one DATA frame, whatever the windows are."""
         self.send(DataFrame(stream_id, data, flags=("END_STREAM",) if is_end else ()))
 
-    async def body(self, stream_id: int, data: bytes) -> None:
-        """Send as many DATA frames as it takes, as the server's windows allow; stops where the stream ends before."""
+    async def body(self, stream_id: int, data: bytes, *, is_end: bool = True) -> None:
+        """Send as many DATA frames as it takes, as the server's windows allow; stop where the stream ends before."""
+        if not data and is_end:
+            self.data(stream_id, b"", is_end=True)
         sent = 0
         while sent < len(data) and self._is_open(stream_id):
             room = min(self._windows[0], self._windows.setdefault(stream_id, self._stream_window), MAX_FRAME_BYTES)
@@ -167,7 +169,7 @@ class RawConnection:
             sent += len(part)
             self._windows[0] -= len(part)
             self._windows[stream_id] -= len(part)
-            self.data(stream_id, part, is_end=sent == len(data))
+            self.data(stream_id, part, is_end=is_end and sent == len(data))
             await self.flush()
 
     def reset(self, stream_id: int) -> None:

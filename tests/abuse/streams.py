@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from h2.settings import SettingCodes
 from hyperframe.frame import ContinuationFrame, HeadersFrame
 
-from tests.abuse.attack import Attack, Sent, Size, total
-from tests.abuse.calls import LONG_UNARY, STREAM, UNARY, Call
-from tests.abuse.raw_connection import CLOSED, MAX_WINDOW, Address, RawConnection, framed
+from tests.abuse.attack import Attack, Sent, Size, ended, on_each
+from tests.abuse.calls import (
+    HEALTH_METHOD,
+    LONG_UNARY,
+    REFLECTION_METHOD,
+    STREAM,
+    UNARY,
+    UNKNOWN_METHOD,
+    UNKNOWN_SERVICE_METHOD,
+    Call,
+)
+from tests.abuse.raw_connection import MAX_WINDOW, OPEN, Address, RawConnection, framed
 
 NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
 FULL_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: MAX_WINDOW}
-
-
-async def _on_each(size: Size, attack_one: Callable[[], Awaitable[Sent]]) -> Sent:
-    return total(await asyncio.gather(*(attack_one() for _ in range(size.connections))))
-
-
-async def _ended(connection: RawConnection, method: str, size: Size) -> Sent:
-    """Wait for the server to end every call of a connection, and report.
-
-    A call whose connection ended under it may not have reached the server.
-    """
-    ends = await connection.ends(size.hold_s)
-    return Sent(
-        whole=Counter({method: ends.total() - ends[CLOSED]}), partial=Counter({method: ends[CLOSED]}), ends=ends
-    )
 
 
 def window_zero(call: Call) -> Attack:
@@ -41,9 +35,9 @@ def window_zero(call: Call) -> Attack:
                 for _ in range(size.calls):
                     connection.call(call.method, call.message)
                 await connection.flush()
-                return await _ended(connection, call.method, size)
+                return await ended(connection, call.method, size)
 
-        return await _on_each(size, one)
+        return await on_each(size, one)
 
     return attack
 
@@ -56,12 +50,12 @@ def window_by_single_bytes(call: Call) -> Attack:
             async with await RawConnection.open(address, NO_WINDOW, gives_credit=False) as connection:
                 stream_ids = [connection.call(call.method, call.message) for _ in range(size.calls)]
                 granting = asyncio.ensure_future(_grant_bytes(connection, stream_ids, size))
-                sent = await _ended(connection, call.method, size)
+                sent = await ended(connection, call.method, size)
                 granting.cancel()
                 await asyncio.wait({granting})
                 return sent
 
-        return await _on_each(size, one)
+        return await on_each(size, one)
 
     return attack
 
@@ -69,7 +63,7 @@ def window_by_single_bytes(call: Call) -> Attack:
 async def _grant_bytes(connection: RawConnection, stream_ids: Sequence[int], size: Size) -> None:
     for _ in range(round(size.hold_s / size.interval_s)):
         for stream_id in stream_ids:
-            if connection.streams[stream_id].end == "open":
+            if connection.streams[stream_id].end == OPEN:
                 connection.grant(1, stream_id)
         await connection.flush()
         await asyncio.sleep(size.interval_s)
@@ -83,9 +77,9 @@ async def connection_window_never_grows(address: Address, size: Size) -> Sent:
             for _ in range(size.calls):
                 connection.call(LONG_UNARY.method, LONG_UNARY.message)
             await connection.flush()
-            return await _ended(connection, LONG_UNARY.method, size)
+            return await ended(connection, LONG_UNARY.method, size)
 
-    return await _on_each(size, one)
+    return await on_each(size, one)
 
 
 async def socket_never_read(address: Address, size: Size) -> Sent:
@@ -102,7 +96,7 @@ async def socket_never_read(address: Address, size: Size) -> Sent:
             # Nothing more is heard here; the server's metrics tell what became of the calls.
             return Sent(partial=Counter({LONG_UNARY.method: size.calls}))
 
-    return await _on_each(size, one)
+    return await on_each(size, one)
 
 
 def headers_only(method: str) -> Attack:
@@ -114,9 +108,9 @@ def headers_only(method: str) -> Attack:
                 for _ in range(size.calls):
                     connection.headers(method)
                 await connection.flush()
-                return await _ended(connection, method, size)
+                return await ended(connection, method, size)
 
-        return await _on_each(size, one)
+        return await on_each(size, one)
 
     return attack
 
@@ -128,12 +122,12 @@ async def slow_message(address: Address, size: Size) -> Sent:
         async with await RawConnection.open(address) as connection:
             stream_ids = [connection.headers(UNARY.method) for _ in range(size.calls)]
             dripping = asyncio.ensure_future(_drip(connection, stream_ids, size))
-            sent = await _ended(connection, UNARY.method, size)
+            sent = await ended(connection, UNARY.method, size)
             dripping.cancel()
             await asyncio.wait({dripping})
             return sent
 
-    return await _on_each(size, one)
+    return await on_each(size, one)
 
 
 async def _drip(connection: RawConnection, stream_ids: Sequence[int], size: Size) -> None:
@@ -141,7 +135,7 @@ async def _drip(connection: RawConnection, stream_ids: Sequence[int], size: Size
     num_bytes = round(size.hold_s / size.interval_s)
     for byte in framed(bytes(num_bytes))[:num_bytes]:
         for stream_id in stream_ids:
-            if connection.streams[stream_id].end == "open":
+            if connection.streams[stream_id].end == OPEN:
                 connection.data(stream_id, bytes([byte]))
         await connection.flush()
         await asyncio.sleep(size.interval_s)
@@ -160,9 +154,10 @@ async def slow_headers(address: Address, size: Size) -> Sent:
                 await connection.flush()
                 if await connection.wait_closed(size.interval_s):
                     break
-            return Sent()
+            end = connection.goaway or ("closed" if connection.is_closed else "stands")
+            return Sent(ends=Counter({f"connection {end}": 1}))
 
-    return await _on_each(size, one)
+    return await on_each(size, one)
 
 
 def rapid_reset(call: Call | None = None) -> Attack:
@@ -171,7 +166,7 @@ def rapid_reset(call: Call | None = None) -> Attack:
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
             async with await RawConnection.open(address) as connection:
-                for number in range(size.calls):
+                for number in range(size.frames):
                     stream_id = connection.headers(UNARY.method) if call is None else _called(connection, call)
                     connection.reset(stream_id)
                     if number % 64 == 0:
@@ -182,10 +177,10 @@ def rapid_reset(call: Call | None = None) -> Attack:
                 await connection.flush()
                 await connection.wait_closed(min(0.5, size.hold_s))
                 method = UNARY.method if call is None else call.method
-                ends = Counter({f"connection: {connection.goaway or 'open'}": 1})
+                ends = Counter({f"connection {connection.goaway or 'stands'}": 1})
                 return Sent(partial=Counter({method: len(connection.streams)}), ends=ends)
 
-        return await _on_each(size, one)
+        return await on_each(size, one)
 
     return attack
 
@@ -197,10 +192,16 @@ def _called(connection: RawConnection, call: Call) -> int:
 STREAM_ATTACKS: dict[str, Attack] = {
     "window 0, unary": window_zero(UNARY),
     "window 0, streams": window_zero(STREAM),
-    "window by single bytes, unary": window_by_single_bytes(UNARY),
+    "window by single bytes, unary": window_by_single_bytes(LONG_UNARY),
     "window by single bytes, streams": window_by_single_bytes(STREAM),
     "connection window never grows": connection_window_never_grows,
     "socket never read": socket_never_read,
+    "headers only, unary": headers_only(UNARY.method),
+    "headers only, streams": headers_only(STREAM.method),
+    "headers only, health": headers_only(HEALTH_METHOD),
+    "headers only, reflection": headers_only(REFLECTION_METHOD),
+    "headers only, unknown method": headers_only(UNKNOWN_METHOD),
+    "headers only, unknown service": headers_only(UNKNOWN_SERVICE_METHOD),
     "slow message": slow_message,
     "slow headers": slow_headers,
     "rapid reset": rapid_reset(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.abuse import accounts
 from tests.abuse.accounts import Expected
-from tests.abuse.attack import Sent, is_accounted
+from tests.abuse.attack import Sent
 from tests.abuse.honest import Honest, Record
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.footprint import Footprint, settled, steady
@@ -51,14 +51,13 @@ class Outcome:
         return found
 
     def _expected(self) -> dict[str, Expected]:
-        whole = {method: count for method, count in self.sent.whole.items() if is_accounted(method)}
-        partial = {method: count for method, count in self.sent.partial.items() if is_accounted(method)}
+        whole, partial, honest = self.sent.whole, self.sent.partial, self.honest
         return {
             method: Expected(
-                least=whole.get(method, 0) + self.honest.answered[method],
-                most=whole.get(method, 0) + partial.get(method, 0) + self.honest.sent[method],
+                least=whole[method] + honest.answered[method],
+                most=whole[method] + partial[method] + honest.sent[method],
             )
-            for method in {*whole, *partial, *self.honest.sent}
+            for method in self.grown
         }
 
 
