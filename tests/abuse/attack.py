@@ -16,8 +16,8 @@ class Size:
 
     connections: at once. calls: held on each connection. frames: of a flood, on each connection; calls that are reset
     count as frames. storm: connections opened one after the other, by each of `connections`, or in all where they are
-    held. hold_s: the longest time that an attack waits for the server to end what it holds open. interval_s: between
-    the bytes of slow senders and slow readers.
+    held. hold_s: the longest time that an attack waits for the server to end what it holds open. unread_s: time
+    that a socket is not read. interval_s: between the bytes of slow senders and slow readers.
     """
 
     connections: int
@@ -25,6 +25,7 @@ class Size:
     frames: int
     storm: int
     hold_s: float
+    unread_s: float
     interval_s: float = 0.1
 
 
@@ -34,11 +35,13 @@ class Sent:
 
     whole: calls by method that the server must have counted. partial: calls that it may have seen or not, because they
     were reset, or their connection ended, before it answered. ends: how streams or connections ended, by number.
+    breaches: what the server let happen and must not, in words.
     """
 
     whole: Counter[str] = field(default_factory=Counter)
     partial: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
+    breaches: tuple[str, ...] = ()
 
     @property
     def num_left_open(self) -> int:
@@ -51,12 +54,13 @@ Attack = Callable[[Address, Size], Awaitable[Sent]]
 
 def total(reports: Iterable[Sent]) -> Sent:
     """Add up what the connections of one attack did."""
-    whole, partial, ends = Counter[str](), Counter[str](), Counter[str]()
+    whole, partial, ends, breaches = Counter[str](), Counter[str](), Counter[str](), list[str]()
     for report in reports:
         whole += report.whole
         partial += report.partial
         ends += report.ends
-    return Sent(whole=whole, partial=partial, ends=ends)
+        breaches += report.breaches
+    return Sent(whole=whole, partial=partial, ends=ends, breaches=tuple(breaches))
 
 
 async def on_each(size: Size, attack_one: Callable[[], Awaitable[Sent]]) -> Sent:

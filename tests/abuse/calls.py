@@ -22,6 +22,13 @@ UNARY = Call(method=f"{SERVICE}/Tokenize", message=pb.TokenizeRequest(text="How 
 LONG_UNARY = Call(
     method=f"{SERVICE}/Tokenize", message=pb.TokenizeRequest(text="How are you? " * 120).SerializeToString()
 )
+# The answer has tens of kilobytes: few of them fill the buffers of a socket.
+HEAVY_UNARY = Call(
+    method=f"{SERVICE}/Embed",
+    message=pb.EmbedRequest(
+        text="I don't know. " * 12, pooling=pb.POOLING_NONE, priority=pb.PRIORITY_BATCH
+    ).SerializeToString(),
+)
 STREAM = Call(
     method=f"{SERVICE}/Generate",
     message=pb.GenerateRequest(

@@ -10,20 +10,21 @@ import ssl
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tests.abuse.attack import Attack, Sent, Size, on_each
 from tests.abuse.calls import UNARY
 from tests.abuse.raw_connection import PREFACE, Address, RawConnection
 
 # The first bytes of a ClientHello, which promise 508 more.
-HELLO_PART = bytes.fromhex("16030102000100 01fc0303")
+HELLO_PART = bytes.fromhex("1603010200010001fc0303")
 _RESET = struct.pack("ii", 1, 0)
 _ANSWER_S = 5
 
 
 async def _connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A TCP connection and no more."""
-    return await asyncio.open_connection(address.host, address.port, local_addr=(address.source, 0))
+    return await replace(address, tls=None).connect()
 
 
 def storm(first: bytes, *, is_reset: bool = False) -> Attack:
@@ -104,10 +105,11 @@ def strangers(contexts: Mapping[str, ssl.SSLContext]) -> Attack:
     async def attack(address: Address, size: Size) -> Sent:
         ends: Counter[str] = Counter()
         for name, context in contexts.items():
-            stranger = Address(port=address.port, source=address.source, tls=context)
+            stranger = replace(address, tls=context)
             for _ in range(size.storm):
                 ends[f"{name}: {await _ask(stranger)}"] += 1
-        return Sent(ends=ends)
+        let_in = tuple(f"{number} calls: {end}" for end, number in ends.items() if not end.endswith(": refused"))
+        return Sent(ends=ends, breaches=let_in)
 
     return attack
 

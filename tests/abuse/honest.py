@@ -89,10 +89,10 @@ class Honest:
     async def _newcomer(self, number: int) -> None:
         """One call by a plain channel of its own."""
         async with self.connection.open_async(self.target, SERVICE, is_shared=False) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            await self._measure("GenerateUnary", number, self._plain(stub, number))
+            await self._measure("GenerateUnary", number, self._plain(channel, number))
 
-    async def _plain(self, stub: inference_pb2_grpc.InferenceServiceStub, number: int) -> Texts:
+    async def _plain(self, channel: grpc.aio.Channel, number: int) -> Texts:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
         asked = ask(number)
         request = unary_request("", asked.text, asked.options, Languages())
         response = await stub.GenerateUnary(request, timeout=self.deadline_s)

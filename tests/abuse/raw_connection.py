@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import struct
 from collections import Counter
@@ -47,24 +48,31 @@ class Address:
     """Where a server listens, and from where it is reached.
 
     tls: None is plaintext. source: a loopback address of the attacker's own, because the server takes all clients of
-    one address for one caller and gives each caller its fair share.
+    one address for one caller and gives each caller its fair share. receive_buffer_bytes: of the socket; None leaves
+    its size to the kernel, which takes megabytes for a client that does not read.
     """
 
     port: int
     tls: ssl.SSLContext | None = None
     source: str = "127.0.0.66"
     host: str = "127.0.0.1"
+    receive_buffer_bytes: int | None = None
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a connection, TLS handshake included. Raises OSError (of which ssl.SSLError is one)."""
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            return await asyncio.open_connection(
-                self.host,
-                self.port,
-                ssl=self.tls,
-                server_hostname=None if self.tls is None else "localhost",
-                local_addr=(self.source, 0),
-            )
+        connected = socket.socket()
+        try:
+            connected.setblocking(False)
+            connected.bind((self.source, 0))
+            if self.receive_buffer_bytes is not None:
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.receive_buffer_bytes)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await asyncio.get_running_loop().sock_connect(connected, (self.host, self.port))
+                name = None if self.tls is None else "localhost"
+                return await asyncio.open_connection(sock=connected, ssl=self.tls, server_hostname=name)
+        except BaseException:
+            connected.close()
+            raise
 
 
 @dataclass(slots=True)
@@ -83,6 +91,7 @@ class RawConnection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, gives_credit: bool, answers: bool
     ) -> None:
+        self._scheme = "http" if writer.get_extra_info("ssl_object") is None else "https"
         self._reader, self._writer = reader, writer
         self._gives_credit, self._answers = gives_credit, answers
         self._decoder = Decoder()
@@ -96,6 +105,7 @@ class RawConnection:
         self.streams: dict[int, Stream] = {}
         self.goaway: str | None = None
         self.is_closed = False
+        self._has_settings = False
         self._reading = asyncio.ensure_future(self._read())
 
     @classmethod
@@ -143,7 +153,7 @@ class RawConnection:
     def header_block(self, method: str, *, metadata: tuple[tuple[str, str], ...] = (), timeout: str = "") -> bytes:
         """The headers of a call in HPACK, the same bytes every time: nothing enters the dynamic table."""
         pairs = (
-            (":method", "POST"), (":scheme", "http"), (":path", f"/{method}"), (":authority", "localhost"),
+            (":method", "POST"), (":scheme", self._scheme), (":path", f"/{method}"), (":authority", "localhost"),
             ("te", "trailers"), ("content-type", "application/grpc"),
             *((("grpc-timeout", timeout),) if timeout else ()), *metadata,
         )  # fmt: skip
@@ -198,6 +208,15 @@ class RawConnection:
     def stop_reading(self) -> None:
         """Leave from now on what the server sends in the kernel's buffers, for ever."""
         self._reading.cancel()
+
+    async def greeted(self) -> None:
+        """Wait for the server's settings, which are acknowledged before whatever is sent from then on.
+
+        A gRPC server holds a client to its settings from the moment they are acknowledged.
+        """
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            while not self._has_settings and not self.is_closed:
+                await self._change()
 
     async def ends(self, timeout_s: float) -> Counter[str]:
         """How the streams ended, "open" for those that have not when time is up."""
@@ -288,6 +307,7 @@ class RawConnection:
             self._stream_window = window
         if self._answers:
             self.send(SettingsFrame(0, flags=("ACK",)))
+        self._has_settings = True
 
     def _is_open(self, stream_id: int) -> bool:
         return not self.is_closed and self.streams[stream_id].end == OPEN

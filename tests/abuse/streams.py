@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from h2.settings import SettingCodes
 from hyperframe.frame import ContinuationFrame, HeadersFrame
@@ -12,6 +13,7 @@ from hyperframe.frame import ContinuationFrame, HeadersFrame
 from tests.abuse.attack import Attack, Sent, Size, ended, on_each
 from tests.abuse.calls import (
     HEALTH_METHOD,
+    HEAVY_UNARY,
     LONG_UNARY,
     REFLECTION_METHOD,
     STREAM,
@@ -20,10 +22,24 @@ from tests.abuse.calls import (
     UNKNOWN_SERVICE_METHOD,
     Call,
 )
-from tests.abuse.raw_connection import MAX_WINDOW, OPEN, Address, RawConnection, framed
+from tests.abuse.raw_connection import DEFAULT_WINDOW, MAX_WINDOW, OPEN, Address, RawConnection, framed
 
 NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
 FULL_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: MAX_WINDOW}
+
+
+async def calls_that_are_read(address: Address, size: Size) -> Sent:
+    """No attack: the calls of the attacks, answered and read, after which a server has all the memory that it needs."""
+
+    async def one() -> Sent:
+        async with await RawConnection.open(address) as connection:
+            for number in range(size.calls):
+                call = (UNARY, LONG_UNARY, HEAVY_UNARY, STREAM)[number % 4]
+                connection.call(call.method, call.message)
+            await connection.flush()
+            return Sent(ends=await connection.ends(size.hold_s))
+
+    return await on_each(size, one)
 
 
 def window_zero(call: Call) -> Attack:
@@ -86,17 +102,36 @@ async def socket_never_read(address: Address, size: Size) -> Sent:
     """Calls with all the windows they need, of whose connection the client reads nothing."""
 
     async def one() -> Sent:
-        async with await RawConnection.open(address, FULL_WINDOW) as connection:
-            connection.grant(MAX_WINDOW - 65_535)
+        async with await RawConnection.open(replace(address, receive_buffer_bytes=4096), FULL_WINDOW) as connection:
+            connection.grant(MAX_WINDOW - DEFAULT_WINDOW)
             connection.stop_reading()
             for _ in range(size.calls):
-                connection.call(LONG_UNARY.method, LONG_UNARY.message)
-            async with asyncio.timeout(size.hold_s):
-                await connection.flush()
+                connection.call(HEAVY_UNARY.method, HEAVY_UNARY.message)
+            await connection.flush()
             # Nothing more is heard here; the server's metrics tell what became of the calls.
-            return Sent(partial=Counter({LONG_UNARY.method: size.calls}))
+            await asyncio.sleep(size.unread_s)
+            return Sent(whole=Counter({HEAVY_UNARY.method: size.calls}))
 
     return await on_each(size, one)
+
+
+def more_streams_than_allowed(*, acknowledges: bool) -> Attack:
+    """Calls without a message, four times as many as a connection may hold. acknowledges: the server's settings."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address, answers=acknowledges) as connection:
+                await connection.greeted()
+                for _ in range(4 * size.calls):
+                    connection.headers(UNARY.method)
+                await connection.flush()
+                ends = await connection.ends(size.hold_s)
+                # gRPC itself refuses what is too many, before a server is told of it.
+                return Sent(partial=Counter({UNARY.method: ends.total()}), ends=ends)
+
+        return await on_each(size, one)
+
+    return attack
 
 
 def headers_only(method: str) -> Attack:
@@ -202,6 +237,8 @@ STREAM_ATTACKS: dict[str, Attack] = {
     "headers only, reflection": headers_only(REFLECTION_METHOD),
     "headers only, unknown method": headers_only(UNKNOWN_METHOD),
     "headers only, unknown service": headers_only(UNKNOWN_SERVICE_METHOD),
+    "more streams than allowed": more_streams_than_allowed(acknowledges=True),
+    "more streams than allowed, settings not acknowledged": more_streams_than_allowed(acknowledges=False),
     "slow message": slow_message,
     "slow headers": slow_headers,
     "rapid reset": rapid_reset(),

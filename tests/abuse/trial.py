@@ -13,7 +13,7 @@ from tests.abuse.accounts import Expected
 from tests.abuse.attack import Sent
 from tests.abuse.honest import Honest, Record
 from tests.integration.process import ServerProcess, is_idle
-from tests.reliability.footprint import Footprint, settled, steady
+from tests.reliability.footprint import Footprint, settled
 
 MAX_GROWTH = 0.10
 REST_PATIENCE_S = 60
@@ -41,7 +41,7 @@ class Outcome:
 
     def complaints(self) -> list[str]:
         """The promises that did not hold, in words."""
-        found = [*self.honest.complaints, *accounts.complaints(self.grown, self._expected())]
+        found = [*self.sent.breaches, *self.honest.complaints, *accounts.complaints(self.grown, self._expected())]
         if self.sent.num_left_open:
             found.append(f"the server left {self.sent.num_left_open} calls open: {dict(self.sent.ends)}")
         if self.in_flight:
@@ -66,6 +66,7 @@ async def attacked(server: ServerProcess, honest: Honest, attack: Callable[[], A
     before = await at_rest(server)
     attacking = asyncio.ensure_future(attack())
     await honest.ask_beside(attacking)
+    check_alive(server)
     after = await at_rest(server, before)
     return Outcome(
         sent=attacking.result(),
@@ -75,6 +76,13 @@ async def attacked(server: ServerProcess, honest: Honest, attack: Callable[[], A
         resident_before=before.held.resident_bytes,
         resident_after=after.held.resident_bytes,
     )
+
+
+def check_alive(server: ServerProcess) -> None:
+    """Raise AssertionError where the server has ended, with the last that it said."""
+    if server.process.poll() is not None:
+        code, errors = server.finish()
+        raise AssertionError(f"the server ended with {code}: {errors[-2000:]}")
 
 
 async def at_rest(server: ServerProcess, before: Rest | None = None) -> Rest:
@@ -88,10 +96,8 @@ def _rest(server: ServerProcess, before: Rest | None) -> Rest:
     while not (is_idle(metrics) and accounts.in_flight(metrics) == 0) and time.monotonic() < end_s:
         time.sleep(LOOK_S)  # only looks from outside show another process
         metrics = server.metrics()
-    is_steady = steady()
 
     def is_back(held: Footprint) -> bool:
-        is_small = before is None or held.resident_bytes <= before.held.resident_bytes * (1 + MAX_GROWTH)
-        return is_steady(held) and is_small
+        return before is None or held.resident_bytes <= before.held.resident_bytes * (1 + MAX_GROWTH)
 
     return Rest(metrics=metrics, held=settled(server.process.pid, is_back))
