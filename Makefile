@@ -27,8 +27,8 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve watch test faces deploy-tools soak sanitize reliability crowd endurance overload faults \
-	balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
+.PHONY: help setup serve watch test faces deploy-tools soak sanitize reliability crowd endurance abuse overload \
+	faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -87,6 +87,9 @@ overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer twice as 
 
 endurance: $(VENV)/.test-tools ## Mixed traffic, memory watched. MINUTES=60
 	@$(BIN)/python -m tests.reliability.endurance --minutes $(or $(MINUTES),60) $(ARGS)
+
+abuse: $(VENV)/.test-tools ## Attack a server with honest clients beside, under mutual TLS. MINUTES=60, ARGS="--seed 2"
+	@$(BIN)/python -m tests.abuse --minutes $(or $(MINUTES),60) --tls --rotate-s 60 $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, mypy and the C++ compiler's warnings only.
 	@echo "==> ruff, mypy, $(firstword $(CXX)) -Werror"

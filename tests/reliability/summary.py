@@ -13,10 +13,10 @@ from typing import Any
 FOLDER = Path(__file__).parents[2] / "build" / "reliability"
 
 
-def report(name: str, figures: dict[str, Any], *, is_quiet: bool = False) -> Path:
-    """Write build/reliability/NAME.json whole or not at all, and print it unless told otherwise; its path."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{name}.json"
+def report(name: str, figures: dict[str, Any], *, is_quiet: bool = False, folder: Path = FOLDER) -> Path:
+    """Write NAME.json, in build/reliability, whole or not at all, and print it unless told otherwise; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     about = {"name": name, "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": _machine()}
     text = json.dumps(about | figures, indent=1, ensure_ascii=False)
     temporary = path.with_suffix(".tmp")

@@ -1,0 +1,57 @@
+"""The server's own account of its calls: what its metrics counted between two scrapes, held to what was sent."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_HANDLED = re.compile(r"antiphon_grpc_server_handled_total\{code=(?P<code>\w+),method=(?P<method>[^}]+)\}")
+_IN_FLIGHT = "antiphon_grpc_server_in_flight"
+# A client may make a call again that ended with one of these, and count it once.
+_RETRIED = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """Calls of one method. least: those that must have been counted; most: those that may have been, retries apart."""
+
+    least: int
+    most: int
+
+
+def handled(metrics: Mapping[str, float]) -> dict[str, Counter[str]]:
+    """The calls that are over, by method and code."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name, value in metrics.items():
+        if match := _HANDLED.fullmatch(name):
+            found[match["method"]][match["code"]] = int(value)
+    return found
+
+
+def in_flight(metrics: Mapping[str, float]) -> int:
+    """The calls that have begun and are not over."""
+    return int(metrics[_IN_FLIGHT])
+
+
+def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Counter[str]]:
+    """The calls that ended between two scrapes, by method and code; of every method that is counted by its name.
+
+    Names in parentheses stand for many: what is counted under them is no method's.
+    """
+    then, now = handled(before), handled(after)
+    return {method: codes - then.get(method, Counter()) for method, codes in now.items() if not method.startswith("(")}
+
+
+def complaints(grown: Mapping[str, Counter[str]], expected: Mapping[str, Expected]) -> list[str]:
+    """Methods that the metrics counted too few or too many calls of, in words."""
+    found = []
+    for method, codes in grown.items():
+        bounds = expected[method]
+        retried = sum(codes[code] for code in _RETRIED)
+        if not bounds.least <= codes.total() <= bounds.most + retried:
+            found.append(
+                f"{method}: {codes.total()} calls counted ({dict(codes)}), {bounds.least} to {bounds.most} were sent"
+            )
+    return found

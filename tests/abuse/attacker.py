@@ -1,0 +1,62 @@
+"""One attack from a process of its own, so that the latencies of honest clients are the server's and not ours.
+
+    python -m tests.abuse.attacker '{"name": "flood: PING", "port": 50051, "size": {...}, "identities": null}'
+
+Prints what was sent as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.abuse.attack import Sent, Size
+from tests.abuse.attacks import attacks
+from tests.abuse.identities import Identities
+from tests.abuse.raw_connection import Address
+from tests.integration.process import environment
+
+
+async def attack_from_elsewhere(name: str, port: int, size: Size, identities: Identities | None) -> Sent:
+    """Run an attack in another process, and return what it sent. Raises AssertionError where that process fails."""
+    order = {
+        "name": name, "port": port, "size": asdict(size),
+        "identities": None if identities is None else str(identities.folder),
+    }  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, json.dumps(order), stdout=asyncio.subprocess.PIPE, env=environment()
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, f"the attacker of {name!r} ended with {process.returncode}"
+    return _as_sent(json.loads(output))
+
+
+def _as_sent(given: Mapping[str, Any]) -> Sent:
+    counts = {field: Counter(given[field]) for field in ("whole", "partial", "ends")}
+    return Sent(**counts, breaches=tuple(given["breaches"]))
+
+
+def main() -> None:
+    """Attack as told, and report."""
+    order = json.loads(sys.argv[1])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    identities = None if order["identities"] is None else Identities(Path(order["identities"]))
+    address = Address(port=order["port"], tls=None if identities is None else identities.attacker)
+    sent = asyncio.run(_attack(order["name"], address, Size(**order["size"]), identities))
+    json.dump(asdict(sent), sys.stdout)
+
+
+async def _attack(name: str, address: Address, size: Size, identities: Identities | None) -> Sent:
+    return await attacks(identities)[name](address, size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Floods of frames that cost their sender next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+
+from h2.settings import SettingCodes
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    ExtensionFrame,
+    Frame,
+    HeadersFrame,
+    PingFrame,
+    PriorityFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+
+from tests.abuse.attack import Attack, Sent, Size, on_each
+from tests.abuse.calls import UNARY
+from tests.abuse.raw_connection import Address, RawConnection
+
+_AT_ONCE = 50
+# What an answer to the last frames takes to arrive, where there is one.
+_LISTEN_S = 0.2
+
+Make = Callable[[RawConnection], Frame]
+
+
+def flood(make: Make, *, is_read: bool = True) -> Attack:
+    """The frame that `make` returns, over and over. is_read: off, the client reads nothing of what comes back."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address, answers=False) as connection:
+                if not is_read:
+                    connection.stop_reading()
+                frames = make(connection).serialize() * _AT_ONCE
+                with contextlib.suppress(TimeoutError):  # the server reads no more: the flood has ended
+                    async with asyncio.timeout(size.hold_s):
+                        await _pour(connection, frames, size.frames // _AT_ONCE)
+                await connection.wait_closed(_LISTEN_S)
+                end = connection.goaway or ("closed" if connection.is_closed else "stands")
+                return Sent(
+                    partial=Counter({UNARY.method: len(connection.streams)}), ends=Counter({f"connection {end}": 1})
+                )
+
+        return await on_each(size, one)
+
+    return attack
+
+
+async def _pour(connection: RawConnection, frames: bytes, num_times: int) -> None:
+    for _ in range(num_times):
+        if connection.is_closed:
+            return
+        connection.send_bytes(frames)
+        await connection.flush()
+        await asyncio.sleep(0)  # lets the reader see what comes back
+
+
+def _continuation(num_bytes: int) -> Make:
+    """Make frames that go on with headers that never end. num_bytes: of each, a header that is not indexed."""
+
+    def make(connection: RawConnection) -> Frame:
+        stream_id = connection.next_id()
+        connection.send(HeadersFrame(stream_id, connection.header_block(UNARY.method)))
+        # A literal without indexing, of a name of one byte and a value of the rest.
+        field = b"" if num_bytes == 0 else b"\x00\x01x\x7f" + _varint(num_bytes - 127) + b"v" * num_bytes
+        return ContinuationFrame(stream_id, field)
+
+    return make
+
+
+def _varint(value: int) -> bytes:
+    """The rest of an HPACK integer, behind a prefix whose bits are all set (RFC 7541, 5.1)."""
+    out = bytearray()
+    while value >= 128:
+        out.append(value % 128 + 128)
+        value //= 128
+    return bytes([*out, value])
+
+
+def _empty_data(connection: RawConnection) -> Frame:
+    return DataFrame(connection.headers(UNARY.method))
+
+
+def _ping(connection: RawConnection) -> Frame:
+    return PingFrame(0, b"whatever")
+
+
+def _settings(connection: RawConnection) -> Frame:
+    return SettingsFrame(0, {int(SettingCodes.INITIAL_WINDOW_SIZE): 65_535})
+
+
+FLOODS: dict[str, Attack] = {
+    "PING": flood(_ping),
+    "PING, answers not read": flood(_ping, is_read=False),
+    "SETTINGS": flood(_settings),
+    "SETTINGS, answers not read": flood(_settings, is_read=False),
+    "PRIORITY": flood(lambda _: PriorityFrame(1, depends_on=0, stream_weight=15)),
+    "WINDOW_UPDATE": flood(lambda _: WindowUpdateFrame(0, 1)),
+    "CONTINUATION, empty": flood(_continuation(0)),
+    "CONTINUATION, 1 KB each": flood(_continuation(1000)),
+    "DATA, empty": flood(_empty_data),
+    "frames of an unknown type": flood(lambda _: ExtensionFrame(0x42, 0, body=b"whatever")),
+}

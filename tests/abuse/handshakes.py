@@ -1,0 +1,142 @@
+"""Attacks before any call: connections that say nothing, half a hello, or show a certificate that is not valid."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import ssl
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tests.abuse.attack import Attack, Sent, Size, on_each
+from tests.abuse.calls import UNARY
+from tests.abuse.raw_connection import PREFACE, Address, RawConnection
+
+# The first bytes of a ClientHello, which promise 508 more.
+HELLO_PART = bytes.fromhex("1603010200010001fc0303")
+_RESET = struct.pack("ii", 1, 0)
+_ANSWER_S = 5
+
+
+async def _connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A TCP connection and no more."""
+    return await replace(address, tls=None).connect()
+
+
+def storm(first: bytes, *, is_reset: bool = False) -> Attack:
+    """Connect, send a few bytes, and leave, over and over. is_reset: leave by RST, not by FIN."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            for _ in range(size.storm):
+                with contextlib.suppress(OSError):
+                    _, writer = await _connect(address)
+                    if is_reset:
+                        connected: socket.socket = writer.get_extra_info("socket")
+                        connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    writer.write(first)
+                    writer.close()
+                    await writer.wait_closed()
+            return Sent()
+
+        return await on_each(size, one)
+
+    return attack
+
+
+async def handshake_storm(address: Address, size: Size) -> Sent:
+    """Connect, TLS handshake and preface included, and break off, over and over."""
+
+    async def one() -> Sent:
+        for _ in range(size.storm):
+            with contextlib.suppress(OSError):
+                async with await RawConnection.open(address) as connection:
+                    await connection.flush()
+        return Sent()
+
+    return await on_each(size, one)
+
+
+def held(first: bytes) -> Attack:
+    """Connect `storm` times, send a few bytes on each, and hold all until the server closes them, or time is up."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one(number: int) -> str:
+            try:
+                reader, writer = await _connect(address)
+                writer.write(first)
+                try:
+                    async with asyncio.timeout(size.hold_s):
+                        await reader.read()
+                    return "connection closed"
+                except TimeoutError:
+                    return "connection stands"
+                finally:
+                    writer.transport.abort()
+            except OSError:
+                return "connection refused"
+
+        return Sent(ends=Counter(await asyncio.gather(*(one(number) for number in range(size.storm)))))
+
+    return attack
+
+
+async def idle_connections(address: Address, size: Size) -> Sent:
+    """Connections, with TLS where there is any, that are silent behind their preface."""
+
+    async def one(number: int) -> str:
+        try:
+            async with await RawConnection.open(address, answers=False) as connection:
+                await connection.flush()
+                return "connection closed" if await connection.wait_closed(size.hold_s) else "connection stands"
+        except (OSError, TimeoutError):
+            return "connection refused"
+
+    return Sent(ends=Counter(await asyncio.gather(*(one(number) for number in range(size.storm)))))
+
+
+def strangers(contexts: Mapping[str, ssl.SSLContext]) -> Attack:
+    """Calls under certificates that the server must refuse, by name. ends: "NAME: refused", or how the call ended."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        ends: Counter[str] = Counter()
+        for name, context in contexts.items():
+            stranger = replace(address, tls=context)
+            for _ in range(size.storm):
+                ends[f"{name}: {await _ask(stranger)}"] += 1
+        let_in = tuple(f"{number} calls: {end}" for end, number in ends.items() if not end.endswith(": refused"))
+        return Sent(ends=ends, breaches=let_in)
+
+    return attack
+
+
+async def _ask(address: Address) -> str:
+    """One call: how it ended."""
+    try:
+        async with await RawConnection.open(address) as connection:
+            connection.call(UNARY.method, UNARY.message)
+            await connection.flush()
+            (end,) = await connection.ends(_ANSWER_S)
+            return "refused" if end == "closed" else end
+    except OSError:
+        return "refused"
+
+
+_GARBAGE = random.Random(1).randbytes(4096)
+
+HANDSHAKES: dict[str, Attack] = {
+    "connection storm": storm(b""),
+    "connection storm, RST": storm(b"", is_reset=True),
+    "connection storm, part of a hello": storm(HELLO_PART),
+    "connection storm, garbage": storm(_GARBAGE),
+    "connection storm, HTTP/1.1": storm(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "connection storm, plaintext preface": storm(PREFACE),
+    "handshake storm": handshake_storm,
+    "held connections, silent": held(b""),
+    "held connections, part of a hello": held(HELLO_PART),
+    "idle connections": idle_connections,
+}

@@ -1,0 +1,247 @@
+"""Attacks with calls: answers that are not read, requests that do not come, calls that are reset at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from h2.settings import SettingCodes
+from hyperframe.frame import ContinuationFrame, HeadersFrame
+
+from tests.abuse.attack import Attack, Sent, Size, ended, on_each
+from tests.abuse.calls import (
+    HEALTH_METHOD,
+    HEAVY_UNARY,
+    LONG_UNARY,
+    REFLECTION_METHOD,
+    STREAM,
+    UNARY,
+    UNKNOWN_METHOD,
+    UNKNOWN_SERVICE_METHOD,
+    Call,
+)
+from tests.abuse.raw_connection import DEFAULT_WINDOW, MAX_WINDOW, OPEN, Address, RawConnection, framed
+
+NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
+FULL_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: MAX_WINDOW}
+
+
+async def calls_that_are_read(address: Address, size: Size) -> Sent:
+    """No attack: the calls of the attacks, answered and read, after which a server has all the memory that it needs."""
+
+    async def one() -> Sent:
+        async with await RawConnection.open(address) as connection:
+            for number in range(size.calls):
+                call = (UNARY, LONG_UNARY, HEAVY_UNARY, STREAM)[number % 4]
+                connection.call(call.method, call.message)
+            await connection.flush()
+            return Sent(ends=await connection.ends(size.hold_s))
+
+    return await on_each(size, one)
+
+
+def window_zero(call: Call) -> Attack:
+    """Whole calls whose answers find no window, on connections that are read."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address, NO_WINDOW, gives_credit=False) as connection:
+                for _ in range(size.calls):
+                    connection.call(call.method, call.message)
+                await connection.flush()
+                return await ended(connection, call.method, size)
+
+        return await on_each(size, one)
+
+    return attack
+
+
+def window_by_single_bytes(call: Call) -> Attack:
+    """Whole calls whose window begins at 0 and grows by one byte at each interval."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address, NO_WINDOW, gives_credit=False) as connection:
+                stream_ids = [connection.call(call.method, call.message) for _ in range(size.calls)]
+                granting = asyncio.ensure_future(_grant_bytes(connection, stream_ids, size))
+                sent = await ended(connection, call.method, size)
+                granting.cancel()
+                await asyncio.wait({granting})
+                return sent
+
+        return await on_each(size, one)
+
+    return attack
+
+
+async def _grant_bytes(connection: RawConnection, stream_ids: Sequence[int], size: Size) -> None:
+    for _ in range(round(size.hold_s / size.interval_s)):
+        for stream_id in stream_ids:
+            if connection.streams[stream_id].end == OPEN:
+                connection.grant(1, stream_id)
+        await connection.flush()
+        await asyncio.sleep(size.interval_s)
+
+
+async def connection_window_never_grows(address: Address, size: Size) -> Sent:
+    """Calls whose answers together outgrow the connection's window, of which only headers and the first are read."""
+
+    async def one() -> Sent:
+        async with await RawConnection.open(address, FULL_WINDOW, gives_credit=False) as connection:
+            for _ in range(size.calls):
+                connection.call(LONG_UNARY.method, LONG_UNARY.message)
+            await connection.flush()
+            return await ended(connection, LONG_UNARY.method, size)
+
+    return await on_each(size, one)
+
+
+async def socket_never_read(address: Address, size: Size) -> Sent:
+    """Calls with all the windows they need, of whose connection the client reads nothing."""
+
+    async def one() -> Sent:
+        async with await RawConnection.open(replace(address, receive_buffer_bytes=4096), FULL_WINDOW) as connection:
+            connection.grant(MAX_WINDOW - DEFAULT_WINDOW)
+            connection.stop_reading()
+            for _ in range(size.calls):
+                connection.call(HEAVY_UNARY.method, HEAVY_UNARY.message)
+            await connection.flush()
+            # Nothing more is heard here; the server's metrics tell what became of the calls.
+            await asyncio.sleep(size.unread_s)
+            return Sent(whole=Counter({HEAVY_UNARY.method: size.calls}))
+
+    return await on_each(size, one)
+
+
+def more_streams_than_allowed(*, acknowledges: bool) -> Attack:
+    """Calls without a message, four times as many as a connection may hold. acknowledges: the server's settings."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address, answers=acknowledges) as connection:
+                await connection.greeted()
+                for _ in range(4 * size.calls):
+                    connection.headers(UNARY.method)
+                await connection.flush()
+                ends = await connection.ends(size.hold_s)
+                # gRPC itself refuses what is too many, before a server is told of it.
+                return Sent(partial=Counter({UNARY.method: ends.total()}), ends=ends)
+
+        return await on_each(size, one)
+
+    return attack
+
+
+def headers_only(method: str) -> Attack:
+    """Calls whose message never comes."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address) as connection:
+                for _ in range(size.calls):
+                    connection.headers(method)
+                await connection.flush()
+                return await ended(connection, method, size)
+
+        return await on_each(size, one)
+
+    return attack
+
+
+async def slow_message(address: Address, size: Size) -> Sent:
+    """Calls whose message comes one byte at each interval."""
+
+    async def one() -> Sent:
+        async with await RawConnection.open(address) as connection:
+            stream_ids = [connection.headers(UNARY.method) for _ in range(size.calls)]
+            dripping = asyncio.ensure_future(_drip(connection, stream_ids, size))
+            sent = await ended(connection, UNARY.method, size)
+            dripping.cancel()
+            await asyncio.wait({dripping})
+            return sent
+
+    return await on_each(size, one)
+
+
+async def _drip(connection: RawConnection, stream_ids: Sequence[int], size: Size) -> None:
+    """The bytes of a message too long to arrive in the time that an attack lasts."""
+    num_bytes = round(size.hold_s / size.interval_s)
+    for byte in framed(bytes(num_bytes))[:num_bytes]:
+        for stream_id in stream_ids:
+            if connection.streams[stream_id].end == OPEN:
+                connection.data(stream_id, bytes([byte]))
+        await connection.flush()
+        await asyncio.sleep(size.interval_s)
+
+
+async def slow_headers(address: Address, size: Size) -> Sent:
+    """Headers that come one byte of a CONTINUATION frame at each interval, and are never whole."""
+
+    async def one() -> Sent:
+        async with await RawConnection.open(address) as connection:
+            block = connection.header_block(UNARY.method, metadata=(("x-padding", "x" * 1000),))
+            stream_id = connection.next_id()
+            connection.send(HeadersFrame(stream_id, block[:1]))
+            for byte in block[1 : round(size.hold_s / size.interval_s)]:
+                connection.send(ContinuationFrame(stream_id, bytes([byte])))
+                await connection.flush()
+                if await connection.wait_closed(size.interval_s):
+                    break
+            end = connection.goaway or ("closed" if connection.is_closed else "stands")
+            return Sent(ends=Counter({f"connection {end}": 1}))
+
+    return await on_each(size, one)
+
+
+def rapid_reset(call: Call | None = None) -> Attack:
+    """Calls that are reset right behind their headers, or behind their whole request where a call is given."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address) as connection:
+                for number in range(size.frames):
+                    stream_id = connection.headers(UNARY.method) if call is None else _called(connection, call)
+                    connection.reset(stream_id)
+                    if number % 64 == 0:
+                        await connection.flush()
+                        await asyncio.sleep(0)  # lets the reader see a GOAWAY
+                    if connection.is_closed:
+                        break
+                await connection.flush()
+                await connection.wait_closed(min(0.5, size.hold_s))
+                method = UNARY.method if call is None else call.method
+                ends = Counter({f"connection {connection.goaway or 'stands'}": 1})
+                return Sent(partial=Counter({method: len(connection.streams)}), ends=ends)
+
+        return await on_each(size, one)
+
+    return attack
+
+
+def _called(connection: RawConnection, call: Call) -> int:
+    return connection.call(call.method, call.message)
+
+
+STREAM_ATTACKS: dict[str, Attack] = {
+    "window 0, unary": window_zero(UNARY),
+    "window 0, streams": window_zero(STREAM),
+    "window by single bytes, unary": window_by_single_bytes(LONG_UNARY),
+    "window by single bytes, streams": window_by_single_bytes(STREAM),
+    "connection window never grows": connection_window_never_grows,
+    "socket never read": socket_never_read,
+    "headers only, unary": headers_only(UNARY.method),
+    "headers only, streams": headers_only(STREAM.method),
+    "headers only, health": headers_only(HEALTH_METHOD),
+    "headers only, reflection": headers_only(REFLECTION_METHOD),
+    "headers only, unknown method": headers_only(UNKNOWN_METHOD),
+    "headers only, unknown service": headers_only(UNKNOWN_SERVICE_METHOD),
+    "more streams than allowed": more_streams_than_allowed(acknowledges=True),
+    "more streams than allowed, settings not acknowledged": more_streams_than_allowed(acknowledges=False),
+    "slow message": slow_message,
+    "slow headers": slow_headers,
+    "rapid reset": rapid_reset(),
+    "rapid reset of whole calls": rapid_reset(UNARY),
+    "rapid reset of streams": rapid_reset(STREAM),
+}

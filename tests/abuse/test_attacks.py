@@ -1,0 +1,61 @@
+"""Every attack at a small size: the server stands it, counts its calls and answers everybody else rightly.
+
+Latencies are for `make abuse` to judge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from antiphon.service.config import SHIPPED_BUNDLE
+from tests.abuse.attack import Size
+from tests.abuse.attacks import attacks
+from tests.abuse.conftest import SIZE
+from tests.abuse.handshakes import HANDSHAKES, idle_connections
+from tests.abuse.honest import Honest, expected_answers
+from tests.abuse.identities import Identities
+from tests.abuse.raw_connection import Address
+from tests.abuse.trial import Outcome, attacked
+from tests.integration.process import ServerProcess
+from tests.reliability.asking import Texts
+
+# What is held before any call is given up by the handshake's own time limit only, which is far longer than this.
+SHORT = replace(SIZE, hold_s=0.3)
+# A server under TLS meets the same calls; a few of them show that TLS changes nothing.
+BEHIND_TLS = [*HANDSHAKES, "strangers", "window 0, unary", "headers only, unary", "rapid reset of whole calls"]
+
+
+def check(outcome: Outcome) -> None:
+    assert not (found := outcome.complaints()), "\n".join(found)
+
+
+def size_of(name: str) -> Size:
+    return SHORT if name in HANDSHAKES else SIZE
+
+
+@pytest.mark.parametrize("name", attacks(None))
+async def test_server_stands_an_attack_and_answers_everybody_else(
+    server: ServerProcess, honest: Honest, name: str
+) -> None:
+    attack, address = attacks(None)[name], Address(port=server.port)
+    check(await attacked(server, honest, lambda: attack(address, size_of(name))))
+
+
+@pytest.mark.parametrize("name", BEHIND_TLS)
+async def test_server_stands_an_attack_behind_tls_and_answers_everybody_else(
+    secured: ServerProcess, honest_behind_tls: Honest, identities: Identities, name: str
+) -> None:
+    attack, address = attacks(identities)[name], Address(port=secured.port, tls=identities.attacker)
+    check(await attacked(secured, honest_behind_tls, lambda: attack(address, size_of(name))))
+
+
+async def test_server_serves_who_is_connected_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
+    """100 connections where 96 files may be open: who is connected is served, and others once the idle have gone."""
+    with ServerProcess(SHIPPED_BUNDLE, prefix=("prlimit", "--nofile=96:96")) as server:
+        expected.update(expected or await expected_answers(server.target))
+        honest = Honest(target=server.target, expected=expected, has_newcomers=False)
+        size = replace(SIZE, storm=100, hold_s=1)
+        check(await attacked(server, honest, lambda: idle_connections(Address(port=server.port), size)))
+        assert await expected_answers(server.target) == expected

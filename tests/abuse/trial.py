@@ -1,0 +1,103 @@
+"""One attack on a real server beside honest clients, from rest to rest, and the promises that must hold over it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from tests.abuse import accounts
+from tests.abuse.accounts import Expected
+from tests.abuse.attack import Sent
+from tests.abuse.honest import Honest, Record
+from tests.integration.process import ServerProcess, is_idle
+from tests.reliability.footprint import Footprint, settled
+
+MAX_GROWTH = 0.10
+REST_PATIENCE_S = 60
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """What a server that nobody asks anything counts and holds."""
+
+    metrics: Mapping[str, float]
+    held: Footprint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one attack: what was sent, what honest clients saw, what the server counted and kept."""
+
+    sent: Sent
+    honest: Record
+    grown: Mapping[str, Counter[str]]
+    in_flight: int
+    resident_before: int
+    resident_after: int
+
+    def complaints(self) -> list[str]:
+        """The promises that did not hold, in words."""
+        found = [*self.sent.breaches, *self.honest.complaints, *accounts.complaints(self.grown, self._expected())]
+        if self.sent.num_left_open:
+            found.append(f"the server left {self.sent.num_left_open} calls open: {dict(self.sent.ends)}")
+        if self.in_flight:
+            found.append(f"{self.in_flight} calls are in flight when nobody asks anything")
+        if self.resident_after > self.resident_before * (1 + MAX_GROWTH):
+            found.append(f"resident memory grew from {self.resident_before} to {self.resident_after} bytes")
+        return found
+
+    def _expected(self) -> dict[str, Expected]:
+        whole, partial, honest = self.sent.whole, self.sent.partial, self.honest
+        return {
+            method: Expected(
+                least=whole[method] + honest.answered[method],
+                most=whole[method] + partial[method] + honest.sent[method],
+            )
+            for method in self.grown
+        }
+
+
+async def attacked(server: ServerProcess, honest: Honest, attack: Callable[[], Awaitable[Sent]]) -> Outcome:
+    """Run an attack beside honest clients, wait for the server to be at rest again, and say what was seen."""
+    before = await at_rest(server)
+    attacking = asyncio.ensure_future(attack())
+    await honest.ask_beside(attacking)
+    check_alive(server)
+    after = await at_rest(server, before)
+    return Outcome(
+        sent=attacking.result(),
+        honest=honest.record,
+        grown=accounts.growth(before.metrics, after.metrics),
+        in_flight=accounts.in_flight(after.metrics),
+        resident_before=before.held.resident_bytes,
+        resident_after=after.held.resident_bytes,
+    )
+
+
+def check_alive(server: ServerProcess) -> None:
+    """Raise AssertionError where the server has ended, with the last that it said."""
+    if server.process.poll() is not None:
+        code, errors = server.finish()
+        raise AssertionError(f"the server ended with {code}: {errors[-2000:]}")
+
+
+async def at_rest(server: ServerProcess, before: Rest | None = None) -> Rest:
+    """Wait, on another thread, until nothing is under way, and memory is what it was before (or patience ends)."""
+    return await asyncio.to_thread(_rest, server, before)
+
+
+def _rest(server: ServerProcess, before: Rest | None) -> Rest:
+    end_s = time.monotonic() + REST_PATIENCE_S
+    metrics = server.metrics()
+    while not (is_idle(metrics) and accounts.in_flight(metrics) == 0) and time.monotonic() < end_s:
+        time.sleep(LOOK_S)  # only looks from outside show another process
+        metrics = server.metrics()
+
+    def is_back(held: Footprint) -> bool:
+        return before is None or held.resident_bytes <= before.held.resident_bytes * (1 + MAX_GROWTH)
+
+    return Rest(metrics=metrics, held=settled(server.process.pid, is_back))
