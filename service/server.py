@@ -30,9 +30,10 @@ from antiphon.service.contract.admin import AdminServicer, build_admin_server
 from antiphon.service.contract.handlers import SERVICE_NAME, Calls
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import OverBudget
+from antiphon.service.free_memory import FreeMemory
 from antiphon.service.hosting.control import Control
 from antiphon.service.hosting.loading import Shared, StartupError, load
-from antiphon.service.hosting.machine import allow_files, memory_bytes
+from antiphon.service.hosting.machine import ResidentMemory, allow_files, memory_bytes
 from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
@@ -209,10 +210,11 @@ async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthSe
 
 @contextlib.asynccontextmanager
 async def _watched(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
-    """Look out for engines that hang and for a late event loop."""
+    """Look out for engines that hang, for a late event loop and for memory that is free."""
     lag, watchdog = LoopLag(time.monotonic), Watchdog(control.models, probes, config.watchdog_timeout_s)
     shared.families.watch_loop(lambda: lag.lag_s)
-    async with running_beside(watchdog.run(), lag.run()):
+    freeing = FreeMemory(ResidentMemory().num_bytes)
+    async with running_beside(watchdog.run(), lag.run(), freeing.run()):
         yield
 
 

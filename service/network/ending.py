@@ -38,7 +38,7 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
         error = EngineFault("the server failed; its log says why")
-    call.error = error
+    call.error = _without_frames(error)
     code, message, metadata = status_of(error)
     call.code = code.name
     return code, message, metadata
@@ -68,6 +68,12 @@ def code_of(context: Context) -> str:
     if isinstance(code, grpc.StatusCode):
         return code.name
     return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")
+
+
+def _without_frames(error: AntiphonError) -> AntiphonError:
+    """Let go of the frames of an error that outlives its call: they hold its context, and gRPC's call with it."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _is_late(call: Call, context: Context) -> bool:

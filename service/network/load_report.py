@@ -10,7 +10,6 @@ import asyncio
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from xds.service.orca.v3 import orca_pb2
 from antiphon.service.config import usable_cores
 from antiphon.service.engine.engine import Engine
 from antiphon.service.errors import InvalidArgument, Status
+from antiphon.service.hosting.machine import ResidentMemory
 from antiphon.service.hosting.models import Models
 from antiphon.service.network.parsing import parser
 from antiphon.service.network.rpc import InFlight, handler
@@ -52,27 +52,6 @@ class _Average:
         self.per_s = kept * self.per_s + (1 - kept) * amount / elapsed_s
 
 
-class _ResidentMemory:
-    """What this process holds resident, by the kernel's count of its pages, which stays open from the start.
-
-    To open and read a file lets go of the interpreter six times, and behind each the event loop waits for the engine.
-    """
-
-    def __init__(self) -> None:
-        try:
-            self._statm: int | None = os.open("/proc/self/statm", os.O_RDONLY)
-        except OSError:  # not Linux
-            self._statm = None
-        else:
-            weakref.finalize(self, os.close, self._statm)
-
-    def num_bytes(self) -> int:
-        """Bytes; 0 where it is not known."""
-        if self._statm is None:
-            return 0
-        return int(os.pread(self._statm, 64, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 class LoadReports:
     """Reports of all models' engines together. For the event loop. clock, cpu_clock: seconds; of time, of CPU used."""
 
@@ -87,7 +66,7 @@ class LoadReports:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._cores = usable_cores()
-        self._resident = _ResidentMemory()
+        self._resident = ResidentMemory()
         self._memory_bytes = _usable_memory_bytes()
         self._made_s, self._cpu_s = clock(), cpu_clock()
         self._num_calls = self._num_errors = 0
