@@ -178,7 +178,7 @@ async def _serve_calls(
     # The port opens first: who asks already is told to come again, which a closed port would not say.
     async with (
         _probe_port(config, health_servicer) as probe_port,
-        listening_to_the_end(server, config.host, config.port, access.credentials) as port,
+        listening_to_the_end(server, config.host, config.port, access.port_certificates()) as port,
     ):
         served = await stop.unless_asked(in_background(lambda: [load(plan, shared) for plan in config.plans], "load"))
         if served is None:
@@ -229,7 +229,7 @@ async def _admin(
     servicer = AdminServicer(control, shared.budget, config)
     interceptors = access.admin_interceptors(telemetry, shared.pacing.waits)
     server = build_admin_server(servicer, telemetry, shared.pacing.waits, interceptors)
-    async with listening(server, config.admin_host, config.admin_port, access.credentials) as port:
+    async with listening(server, config.admin_host, config.admin_port, access.port_certificates()) as port:
         yield port
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from antiphon.client import Connection
+
+_END = "\n-----END CERTIFICATE-----\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,3 +76,30 @@ def trusting(authority: Authority, pair: Pair | None = None, **given: Any) -> Co
     """A client's connection that trusts an authority, and shows a pair."""
     cert, key = (None, None) if pair is None else (pair.cert, pair.key)
     return Connection(tls_ca=authority.file, tls_cert=cert, tls_key=key, **given)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Swap a file as orchestrators do: at once, for another file."""
+    fresh = path.with_suffix(".fresh")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+
+
+def renew(shown: Pair, by: Pair) -> None:
+    """Put another pair in place of the one that a server shows; the key first, so that once they do not match."""
+    replace(shown.key, by.key.read_bytes())
+    replace(shown.cert, by.cert.read_bytes())
+
+
+def as_pem(pair: Pair) -> str:
+    """The leaf certificate, as ssl.get_server_certificate writes it."""
+    leaf = pair.cert.read_text().partition(_END)[0] + _END
+    return ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(leaf))
+
+
+def client_hello() -> bytes:
+    """The first message of a handshake."""
+    context, sent = ssl.create_default_context(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()
+    return sent.read()

@@ -30,7 +30,7 @@ from antiphon.service.contract.pacing import Pacing
 from antiphon.service.contract.servicer import InferenceServicer, ServedModel
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.hosting.models import Models, Served
-from antiphon.service.network.listener import bind
+from antiphon.service.network.listener import close_port, open_port
 from antiphon.service.network.probes import Probes
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.metric_families import MetricFamilies
@@ -152,9 +152,9 @@ async def serving(
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))
-    target = f"127.0.0.1:{bind(server, '127.0.0.1', 0, access.credentials)}"
+    certificates = access.port_certificates()
     engine.start()
-    await server.start()
+    target = f"127.0.0.1:{await open_port(server, '127.0.0.1', 0, certificates)}"
     await probes.announce(MODEL_NAME, HealthCheckResponse.SERVING)
     await probes.ready()
     try:
@@ -174,7 +174,7 @@ async def serving(
         assert engine.num_free_blocks == engine.num_blocks
     finally:
         engine.stop()
-        await server.stop(None)
+        await close_port(server, certificates, None)
 
 
 def stub_of(served: Serving) -> InferenceServiceAsyncStub:

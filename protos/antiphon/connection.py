@@ -18,8 +18,13 @@ from typing import Literal
 import grpc
 import grpc.aio
 
+from antiphon.files import read_regular
+
 LoadBalancing = Literal["pick_first", "round_robin"]
 Option = tuple[str, str | int]
+
+MAX_FILE_BYTES = 1 << 24
+"""Most that is read of a file of certificates, a key or a token."""
 
 _LOAD_BALANCING = ("pick_first", "round_robin")
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
@@ -203,7 +208,7 @@ def _read(name: str, path: str | os.PathLike[str] | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        return read_regular(Path(path), MAX_FILE_BYTES)
     except OSError as error:
         raise ValueError(f"{name} is {os.fspath(path)}, which cannot be read: {error.strerror}") from None
 

@@ -9,7 +9,8 @@ from typing import Literal, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
-from antiphon.connection import Connection
+from antiphon.connection import MAX_FILE_BYTES, Connection
+from antiphon.files import read_regular
 from antiphon.v1 import inference_pb2
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -79,7 +80,7 @@ class _TokenFile:
             found = self._path.stat()
             state = (found.st_mtime_ns, found.st_ino, found.st_size)
             if state != self._state:
-                self._token = self._path.read_text(encoding="ascii").strip()
+                self._token = read_regular(self._path, MAX_FILE_BYTES).decode("ascii").strip()
                 self._state = state
         except OSError as error:
             raise ValueError(f"token_file is {self._path}, which cannot be read: {error.strerror}") from None

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-import grpc
 import grpc.aio
 
 from antiphon.service.network.ports import PortError
 from antiphon.service.security.access_settings import AccessSettings
+from antiphon.service.security.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
 
 # A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
 _MIN_CLIENT_PING_MS = 10_000
-# For TLS, and for the first bytes of HTTP/2: who says nothing holds a descriptor. gRPC's own default is two minutes.
-_HANDSHAKE_TIMEOUT_MS = 20_000
 
 # For the last bytes of calls that have ended, and for clients that watch the health.
 _CLOSE_GRACE_S = 0.5
@@ -29,13 +27,15 @@ _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
     ("grpc.server.max_pending_requests", _MAX_INT),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_INT),
 )
+HANDSHAKE_OPTION: Option = ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000)
+"""Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's own default is two minutes."""
 
 PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 1024),
     ("grpc.max_concurrent_streams", 16),
     ("grpc.max_allowed_incoming_connections", 64),
-    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+    HANDSHAKE_OPTION,
 )
 """Of a port that anybody may ask: a few probes at once, with the name of a service each."""
 
@@ -63,37 +63,48 @@ def channel_options(settings: AccessSettings) -> list[Option]:
         ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+        HANDSHAKE_OPTION,
         *((name, int(value)) for name, value in limits.items() if value is not None),
     ]
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Listen; the port. Raises PortError. credentials: None is plaintext."""
+async def open_port(server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None) -> int:
+    """Start a server on a port; the port. Raises PortError. certificates: None is plaintext."""
     try:
-        if credentials is None:
-            return server.add_insecure_port(address_of(host, port))
-        return server.add_secure_port(address_of(host, port), credentials)
+        if certificates is None:
+            bound = server.add_insecure_port(address_of(host, port))
+        else:
+            bound = server.add_secure_port(address_of(host, port), certificates.credentials)
     except RuntimeError:  # taken since check_port looked
         raise PortError(f"port {port} on {host} cannot be used") from None
+    await server.start()
+    if certificates is not None:
+        certificates.follow(host, bound)
+    return bound
+
+
+async def close_port(server: grpc.aio.Server, certificates: PortCertificates | None, grace_s: float | None) -> None:
+    """Stop a server; running calls have a grace."""
+    await server.stop(grace_s)
+    if certificates is not None:
+        await certificates.close()
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+    server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None
 ) -> AsyncIterator[int]:
     """Serve on a port while entered; the port. Raises PortError."""
-    bound = bind(server, host, port, credentials)
-    await server.start()
+    bound = await open_port(server, host, port, certificates)
     try:
         yield bound
     finally:
-        await server.stop(_CLOSE_GRACE_S)
+        await close_port(server, certificates, _CLOSE_GRACE_S)
 
 
 @contextlib.asynccontextmanager
 async def listening_to_the_end(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+    server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None
 ) -> AsyncIterator[int]:
     """Serve on a port until the process ends, beyond the context that is entered; the port. Raises PortError.
 
@@ -101,12 +112,11 @@ async def listening_to_the_end(
     GOAWAY is heard (grpc/grpc#41785): a status that says that the caller gave up, and that most balancers do not retry.
     A connection that ends says UNAVAILABLE instead. Only an exception stops the server.
     """
-    bound = bind(server, host, port, credentials)
-    await server.start()
+    bound = await open_port(server, host, port, certificates)
     try:
         yield bound
     except BaseException:
-        await server.stop(None)
+        await close_port(server, certificates, None)
         raise
 
 

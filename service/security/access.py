@@ -11,7 +11,6 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import grpc
 import grpc.aio
 
 from antiphon.service.config import ServerConfig
@@ -19,8 +18,9 @@ from antiphon.service.network.client_waits import ClientWaits
 from antiphon.service.observability.metrics import FileMetrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.security.gate import Gate
+from antiphon.service.security.port_certificates import PortCertificates
 from antiphon.service.security.reload import Reloading, Result, is_readable_by_others
-from antiphon.service.security.tls import Certificates, TlsFiles, read_certificates, server_credentials
+from antiphon.service.security.tls import Certificates, TlsFiles, read_certificates
 from antiphon.service.security.tokens import Token, read_tokens
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,15 @@ class Access:
         self._tokens = self._open_tokens("auth_tokens_file", config.auth_tokens_file)
         self._admin_tokens = self._open_tokens("admin_tokens_file", config.admin_tokens_file)
 
-    @property
-    def credentials(self) -> grpc.ServerCredentials | None:
-        """Of the gRPC ports; None serves in the open."""
+    def port_certificates(self) -> PortCertificates | None:
+        """Return the certificates of one more gRPC port; None serves in the open."""
         if self.certificates is None:
             return None
-        return server_credentials(self.certificates, needs_client=self._config.tls_client_ca is not None)
+        return PortCertificates(
+            self.certificates,
+            needs_client=self._config.tls_client_ca is not None,
+            on_failure=lambda: self._metrics.count_tls("failed"),
+        )
 
     @property
     def metrics_context(self) -> Callable[[], ssl.SSLContext] | None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
+from antiphon.files import read_regular
+
 log = logging.getLogger(__name__)
 
 Result = Literal["ok", "failed"]
@@ -62,15 +64,11 @@ class Reloading(Generic[T]):
 
 
 def read_bytes(setting: str, path: Path, max_bytes: int) -> bytes:
-    """A file's content. Raises FileProblem where it cannot be read or is larger."""
+    """Return a regular file's content. Raises FileProblem where it is none, is larger or cannot be read."""
     try:
-        with path.open("rb") as stream:
-            content = stream.read(max_bytes + 1)
+        return read_regular(path, max_bytes)
     except OSError as error:
         raise FileProblem(f"{setting} is {path}, which cannot be read: {error.strerror}") from None
-    if len(content) > max_bytes:
-        raise FileProblem(f"{setting} is {path}, which is larger than {max_bytes} bytes")
-    return content
 
 
 def is_readable_by_others(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import grpc
 
-from antiphon.service.security.reload import FileProblem, Reloading, read_bytes
+from antiphon.service.security.reload import FileProblem, read_bytes
 
 _MAX_FILE_BYTES = 1 << 20
 # Messages back and forth until a TLS 1.3 handshake is done; 1.2 takes as many.
@@ -37,10 +37,11 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificates:
-    """A proven pair, for gRPC and for HTTPS. expires_s: when the leaf certificate does, in Unix time."""
+    """A proven pair, for gRPC and for HTTPS. leaf: the certificate itself, DER. expires_s: its end, in Unix time."""
 
     grpc: grpc.ServerCertificateConfiguration
     https: ssl.SSLContext
+    leaf: bytes
     expires_s: float
 
 
@@ -51,21 +52,15 @@ def read_certificates(files: TlsFiles) -> Certificates:
     clients = None if files.client_ca is None else read_bytes("tls_client_ca", files.client_ca, _MAX_FILE_BYTES)
     trusting = _trusting(files, cert)
     context = _showing(files)
-    expires_s = _expiry_s(files, context, trusting)
+    leaf, expires_s = _prove(files, context, trusting)
     if clients is not None:
         _load_authorities(context, "tls_client_ca", files.client_ca, clients)
         context.verify_mode = ssl.CERT_REQUIRED
     return Certificates(
-        grpc=grpc.ssl_server_certificate_configuration([(key, cert)], clients), https=context, expires_s=expires_s
-    )
-
-
-def server_credentials(certificates: Reloading[Certificates], *, needs_client: bool) -> grpc.ServerCredentials:
-    """Credentials of a gRPC port: every new connection is shown the certificate of that moment."""
-    return grpc.dynamic_ssl_server_credentials(
-        certificates.current().grpc,
-        lambda: certificates.current().grpc,
-        require_client_authentication=needs_client,
+        grpc=grpc.ssl_server_certificate_configuration([(key, cert)], clients),
+        https=context,
+        leaf=leaf,
+        expires_s=expires_s,
     )
 
 
@@ -104,8 +99,8 @@ def _showing(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _expiry_s(files: TlsFiles, showing: ssl.SSLContext, trusting: ssl.SSLContext) -> float:
-    """When the certificate expires, of a handshake with itself. Raises FileProblem where that fails."""
+def _prove(files: TlsFiles, showing: ssl.SSLContext, trusting: ssl.SSLContext) -> tuple[bytes, float]:
+    """Do a handshake of the pair with itself. Return the leaf, and its expiry in Unix time. Raises FileProblem."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting.wrap_bio(to_client, to_server, server_side=False)
     server = showing.wrap_bio(to_server, to_client, server_side=True)
@@ -118,6 +113,7 @@ def _expiry_s(files: TlsFiles, showing: ssl.SSLContext, trusting: ssl.SSLContext
         raise FileProblem(f"tls_cert is {files.cert}, which no client would accept: {error.verify_message}") from None
     except ssl.SSLError as error:
         raise FileProblem(f"tls_cert is {files.cert}, which cannot be used: {error.reason}") from None
-    certificate = client.getpeercert()
-    assert certificate is not None
-    return float(ssl.cert_time_to_seconds(str(certificate["notAfter"])))
+    leaf, fields = client.getpeercert(binary_form=True), client.getpeercert()
+    assert leaf is not None
+    assert fields is not None
+    return leaf, float(ssl.cert_time_to_seconds(str(fields["notAfter"])))

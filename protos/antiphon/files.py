@@ -1,0 +1,26 @@
+"""Reading of files that settings and flags name: certificates, keys, tokens. Imports the standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file; a FIFO or a terminal could keep its reader waiting for ever.
+
+    Raises OSError for any other file, one that is larger and one that cannot be read; its strerror says which.
+    """
+    with open(path, "rb", opener=_open_at_once) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes")
+    return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
