@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         allow_files(sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans))
         registry = CollectorRegistry()
         shared = _shared(config, registry)
-        handler.on_drop = shared.families.log_lines_dropped.inc
+        handler.report_drops(shared.families.log_lines_dropped.inc)
         access = Access(config, FileMetrics(shared.families))
         access.warn()
         with _metrics_port(config, access, registry) as metrics_port:

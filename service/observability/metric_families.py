@@ -135,7 +135,7 @@ class MetricFamilies:
     def _outlets(self) -> None:
         self.log_lines_dropped = Counter(
             f"{PREFIX}log_lines_dropped",
-            "Lines of the log, access lines above all, that nobody took in time from standard error.",
+            "Lines of the log, access lines above all, that standard error took too late, or refused.",
             registry=self._registry,
         )
         self.spans_exported = Counter(
