@@ -28,6 +28,7 @@ from antiphon.service.contract.admin import AdminServicer, build_admin_server
 from antiphon.service.contract.handlers import SERVICE_NAME, Calls
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import OverBudget
+from antiphon.service.hosting.connection_watch import ConnectionWatch, num_open_files
 from antiphon.service.hosting.control import Control
 from antiphon.service.hosting.loading import Shared, StartupError, load
 from antiphon.service.hosting.machine import allow_files, memory_bytes
@@ -35,6 +36,7 @@ from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.network.listener import (
+    OTHER_PORT_CONNECTIONS,
     PROBE_OPTIONS,
     address_of,
     channel_options,
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         handler = configure_logging(config.log_level, config.log_format)
         check_tracing(config)
         _check_ports(config)
-        allow_files(sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans))
+        config = _within_files(config)
         registry = CollectorRegistry()
         shared = _shared(config, registry)
         handler.report_drops(shared.families.log_lines_dropped.inc)
@@ -100,6 +102,18 @@ def run(arguments: argparse.Namespace) -> int:
     if is_anything_left() or is_log_behind():
         end_now(EXIT_USER_ERROR)
     return EXIT_USER_ERROR
+
+
+def _within_files(config: ServerConfig) -> ServerConfig:
+    """Raise the limit of open files, and keep the gRPC port's connections to what it then has room for.
+
+    Without a descriptor nothing works any more, /metrics and the files of certificates and tokens included.
+    """
+    num_requests = sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans)
+    num_ports = (config.admin_port is not None) + (config.probe_port is not None)
+    room = allow_files(max(num_requests, config.max_connections or 0), num_ports * OTHER_PORT_CONNECTIONS)
+    limits = [limit for limit in (config.max_connections, room) if limit is not None]
+    return config.model_copy(update={"max_connections": min(limits, default=None)})
 
 
 def _collect_rarely() -> None:
@@ -198,10 +212,12 @@ async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthSe
 
 @contextlib.asynccontextmanager
 async def _watched(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
-    """Look out for engines that hang and for a late event loop."""
+    """Look out for engines that hang, for a late event loop and for too many connections."""
     lag, watchdog = LoopLag(time.monotonic), Watchdog(control.models, probes, config.watchdog_timeout_s)
+    connections = ConnectionWatch(config.max_connections, num_open_files)
     shared.families.watch_loop(lambda: lag.lag_s)
-    async with running_beside(watchdog.run(), lag.run()):
+    shared.families.watch_connections(lambda: connections.is_full)
+    async with running_beside(watchdog.run(), lag.run(), connections.run()):
         yield
 
 

@@ -21,12 +21,14 @@ _CLOSE_GRACE_S = 0.5
 
 Option = tuple[str, int]
 
+OTHER_PORT_CONNECTIONS = 64
+"""Connections to the probe port, and to the admin port: a few clients each."""
 
 PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 1024),
     ("grpc.max_concurrent_streams", 16),
-    ("grpc.max_allowed_incoming_connections", 64),
+    ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
 )
 """Of a port that anybody may ask: a few probes at once, with the name of a service each."""
