@@ -2,7 +2,7 @@
 
 Torch-free. Layout of a bundle:
 
-    manifest.json     this file's models, as JSON
+    manifest.json     this file's models, as JSON, with a checksum of the file itself
     tokenizer.json    `tokenizers` format, or what text_format.py names instead
     weights.*.bin     external data shared by the graphs of one precision
     *.onnx            encoder and decoder graphs of each precision, and the eager baseline if exported
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from dataclasses import dataclass
 from itertools import product
@@ -25,9 +26,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from antiphon.model.config import ModelConfig
 from antiphon.model.external_data import NotAGraph, external_files
 from antiphon.model.head_config import Task
+from antiphon.model.manifest_checksum import ChecksumError, verify_checksum, with_checksum
+from antiphon.model.manifest_ids import check_ids
 from antiphon.model.text_format import TextFormat
 
-FORMAT_VERSION = 2
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 3
+# As version 3, but for the checksum of the manifest itself.
+_VERSION_WITHOUT_CHECKSUM = 2
 MANIFEST_NAME = "manifest.json"
 # Plain, and never hidden: no path leads out of the directory.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
@@ -235,9 +242,10 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write manifest.json atomically: a reader sees the old one or the new one."""
+    """Write manifest.json atomically, in the newest version: a reader sees the old one or the new one."""
     temporary = path / f".{MANIFEST_NAME}.tmp"
-    temporary.write_text(manifest.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+    described = manifest.model_copy(update={"format_version": FORMAT_VERSION})
+    temporary.write_bytes(with_checksum(described.model_dump(mode="json", exclude_none=True)))
     temporary.replace(path / MANIFEST_NAME)
 
 
@@ -265,23 +273,57 @@ def load_bundle(path: Path) -> Bundle:
 
 def _read_manifest(path: Path) -> Manifest:
     source = path / MANIFEST_NAME
+    raw = _verified(source)
     try:
-        raw = json.loads(_read_at_most(source, _MAX_MANIFEST_BYTES))
-    except FileNotFoundError:
-        raise BundleError(f"{path} is not a bundle: {MANIFEST_NAME} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"{source} cannot be read: {error}") from None
-    version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
-        raise BundleError(
-            f"{source}: format_version is {version!r}; this Antiphon reads {FORMAT_VERSION}: export or import it again"
-        )
-    try:
-        return Manifest.model_validate(raw)
+        manifest = Manifest.model_validate(raw)
+        check_ids(manifest)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "manifest"
-        raise BundleError(f"{source}: {field}: {first['msg']}") from None
+        raise BundleError(f"{source}: {field}: {_in_one_line(first['msg'])}") from None
+    except ValueError as error:
+        raise BundleError(f"{source}: {error}") from None
+    return manifest
+
+
+def _verified(source: Path) -> dict[str, object]:
+    """Return what a manifest of a known version says, its checksum verified and left out. Raises BundleError."""
+    try:
+        content = _read_at_most(source, _MAX_MANIFEST_BYTES)
+        is_checked = verify_checksum(content)
+        raw = json.loads(content)
+    except FileNotFoundError:
+        raise BundleError(f"{source.parent} is not a bundle: {MANIFEST_NAME} is missing") from None
+    except ChecksumError as error:
+        raise BundleError(f"{source} is damaged, or was edited: {error}; export or import it again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"{source} cannot be read: {_in_one_line(error)}") from None
+    if not isinstance(raw, dict):
+        raw = {}
+    _check_version(source, raw.get("format_version"), has_checksum=is_checked)
+    return {name: value for name, value in raw.items() if name != "checksum" or not is_checked}
+
+
+def _check_version(source: Path, version: object, *, has_checksum: bool) -> None:
+    """Raise BundleError for a version that is not known, or that lacks its checksum; warn of one that never had it."""
+    if version not in (FORMAT_VERSION, _VERSION_WITHOUT_CHECKSUM):
+        raise BundleError(
+            f"{source}: format_version is {version!r:.40}; this Antiphon reads "
+            f"{_VERSION_WITHOUT_CHECKSUM} and {FORMAT_VERSION}: export or import it again"
+        )
+    if version == FORMAT_VERSION and not has_checksum:
+        raise BundleError(f"{source}: checksum is missing; format_version {version} has one: export or import it again")
+    if version == _VERSION_WITHOUT_CHECKSUM:
+        log.warning(
+            "%s: format_version %s has no checksum of this file, so damage to it is not noticed; "
+            "export or import it again",
+            source,
+            version,
+        )
+
+
+def _in_one_line(error: object) -> str:
+    return " ".join(str(error).split())
 
 
 def _read_at_most(path: Path, max_bytes: int) -> bytes:

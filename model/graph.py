@@ -23,7 +23,13 @@ _SPIN_US = 50
 
 
 class GraphError(Exception):
-    """A graph cannot be loaded or run; the message names the file and the graph."""
+    """A graph cannot be loaded or run; the message names the file and the graph.
+
+    It is one line: ONNX Runtime's own messages have several.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(line.strip() for line in message.splitlines()))
 
 
 class Graph:

@@ -31,6 +31,7 @@ from antiphon.service.contract.handlers import SERVICE_NAME, Calls
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import OverBudget
 from antiphon.service.free_memory import FreeMemory
+from antiphon.service.hosting.connection_watch import ConnectionWatch, num_open_files
 from antiphon.service.hosting.control import Control
 from antiphon.service.hosting.loading import Shared, StartupError, load
 from antiphon.service.hosting.machine import ResidentMemory, allow_files, memory_bytes
@@ -40,6 +41,7 @@ from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, en
 from antiphon.service.network.call_tasks import follow_calls
 from antiphon.service.network.client_waits import ClientWaits, WaitLimits
 from antiphon.service.network.listener import (
+    OTHER_PORT_CONNECTIONS,
     PROBE_OPTIONS,
     address_of,
     channel_options,
@@ -94,10 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
         handler = configure_logging(config.log_level, config.log_format)
         check_tracing(config)
         _check_ports(config)
-        allow_files(sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans))
+        config = _within_files(config)
         registry = CollectorRegistry()
         shared = _shared(config, registry)
-        handler.on_drop = shared.families.log_lines_dropped.inc
+        handler.report_drops(shared.families.log_lines_dropped.inc)
         access = Access(config, FileMetrics(shared.families))
         access.warn()
         with _metrics_port(config, access, registry) as metrics_port:
@@ -109,6 +111,18 @@ def run(arguments: argparse.Namespace) -> int:
     if is_anything_left() or is_log_behind():
         end_now(EXIT_USER_ERROR)
     return EXIT_USER_ERROR
+
+
+def _within_files(config: ServerConfig) -> ServerConfig:
+    """Raise the limit of open files, and keep the gRPC port's connections to what it then has room for.
+
+    Without a descriptor nothing works any more, /metrics and the files of certificates and tokens included.
+    """
+    num_requests = sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans)
+    num_ports = (config.admin_port is not None) + (config.probe_port is not None)
+    room = allow_files(max(num_requests, config.max_connections or 0), num_ports * OTHER_PORT_CONNECTIONS)
+    limits = [limit for limit in (config.max_connections, room) if limit is not None]
+    return config.model_copy(update={"max_connections": min(limits, default=None)})
 
 
 def _collect_rarely() -> None:
@@ -210,11 +224,13 @@ async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthSe
 
 @contextlib.asynccontextmanager
 async def _watched(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
-    """Look out for engines that hang, for a late event loop and for memory that is free."""
+    """Look out for engines that hang, a late event loop, too many connections and memory that is free."""
     lag, watchdog = LoopLag(time.monotonic), Watchdog(control.models, probes, config.watchdog_timeout_s)
+    connections = ConnectionWatch(config.max_connections, num_open_files)
     shared.families.watch_loop(lambda: lag.lag_s)
     freeing = FreeMemory(ResidentMemory().num_bytes)
-    async with running_beside(watchdog.run(), lag.run(), freeing.run()):
+    shared.families.watch_connections(lambda: connections.is_full)
+    async with running_beside(watchdog.run(), lag.run(), connections.run(), freeing.run()):
         yield
 
 

@@ -91,7 +91,7 @@ LATE = About(
 )
 FLIGHT = About(
     title="Calls under way",
-    text="RPCs that have not ended, and replicas whose engine is stuck. "
+    text="RPCs that have not ended, replicas whose engine is stuck, and replicas that take no further connection. "
     "Calls that stay while nothing runs are streams nobody reads.",
     unit="none",
     runbook="AntiphonEngineStuck",
@@ -117,6 +117,7 @@ def _pace() -> list[Panel]:
             {
                 "calls": total(of_process("antiphon_grpc_server_in_flight")),
                 "stuck engines": total(of_model("engine_stuck")),
+                "full ports": total(of_process("antiphon_connections_full")),
             },
         ),
         lines(

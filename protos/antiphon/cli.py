@@ -7,6 +7,7 @@ torch. Each module brings `add_arguments(parser)` and `run(arguments) -> exit co
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -18,6 +19,8 @@ from types import ModuleType
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+# What a full disk, a quota, a limit of file sizes and a failing disk answer to a write.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,19 +255,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("antiphon: standard output is closed", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        parser = _parser(chosen)
-        parsed = parser.parse_args(arguments)
-        code: int = parsed.run(parsed)
-        sys.stdout.flush()
-        return code
+        return _run(arguments, chosen)
     except ModuleNotFoundError as error:
         return _report_missing(chosen, error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has enough; without this the interpreter complains once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has enough
+        _discard_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _NO_SPACE or _can_write_output():
+            raise
+        name = "antiphon" if chosen is None else f"antiphon {chosen}"
+        print(f"{name}: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard_output()
+        return EXIT_USER_ERROR
+
+
+def _run(arguments: Sequence[str], chosen: str | None) -> int:
+    """Run the chosen subcommand; what it printed has left this process, or an OSError says why not."""
+    try:
+        parsed = _parser(chosen).parse_args(arguments)
+        code: int = parsed.run(parsed)
+        return code
+    finally:
+        sys.stdout.flush()
+
+
+def _can_write_output() -> bool:
+    """Return whether standard output takes an empty line: what was refused before may have been another file."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def _discard_output() -> None:
+    """Write what is left nowhere; without this the interpreter complains once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

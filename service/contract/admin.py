@@ -21,7 +21,7 @@ from antiphon.service.hosting.control import Control
 from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.model_settings import ModelName, ModelSettings
 from antiphon.service.network.client_waits import ClientWaits
-from antiphon.service.network.listener import HANDSHAKE_OPTION
+from antiphon.service.network.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.service.network.rpc import Context, InFlight, Method, handlers_of
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.v1 import admin_pb2 as pb
@@ -79,7 +79,12 @@ def build_admin_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A gRPC server with the admin service and reflection, bound to no port yet."""
-    options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), HANDSHAKE_OPTION]
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
+        HANDSHAKE_OPTION,
+    ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
     methods: dict[str, Method] = {
         "LoadModel": servicer.load_model,

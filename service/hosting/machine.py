@@ -17,8 +17,10 @@ from antiphon.service.hosting.memory import ModelMemory
 
 log = logging.getLogger(__name__)
 
-# Graphs, libraries, listeners and logs; measured: about 25.
-_OWN_FILES = 64
+OWN_FILES = 64
+"""Files that connections must leave: graphs, libraries, listeners, logs (measured: about 25), scrapes, files read."""
+# The limit is raised no further: with so many connections something else runs out.
+_MOST_FILES = 1_000_000
 # Where a control group says what it may use: version 2, version 1.
 _LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
 
@@ -61,22 +63,30 @@ def check_memory(held: Mapping[str, ModelMemory], available_bytes: int | None) -
         )
 
 
-def allow_files(num_connections: int) -> None:
-    """Raise this process's limit of open files, as far as it may, to so many connections; warn where it may not."""
-    wanted = num_connections + _OWN_FILES
+def allow_files(num_connections: int, num_others: int = 0) -> int | None:
+    """Raise this process's limit of open files as far as it may; the connections that it has room for.
+
+    Warns where those are fewer than num_connections. num_others: connections to further ports, which are kept free.
+    Returns None where there is no limit.
+    """
+    reserve = OWN_FILES + num_others
+    wanted = num_connections + reserve
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if soft == resource.RLIM_INFINITY:
+        return None
+    ceiling = max(wanted, _MOST_FILES)
+    allowed = max(soft, ceiling if hard == resource.RLIM_INFINITY else min(hard, ceiling))
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         log.warning(
-            "%d files may be open at once; %d connections, one for each request that may run or wait, need %d: "
-            "raise the limit (ulimit -n)",
+            "%d files may be open at once; %d connections, one for each request that may run or wait or as many as "
+            "max_connections, need %d: raise the limit (ulimit -n)",
             allowed,
             num_connections,
             wanted,
         )
+    return max(allowed - reserve, allowed // 4)
 
 
 class ResidentMemory:

@@ -29,12 +29,14 @@ _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
 )
 HANDSHAKE_OPTION: Option = ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000)
 """Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's own default is two minutes."""
+OTHER_PORT_CONNECTIONS = 64
+"""Connections to the probe port, and to the admin port: a few clients each."""
 
 PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 1024),
     ("grpc.max_concurrent_streams", 16),
-    ("grpc.max_allowed_incoming_connections", 64),
+    ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
     HANDSHAKE_OPTION,
 )
 """Of a port that anybody may ask: a few probes at once, with the name of a service each."""

@@ -71,6 +71,14 @@ class MetricFamilies:
             f"{PREFIX}event_loop_lag_seconds", "By how much the event loop is late.", registry=self._registry
         ).set_function(lag_s)
 
+    def watch_connections(self, is_full: Callable[[], bool]) -> None:
+        """Read whether the gRPC port has as many connections as it may, at every scrape."""
+        Gauge(
+            f"{PREFIX}connections_full",
+            "1 while the gRPC port has as many connections as it may; further ones are closed at once.",
+            registry=self._registry,
+        ).set_function(is_full)
+
     def certificate_expiry(self) -> Gauge:
         """When the certificate in use expires; without a call there is none, and no such metric."""
         return Gauge(
@@ -150,7 +158,7 @@ class MetricFamilies:
     def _outlets(self) -> None:
         self.log_lines_dropped = Counter(
             f"{PREFIX}log_lines_dropped",
-            "Lines of the log, access lines above all, that nobody took in time from standard error.",
+            "Lines of the log, access lines above all, that standard error took too late, or refused.",
             registry=self._registry,
         )
         self.spans_exported = Counter(

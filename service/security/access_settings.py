@@ -61,7 +61,7 @@ class AccessSettings(BaseSettings):
         default=1024, ge=1, le=100_000, description="Most RPCs in flight on one connection."
     )
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        default=None, description="Most connections to the gRPC port; unset is no limit."
+        default=None, description="Most connections to the gRPC port; unset is what the limit of open files allows."
     )
     max_connection_age_s: Seconds | None = Field(
         default=None, description="Age at which a connection is asked to end, so that clients look for new replicas."

@@ -15,6 +15,7 @@ import yaml
 from antiphon.cli import main
 from antiphon.service.config import SHIPPED_BUNDLE
 from tests.deploy.tools import ROOT, tool
+from tests.manifests import edit_manifest
 
 COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
 
@@ -142,8 +143,6 @@ def test_load_result_without_a_rate_is_refused(
 def test_bundle_that_was_never_profiled_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(SHIPPED_BUNDLE, bundle)
-    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
-    del manifest["memory"]
-    (bundle / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    edit_manifest(bundle, lambda manifest: manifest.pop("memory"))
     assert main(["size", str(bundle)]) == 2
     assert f"antiphon profile {bundle}" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 import socket
@@ -26,6 +25,7 @@ from antiphon.model.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import ServerProcess, antiphon
+from tests.manifests import edit_manifest
 from tests.serving import details_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -173,29 +173,40 @@ def _flip_a_byte(copy: Path) -> None:
     weights.write_bytes(data)
 
 
-def _edit_manifest(copy: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    manifest = json.loads((copy / MANIFEST_NAME).read_text())
-    edit(manifest)
-    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
+def _flip_a_bit_of_the_template(copy: Path) -> None:
+    """The end token's place: another token, were the manifest's own checksum not compared."""
+    whole = (copy / MANIFEST_NAME).read_bytes()
+    damaged = whole.replace(b'"$text",\n      2\n', b'"$text",\n      3\n')
+    assert damaged != whole
+    (copy / MANIFEST_NAME).write_bytes(damaged)
 
 
 def _replace_tokenizer(copy: Path) -> None:
     Tokenizer.train(SENTENCES, vocab_size=300).save(copy / "tokenizer.json")
     entry = file_entry(copy / "tokenizer.json").model_dump()
-    _edit_manifest(copy, lambda manifest: manifest["files"].update({"tokenizer.json": entry}))
+    edit_manifest(copy, lambda manifest: manifest["files"].update({"tokenizer.json": entry}))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte": (_flip_a_byte, "weights.native.int8.bin is damaged"),
     "missing file": (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "newer": (
-        lambda copy: _edit_manifest(copy, lambda manifest: manifest.update(format_version=FORMAT_VERSION + 1)),
-        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads {FORMAT_VERSION}: export",
+        lambda copy: edit_manifest(copy, lambda manifest: manifest.update(format_version=FORMAT_VERSION + 1)),
+        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads 2 and {FORMAT_VERSION}: export",
     ),
     "bad field": (
-        lambda copy: _edit_manifest(copy, lambda manifest: manifest["model"].update(num_heads=0)),
+        lambda copy: edit_manifest(copy, lambda manifest: manifest["model"].update(num_heads=0)),
         "model.num_heads",
     ),
+    "bad token": (
+        lambda copy: edit_manifest(copy, lambda manifest: manifest["text"].update(template=["$text", 70000])),
+        "manifest.json: text.template is 70000; it must be from 0 to ",
+    ),
+    "heads that the graphs do not have": (
+        lambda copy: edit_manifest(copy, lambda manifest: manifest["model"].update(num_heads=2)),
+        "the encoder graph failed: ",
+    ),
+    "flipped bit of the manifest": (_flip_a_bit_of_the_template, "manifest.json is damaged"),
     "no manifest": (lambda copy: (copy / MANIFEST_NAME).unlink(), "is not a bundle"),
     "broken manifest": (lambda copy: (copy / MANIFEST_NAME).write_bytes(b"\xff{"), "manifest.json cannot be read"),
     "wrong vocabulary": (_replace_tokenizer, "tokenizer.json: vocab_size is 300; the model's is "),
@@ -217,7 +228,7 @@ def test_serve_names_file_or_field_when_the_bundle_is_unusable(bundle: Path, tmp
 def test_serve_names_the_precision_when_the_bundle_lacks_it(bundle: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(bundle, copy)
-    _edit_manifest(
+    edit_manifest(
         copy, lambda manifest: manifest.update(graphs=[g for g in manifest["graphs"] if g["precision"] == "int8"])
     )
     result = antiphon("serve", str(copy), "--port", "0", "--metrics-port", "0", "--precision", "float32")

@@ -153,6 +153,17 @@ async def fill_the_log(process: subprocess.Popen[str]) -> None:
             await asyncio.gather(*calls)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+async def test_lines_that_standard_error_refuses_are_counted_and_stop_no_call(bundle: Path) -> None:
+    with ServerProcess(bundle, prefix=("sh", "-c", 'exec "$@" 2>/dev/full', "sh")) as server:
+        async with AsyncClient(server.target) as client:
+            for _ in range(3):
+                await client.list_models()
+        server.wait_for_metrics(lambda metrics: metrics["antiphon_log_lines_dropped_total"] >= 3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == (0, "")
+
+
 async def test_a_pipe_that_nobody_reads_stops_neither_calls_nor_the_end() -> None:
     with unheard() as process:
         await fill_the_log(process)

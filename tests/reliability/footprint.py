@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,13 @@ def footprint(pid: int) -> Footprint:
         threads=int(fields["Threads"]),
         descriptors=len(list((process / "fd").iterdir())),
     )
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds that all threads of a process have computed, for the kernel too."""
+    _, _, fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
+    user, system = fields.split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def settled(pid: int, condition: Callable[[Footprint], bool]) -> Footprint:

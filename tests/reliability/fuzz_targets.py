@@ -157,7 +157,10 @@ def _template(choice: bytes) -> Template:
 
 
 def _seed_manifest() -> bytes:
-    return json.dumps(json.loads((SHIPPED_BUNDLE / MANIFEST_NAME).read_bytes())).encode()
+    """A manifest of version 2: it has no checksum, so that what is changed in it is read."""
+    manifest = json.loads((SHIPPED_BUNDLE / MANIFEST_NAME).read_bytes())
+    del manifest["checksum"]
+    return json.dumps(manifest | {"format_version": 2}).encode()
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from antiphon import cli
 from antiphon.model.bundle import load_bundle
+from tests.disks import disk_of
 from tests.parity.seq2seq_checkpoints import save
 from tests.reliability.sizes import size
 
@@ -42,17 +42,6 @@ def imported(checkpoint: Path, target: Path, *flags: str) -> int:
 
 def bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-@contextlib.contextmanager
-def disk_of(num_bytes: int, folder: Path) -> Iterator[Path]:
-    """A file system of that size."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @contextlib.contextmanager

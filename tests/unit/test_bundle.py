@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.external_data import NotAGraph, external_files
 from antiphon.service.config import SHIPPED_BUNDLE
+from tests.manifests import edit_manifest
 
 GRAPH = "decoder.native.int8.onnx"
 WEIGHTS = "weights.native.int8.bin"
@@ -29,12 +29,6 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
-def edit(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    manifest = json.loads((copy / MANIFEST_NAME).read_text())
-    change(manifest)
-    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
-
-
 def entry_of(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -42,7 +36,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 def relist(copy: Path, name: str) -> None:
     """Put a changed file into the manifest, as whoever forges a bundle would."""
-    edit(copy, lambda manifest: manifest["files"].update({name: entry_of(copy / name)}))
+    edit_manifest(copy, lambda manifest: manifest["files"].update({name: entry_of(copy / name)}))
 
 
 def _truncate(copy: Path) -> None:
@@ -62,7 +56,7 @@ def _list_twin(name: str) -> Callable[[Path], None]:
     """List a file of another name, with what the tokenizer's file holds."""
 
     def spoil(copy: Path) -> None:
-        edit(copy, lambda manifest: manifest["files"].update({name: manifest["files"]["tokenizer.json"]}))
+        edit_manifest(copy, lambda manifest: manifest["files"].update({name: manifest["files"]["tokenizer.json"]}))
 
     return spoil
 
@@ -74,7 +68,7 @@ def _link_out(copy: Path) -> None:
 
 
 def _leave_out_weights(copy: Path) -> None:
-    edit(copy, lambda manifest: manifest["files"].pop(WEIGHTS))
+    edit_manifest(copy, lambda manifest: manifest["files"].pop(WEIGHTS))
 
 
 def _name_weights(location: str) -> Callable[[Path], None]:

@@ -26,6 +26,7 @@ from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.security.access import Access
 from tests.certificates import Authority, client_hello, trusting
 from tests.serving import SOURCE, serving
+from tests.waits import client_waits
 
 # Less than gRPC's own handshake timeout, which is two minutes.
 PATIENCE_S = 60
@@ -52,7 +53,7 @@ async def admin_port(settings: dict[str, Any]) -> AsyncIterator[int]:
     config = ServerConfig(**settings)
     families = MetricFamilies(CollectorRegistry())
     nothing: Any = None  # no call is made
-    server = build_admin_server(AdminServicer(nothing, nothing, config), Telemetry(families))
+    server = build_admin_server(AdminServicer(nothing, nothing, config), Telemetry(families), client_waits())
     certificates = Access(config, FileMetrics(families)).port_certificates()
     async with listening(server, "127.0.0.1", 0, certificates) as port:
         yield port

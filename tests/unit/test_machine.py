@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from antiphon.service.errors import OverBudget
+from antiphon.service.hosting.connection_watch import ConnectionWatch, num_open_files
 from antiphon.service.hosting.machine import allow_files, check_memory, memory_bytes
 from antiphon.service.hosting.memory import ModelMemory
+from tests.fakes import FakeClock
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)
 
@@ -54,17 +56,68 @@ def test_models_that_cannot_run_on_the_machine_are_refused() -> None:
         check_memory({"m": MODEL, "n": MODEL}, 239)
 
 
-def test_open_files_are_allowed_as_far_as_possible(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+NO_LIMIT = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_connections", "num_others", "expected", "room", "is_warned"),
+    [
+        ((100, 1000), 10, 0, 1000, 936, False),
+        ((100, 1000), 936, 0, 1000, 936, False),
+        ((100, 1000), 937, 0, 1000, 936, True),
+        ((100, 1000), 800, 128, 1000, 808, False),
+        ((100, 100), 10, 0, 100, 36, False),
+        ((100, 100), 1000, 128, 100, 25, True),  # a quarter of them, where the others would take all
+        ((1000, NO_LIMIT), 10, 0, 1_000_000, 999_936, False),
+        ((1000, NO_LIMIT), 2_000_000, 0, 2_000_064, 2_000_000, False),
+        ((NO_LIMIT, NO_LIMIT), 10, 0, NO_LIMIT, None, False),
+    ],
+)
+def test_open_files_are_allowed_as_far_as_possible_and_some_kept_from_connections(
+    limits: tuple[int, int],
+    num_connections: int,
+    num_others: int,
+    expected: int,
+    room: int | None,
+    *,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    limits = {"soft": 100, "hard": 1000}
+    held = {resource.RLIMIT_NOFILE: limits}
+    monkeypatch.setattr(resource, "getrlimit", held.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", held.__setitem__)
+    assert allow_files(num_connections, num_others) == room
+    assert held == {resource.RLIMIT_NOFILE: (expected, limits[1])}
+    assert len(caplog.records) == is_warned
 
-    def set_limits(kind: int, wanted: tuple[int, int]) -> None:
-        assert (kind, wanted[1]) == (resource.RLIMIT_NOFILE, limits["hard"])
-        limits["soft"] = wanted[0]
 
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits["soft"], limits["hard"]))
-    monkeypatch.setattr(resource, "setrlimit", set_limits)
-    for num_connections, soft, num_warnings in ((10, 100, 0), (500, 564, 0), (300, 564, 0), (5000, 1000, 1)):
-        allow_files(num_connections)
-        assert (limits["soft"], len(caplog.records)) == (soft, num_warnings)
+def test_a_port_that_is_full_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock, num_files = FakeClock(), [30]
+    watch = ConnectionWatch(10, lambda: num_files[0], clock)
+    for num_open, is_full, num_warnings in (
+        (39, False, 0),
+        (40, True, 1),
+        (41, True, 1),
+        (39, False, 1),
+        (40, True, 1),
+    ):
+        num_files[0] = num_open
+        watch.look()
+        assert (watch.is_full, len(caplog.records)) == (is_full, num_warnings)
+    clock.advance(60.0)
+    watch.look()
+    assert len(caplog.records) == 2
+    assert "10 connections are open" in caplog.text
+
+
+def test_a_port_without_a_limit_is_never_full(caplog: pytest.LogCaptureFixture) -> None:
+    watch = ConnectionWatch(None, lambda: 10**6)
+    watch.look()
+    assert (watch.is_full, caplog.records) == (False, [])
+
+
+def test_open_files_are_counted(tmp_path: Path) -> None:
+    before = num_open_files()
+    with (tmp_path / "one").open("w"), (tmp_path / "two").open("w"):
+        assert num_open_files() == before + 2

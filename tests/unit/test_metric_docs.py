@@ -32,6 +32,7 @@ def full_registry() -> CollectorRegistry:
     families.set_budget(1)
     families.set_machine(1)
     families.watch_loop(lambda: 0.0)
+    families.watch_connections(lambda: False)
     families.certificate_expiry()
     FileMetrics(families)
     RpcMetrics(families).expect("a.B/C")

@@ -1,0 +1,71 @@
+"""Standard output on a full device: the last line on standard error says so, and the exit code is 2."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment
+
+FULL = Path("/dev/full")
+pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+UNREAD = "standard output cannot be written: No space left on device"
+# As Python writes at once, and as it gathers what is printed until there is more, or the end.
+AT_ONCE, GATHERED = {"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}
+
+
+def check_told(arguments: Sequence[str], env: dict[str, str], name: str) -> None:
+    with FULL.open("wb") as output:
+        result = subprocess.run(
+            [*ANTIPHON, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            env=environment(env),
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    # The server's log lines come first; there are no others.
+    assert result.stderr.decode().splitlines()[-1] == f"{name}: {UNREAD}"
+    assert b"Traceback" not in result.stderr
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "Guten Tag"),
+        ("generate", "--json", "Guten Tag", "Hallo"),
+        ("models", "list"),
+        ("health",),
+    ],
+)
+def test_clients_say_that_their_output_has_no_space(
+    server: ServerProcess, arguments: tuple[str, ...], env: dict[str, str]
+) -> None:
+    check_told((*arguments, "--target", server.target), env, f"antiphon {arguments[0]}")
+
+
+@pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
+@pytest.mark.parametrize("arguments", [("serve", "--print-config"), ("size",)])
+def test_commands_without_a_server_say_that_their_output_has_no_space(
+    arguments: tuple[str, ...], env: dict[str, str]
+) -> None:
+    check_told(arguments, env, f"antiphon {arguments[0]}")
+
+
+@pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
+def test_a_server_whose_ready_line_has_no_space_does_not_serve(bundle: Path, env: dict[str, str]) -> None:
+    check_told(("serve", str(bundle), "--port", "0", "--metrics-port", "0"), env, "antiphon serve")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(("--help",), "antiphon"), (("--version",), "antiphon"), (("generate", "--help"), "antiphon generate")],
+)
+def test_help_says_that_it_has_no_space(arguments: tuple[str, ...], name: str) -> None:
+    check_told(arguments, GATHERED, name)

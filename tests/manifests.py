@@ -1,0 +1,19 @@
+"""Manifests changed as whoever forges or edits a bundle would: the checksum fits the new content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from antiphon.model.bundle import MANIFEST_NAME
+from antiphon.model.manifest_checksum import with_checksum
+
+
+def edit_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply a change to the manifest of a bundle, and write it with the checksum that fits."""
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
+    manifest.pop("checksum", None)
+    change(manifest)
+    (bundle / MANIFEST_NAME).write_bytes(with_checksum(manifest))
