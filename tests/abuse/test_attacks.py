@@ -30,13 +30,12 @@ BEHIND_TLS = [*HANDSHAKES, "strangers", "window 0, unary", "headers only, unary"
 
 async def check(server: ServerProcess, honest: Honest, attack: Callable[[], Awaitable[Sent]]) -> None:
     """Attack once, and again while memory grows: what an allocator keeps of the first bursts serves the next."""
-    complaints: list[str] = []
     for _ in range(3):
         outcome = await attacked(server, replace(honest, record=Record()), attack)
-        complaints += outcome.complaints()
-        if complaints or not outcome.growth_complaints():
-            break
-    assert not (complaints or outcome.growth_complaints()), "\n".join([*complaints, *outcome.growth_complaints()])
+        assert not (complaints := outcome.complaints()), "\n".join(complaints)
+        if not (complaints := outcome.growth_complaints()):
+            return
+    pytest.fail("\n".join(complaints))
 
 
 def size_of(name: str) -> Size:

@@ -18,7 +18,7 @@ from tests.reliability.footprint import Footprint, settled
 MAX_GROWTH = 0.10
 REST_PATIENCE_S = 60
 # Memory comes back within moments or not at all.
-MEMORY_PATIENCE_S = 3
+MEMORY_PATIENCE_S = 1
 LOOK_S = 0.05
 
 
