@@ -13,7 +13,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ def main() -> None:
     identities = None if order["identities"] is None else Identities(Path(order["identities"]))
     address = Address(port=order["port"], tls=None if identities is None else identities.attacker)
     sent = asyncio.run(_attack(order["name"], address, Size(**order["size"]), identities))
-    json.dump(asdict(sent), sys.stdout)
+    # Not asdict, which makes a Counter of pairs into a count of pairs.
+    json.dump({field.name: getattr(sent, field.name) for field in fields(sent)}, sys.stdout)
 
 
 async def _attack(name: str, address: Address, size: Size, identities: Identities | None) -> Sent:

@@ -58,7 +58,7 @@ class Row:
         self.latencies_s += outcome.honest.latencies_s
         self.honest_calls += outcome.honest.sent.total()
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        found = outcome.complaints()
+        found = outcome.complaints() + (outcome.growth_complaints() if self.rounds > 1 else [])
         slowest_s = max(outcome.honest.latencies_s, default=0.0)
         if slowest_s > MAX_LATENCY_S:
             found.append(f"an honest call took {slowest_s:.2f} s, at most {MAX_LATENCY_S:g} s are promised")

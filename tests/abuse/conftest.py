@@ -20,8 +20,8 @@ FLAGS = [
     "--max-concurrent-rpcs=128", "--max-concurrent-streams=64", "--slow-reader-timeout-s=1",
     "--request-timeout-s=1", "--keepalive-time-s=2", "--keepalive-timeout-s=1",
 ]  # fmt: skip
-# 4 connections hold 240 calls.
-SIZE = Size(connections=4, calls=60, frames=1000, storm=40, hold_s=8, unread_s=3)
+# 3 connections hold 180 calls.
+SIZE = Size(connections=3, calls=60, frames=500, storm=25, hold_s=8, unread_s=2)
 
 
 class Standing:

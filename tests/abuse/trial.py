@@ -17,6 +17,8 @@ from tests.reliability.footprint import Footprint, settled
 
 MAX_GROWTH = 0.10
 REST_PATIENCE_S = 60
+# Memory comes back within moments or not at all.
+MEMORY_PATIENCE_S = 1
 LOOK_S = 0.05
 
 
@@ -40,15 +42,27 @@ class Outcome:
     resident_after: int
 
     def complaints(self) -> list[str]:
-        """The promises that did not hold, in words."""
+        """The promises that did not hold, in words; memory apart."""
         found = [*self.sent.breaches, *self.honest.complaints, *accounts.complaints(self.grown, self._expected())]
         if self.sent.num_left_open:
             found.append(f"the server left {self.sent.num_left_open} calls open: {dict(self.sent.ends)}")
         if self.in_flight:
             found.append(f"{self.in_flight} calls are in flight when nobody asks anything")
-        if self.resident_after > self.resident_before * (1 + MAX_GROWTH):
-            found.append(f"resident memory grew from {self.resident_before} to {self.resident_after} bytes")
         return found
+
+    @property
+    def growth(self) -> float:
+        """By how much of itself resident memory grew, from rest to rest.
+
+        The allocator keeps some of what a burst took for the first time. A leak takes as much again every time.
+        """
+        return self.resident_after / self.resident_before - 1
+
+    def growth_complaints(self) -> list[str]:
+        """The promise on memory, where it did not hold: of an attack that is not the first of its kind."""
+        if self.growth <= MAX_GROWTH:
+            return []
+        return [f"resident memory grew from {self.resident_before} to {self.resident_after} bytes"]
 
     def _expected(self) -> dict[str, Expected]:
         whole, partial, honest = self.sent.whole, self.sent.partial, self.honest
@@ -100,4 +114,4 @@ def _rest(server: ServerProcess, before: Rest | None) -> Rest:
     def is_back(held: Footprint) -> bool:
         return before is None or held.resident_bytes <= before.held.resident_bytes * (1 + MAX_GROWTH)
 
-    return Rest(metrics=metrics, held=settled(server.process.pid, is_back))
+    return Rest(metrics=metrics, held=settled(server.process.pid, is_back, patience_s=MEMORY_PATIENCE_S))

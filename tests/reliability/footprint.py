@@ -41,9 +41,9 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def settled(pid: int, condition: Callable[[Footprint], bool]) -> Footprint:
+def settled(pid: int, condition: Callable[[Footprint], bool], *, patience_s: float = PATIENCE_S) -> Footprint:
     """Look until a condition holds, or patience ends: a connection's end is seen by its server a little later."""
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + patience_s
     found = footprint(pid)
     while not condition(found) and time.monotonic() < end_s:
         time.sleep(LOOK_S)  # only looks from outside show what another process holds
