@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy import tools
 from tests.deploy.tools import ROOT, tool
 
 UNPACK = ROOT / "requirements" / "unpack.sh"
@@ -62,6 +63,18 @@ def test_unpacked_alertmanager_reads_the_unpacked_templates(tmp_path: Path) -> N
         assert done.stdout == "an argument\nthe unpacked template"
     # The strings of a Go program have fixed lengths.
     assert (usr / "libexec" / program.name).stat().st_size == size
+
+
+def test_locked_tool_is_run_rather_than_one_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: an old kubectl on PATH skipped the tests of the manifests on a machine that had the locked one."""
+    for folder in ("locked", "system"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kubectl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    monkeypatch.setattr(tools, "LOCKED", tmp_path / "none")
+    assert tool("kubectl", "make deploy-tools") == tmp_path / "system" / "kubectl"
+    monkeypatch.setattr(tools, "LOCKED", tmp_path / "locked")
+    assert tool("kubectl", "make deploy-tools") == tmp_path / "locked" / "kubectl"
 
 
 def test_tool_that_is_missing_skips_its_test_and_says_how_to_get_it() -> None:
