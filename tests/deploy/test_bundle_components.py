@@ -11,20 +11,19 @@ import pytest
 import yaml
 
 from tests.deploy.image_check import kube
-from tests.deploy.tools import ROOT, tool
+from tests.deploy.manifests import kubectl
+from tests.deploy.tools import ROOT
 
 COMPONENTS = ("bundle-pvc", "bundle-s3", "bundle-image")
 Objects = dict[tuple[str, str], Any]
 
 
 def rendered(component: str, folder: Path) -> Objects:
-    kubectl = tool("kubectl", "its kustomize renders deploy/: install kubectl")
-    return by_name(kube.rendered_with(kubectl, component, folder))
+    return by_name(kube.rendered_with(Path(kubectl()), component, folder))
 
 
 def base() -> Objects:
-    kubectl = tool("kubectl", "its kustomize renders deploy/: install kubectl")
-    return by_name(kube.rendered(kubectl, ROOT / "deploy" / "base"))
+    return by_name(kube.rendered(Path(kubectl()), ROOT / "deploy" / "base"))
 
 
 def by_name(objects: list[Any]) -> Objects:

@@ -139,7 +139,7 @@ def test_grafana_finds_datasource_and_dashboard() -> None:
 
 
 def test_compose_file_is_read_by_a_compose() -> None:
-    program = tool("podman-compose", "pip install podman-compose")
+    program = tool("podman-compose", "install podman and podman-compose, of your system or PyPI")
     shown = subprocess.run([program, "-f", COMPOSE, "config"], capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert set(yaml.safe_load(shown.stdout)["services"]) == set(SERVICES)

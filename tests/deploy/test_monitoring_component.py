@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import yaml
 
 from tests.deploy.dashboard import FILE
-from tests.deploy.tools import ROOT, tool
+from tests.deploy.manifests import kustomize
+from tests.deploy.tools import ROOT
 
 OVERLAYS = ("monitoring", "production")
 # The Namespace itself lies in none.
@@ -19,10 +19,7 @@ WITHOUT_NAMESPACE = {"Namespace", "ClusterServingRuntime"}
 
 @cache
 def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
-    kubectl = tool("kubectl", "https://kubernetes.io/docs/tasks/tools")
-    folder = ROOT / "deploy" / "overlays" / overlay
-    built = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, check=True)
-    return tuple(yaml.safe_load_all(built.stdout))
+    return tuple(yaml.safe_load_all(kustomize(ROOT / "deploy" / "overlays" / overlay)))
 
 
 def one(overlay: str, kind: str, name: str = "antiphon") -> dict[str, Any]:

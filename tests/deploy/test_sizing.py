@@ -14,7 +14,8 @@ import yaml
 
 from antiphon.cli import main
 from antiphon.service.config import SHIPPED_BUNDLE
-from tests.deploy.tools import ROOT, tool
+from tests.deploy.manifests import kubectl
+from tests.deploy.tools import ROOT
 from tests.manifests import edit_manifest
 
 COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
@@ -35,14 +36,13 @@ def test_size_writes_the_component_that_is_shipped(
 
 def test_sized_component_sets_the_base(tmp_path: Path) -> None:
     """Rendered over the base, its numbers are those of the Deployment and of the settings."""
-    kubectl = tool("kubectl", "https://kubernetes.io/docs/tasks/tools/")
     root = tmp_path / "deploy"
     (root / "overlay").mkdir(parents=True)
     for name in ("base", "components"):
         (root / name).symlink_to(ROOT / "deploy" / name)
     text = yaml.safe_dump({"resources": ["../base"], "components": ["../components/cpu"]})
     (root / "overlay" / "kustomization.yaml").write_text(text, encoding="utf-8")
-    command = [str(kubectl), "kustomize", "--load-restrictor=LoadRestrictionsNone", str(root / "overlay")]
+    command = [kubectl(), "kustomize", "--load-restrictor=LoadRestrictionsNone", str(root / "overlay")]
     rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     objects = {found["kind"]: found for found in yaml.safe_load_all(rendered)}
     (container,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.deploy import tools
 from tests.deploy.tools import ROOT, tool
 
 UNPACK = ROOT / "requirements" / "unpack.sh"
@@ -16,11 +18,12 @@ UNPACK = ROOT / "requirements" / "unpack.sh"
 def unpack(folder: Path, programs: tuple[str, ...], wanted: str) -> str:
     """What unpack.sh says on a machine that has those programs and no network; it must end well."""
     path = folder / "bin"
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     for name in programs:
         found = shutil.which(name)
         assert found is not None
-        (path / name).symlink_to(found)
+        with contextlib.suppress(FileExistsError):
+            (path / name).symlink_to(found)
     environment = {"PATH": str(path)} | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     command = ["/bin/sh", str(UNPACK), str(folder / "tools"), wanted]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -42,6 +45,36 @@ def test_package_that_cannot_be_had_is_told(tmp_path: Path) -> None:
     programs = ("mkdir", "mktemp", "rm", "apt-get", "dpkg")
     assert "it cannot be fetched or run" in unpack(tmp_path, programs, "prometheus=some-program")
     assert not list((tmp_path / "tools").glob("archives.*"))
+
+
+def test_unpacked_alertmanager_reads_the_unpacked_templates(tmp_path: Path) -> None:
+    """Regression: Debian's program reads them below /usr, where they are only if the package is installed."""
+    usr = tmp_path / "tools" / "usr"
+    templates, program = usr / "share" / "prometheus" / "alertmanager", usr / "bin" / "prometheus-alertmanager"
+    for folder in (templates, program.parent):
+        folder.mkdir(parents=True)
+    (templates / "default.tmpl").write_text("the unpacked template", encoding="utf-8")
+    program.write_text('#!/bin/sh\necho "$1"; cat /usr/share/prometheus/alertmanager/default.tmpl', encoding="utf-8")
+    program.chmod(0o755)
+    size = program.stat().st_size
+    for _ in ("once", "again"):
+        assert unpack(tmp_path, ("mkdir", "sed", "grep", "chmod", "cat", "uname"), "coreutils=uname") == ""
+        done = subprocess.run([program, "an argument"], capture_output=True, text=True, check=True, cwd="/")
+        assert done.stdout == "an argument\nthe unpacked template"
+    # The strings of a Go program have fixed lengths.
+    assert (usr / "libexec" / program.name).stat().st_size == size
+
+
+def test_locked_tool_is_run_rather_than_one_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: an old kubectl on PATH skipped the tests of the manifests on a machine that had the locked one."""
+    for folder in ("locked", "system"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kubectl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    monkeypatch.setattr(tools, "LOCKED", tmp_path / "none")
+    assert tool("kubectl", "make deploy-tools") == tmp_path / "system" / "kubectl"
+    monkeypatch.setattr(tools, "LOCKED", tmp_path / "locked")
+    assert tool("kubectl", "make deploy-tools") == tmp_path / "locked" / "kubectl"
 
 
 def test_tool_that_is_missing_skips_its_test_and_says_how_to_get_it() -> None:

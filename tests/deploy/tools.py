@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Debian keeps nginx out of the PATH of ordinary users; the rest is what `make deploy-tools` unpacks and installs.
+# `make deploy-tools` installs packages in LOCKED, and unpacks Debian's packages where PATH has no such program.
+LOCKED = ROOT / ".venv-deploy" / "bin"
 UNPACKED = ROOT / "build" / "deploy-tools" / "usr"
-PLACES = (ROOT / ".venv-deploy" / "bin", UNPACKED / "bin", UNPACKED / "sbin", Path("/usr/sbin"))
+# Debian keeps nginx out of the PATH of ordinary users.
+SYSTEM = Path("/usr/sbin")
 
 
 def tool(name: str, package: str) -> Path:
-    """The program `name`, from PATH or where `make deploy-tools` puts it.
+    """Return the program `name`: the locked one, else PATH's, else the unpacked one.
 
     Skips the test that asks where there is none; `package` says in the reason how to get it.
     """
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, PLACES)])
-    found = shutil.which(name, path=path)
+    places = [LOCKED, os.environ.get("PATH", os.defpath), UNPACKED / "bin", UNPACKED / "sbin", SYSTEM]
+    found = shutil.which(name, path=os.pathsep.join(map(str, places)))
     if found is None:
         pytest.skip(f"{name} is not on this machine: {package}")
     return Path(found)

@@ -109,6 +109,11 @@ class ServerProcess:
         self._errors.close()
 
 
+def num_submitted(metrics: Mapping[str, float]) -> float:
+    """Requests that the engine took up, of every task and priority."""
+    return sum(value for key, value in metrics.items() if key.startswith("antiphon_requests_submitted_total"))
+
+
 def is_idle(metrics: Mapping[str, float]) -> bool:
     """Nothing waits, nothing runs, every block is free."""
     busy = ("num_requests_waiting", "num_requests_running", "kv_cache_blocks{use=self}", "kv_cache_blocks{use=cross}")

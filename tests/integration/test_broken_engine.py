@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.conftest import SENTENCES
+from tests.integration.faulty_engine import faulty
 from tests.integration.process import ServerProcess
 from tests.serving import details_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NO_RETRIES = [("grpc.enable_retries", 0)]
-# Runs the command after it, with a decoder that does something else once the model is warmed up.
-FAULTY = """
-import sys, threading
-from antiphon.service.graphs.native_runner import NativeRunner
-decode, steps = NativeRunner.decode, []
-def faulty(self, batch):
-    steps.append(batch)
-    if len(steps) > 1:
-        {fault}
-    return decode(self, batch)
-NativeRunner.decode = faulty
-from antiphon.cli import main
-sys.exit(main(sys.argv[sys.argv.index("serve"):]))
-"""
-
-
-def faulty(fault: str) -> list[str]:
-    return [sys.executable, "-c", FAULTY.format(fault=fault)]
 
 
 async def test_liveness_fails_while_a_step_does_not_end(bundle: Path) -> None:

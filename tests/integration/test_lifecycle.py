@@ -24,13 +24,16 @@ from antiphon.model.bundle import FORMAT_VERSION, MANIFEST_NAME, file_entry
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import SENTENCES
-from tests.integration.process import ServerProcess, antiphon
+from tests.integration.faulty_engine import HeldEngine, held_engine
+from tests.integration.process import PATIENCE_S, ServerProcess, antiphon, num_submitted
 from tests.manifests import edit_manifest
 from tests.serving import details_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 ENDLESS = Options(max_new_tokens=2048)
+# Enough for the first message of every stream, and far from the last.
+NUM_FIRST_STEPS = 16
 
 
 def test_serve_says_on_one_line_what_it_serves_where_and_what_to_type(server: ServerProcess, bundle: Path) -> None:
@@ -81,24 +84,40 @@ def watching(channel: grpc.aio.Channel) -> Any:
     return stub.Watch(health_pb2.HealthCheckRequest())
 
 
-async def test_sigterm_finishes_the_running_stream_refuses_new_ones_and_exits_zero(bundle: Path) -> None:
+async def begun(server: ServerProcess, client: AsyncClient, engine: HeldEngine, num_streams: int) -> list[Any]:
+    """Return streams, each with the text of its first message; none ends before the engine is released."""
+    streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(num_streams)]
+    firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await asyncio.to_thread(server.wait_for_metrics, lambda now: num_submitted(now) == num_streams)
+    engine.allow(NUM_FIRST_STEPS)
+    return [(stream, first.text) for stream, first in zip(streams, await asyncio.gather(*firsts), strict=True)]
+
+
+async def _whole(stream: Any, text: str) -> str:
+    return text + "".join([delta.text async for delta in stream])
+
+
+async def test_sigterm_finishes_the_running_stream_refuses_new_ones_and_exits_zero(
+    server: ServerProcess, bundle: Path, tmp_path: Path
+) -> None:
+    async with AsyncClient(server.target) as client:
+        expected = await client.generate_text(SENTENCES[0], ENDLESS)
     no_retries = [("grpc.enable_retries", 0)]
-    with ServerProcess(bundle) as server:
+    with held_engine(tmp_path) as engine, ServerProcess(bundle, prefix=engine.prefix) as leaving:
         async with (
-            grpc.aio.insecure_channel(server.target, options=no_retries) as channel,
-            AsyncClient(server.target) as client,
+            grpc.aio.insecure_channel(leaving.target, options=no_retries) as channel,
+            AsyncClient(leaving.target) as client,
         ):
-            expected = await client.generate_text(SENTENCES[0], ENDLESS)
             watch = watching(channel)
             assert (await watch.read()).status == SERVING
-            streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(8)]
-            firsts = await asyncio.gather(*(anext(stream) for stream in streams))
-            server.process.send_signal(signal.SIGTERM)
+            streams = await begun(leaving, client, engine, 8)
+            leaving.process.send_signal(signal.SIGTERM)
             assert (await watch.read()).status == NOT_SERVING
             refused = await _refused_while_draining(channel)
-            texts = await asyncio.gather(*(_rest(stream) for stream in streams))
-        code, errors = await asyncio.to_thread(server.finish)
-    assert {first.text + text for first, text in zip(firsts, texts, strict=True)} == {expected.text}
+            engine.release()
+            texts = await asyncio.gather(*(_whole(stream, first) for stream, first in streams))
+        code, errors = await asyncio.to_thread(leaving.finish)
+    assert set(texts) == {expected.text}
     assert (refused.code(), details_of(refused).reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
     assert (code, "Traceback" in errors) == (0, False)
 
@@ -106,37 +125,37 @@ async def test_sigterm_finishes_the_running_stream_refuses_new_ones_and_exits_ze
 async def _refused_while_draining(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
     stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(text=SENTENCES[1]))
+        await stub.GenerateUnary(inference_pb2.GenerateUnaryRequest(text=SENTENCES[1]), timeout=PATIENCE_S)
     return caught.value
 
 
-async def _rest(stream: Any) -> str:
-    return "".join([delta.text async for delta in stream])
-
-
-async def test_drain_ends_what_is_left_after_its_grace(bundle: Path) -> None:
-    with ServerProcess(bundle, ["--drain-grace-s", "0"]) as server:
+async def test_drain_ends_what_is_left_after_its_grace(bundle: Path, tmp_path: Path) -> None:
+    flags = ["--drain-grace-s", "0"]
+    with held_engine(tmp_path) as engine, ServerProcess(bundle, flags, prefix=engine.prefix) as server:
         async with AsyncClient(server.target) as client:
-            streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(8)]
-            await asyncio.gather(*(anext(stream) for stream in streams))
+            streams = await begun(server, client, engine, 8)
             server.process.send_signal(signal.SIGTERM)
-            results = await asyncio.gather(*(_rest(stream) for stream in streams), return_exceptions=True)
+            engine.release()  # a step that does not end would be a hang, which has another exit code
+            results = await asyncio.gather(
+                *(_whole(stream, first) for stream, first in streams), return_exceptions=True
+            )
         code, _ = await asyncio.to_thread(server.finish)
     assert {getattr(result, "code", None) for result in results} == {grpc.StatusCode.UNAVAILABLE}
     assert code == 0
 
 
-async def test_second_signal_leaves_at_once(bundle: Path) -> None:
-    with ServerProcess(bundle) as server:
+async def test_second_signal_leaves_at_once(bundle: Path, tmp_path: Path) -> None:
+    with held_engine(tmp_path) as engine, ServerProcess(bundle, prefix=engine.prefix) as server:
         async with grpc.aio.insecure_channel(server.target) as channel, AsyncClient(server.target) as client:
             watch = watching(channel)
             assert (await watch.read()).status == SERVING
-            streams = [client.generate(SENTENCES[0], ENDLESS) for _ in range(32)]
-            await asyncio.gather(*(anext(stream) for stream in streams))
+            streams = await begun(server, client, engine, 32)
             server.process.send_signal(signal.SIGINT)
             assert (await watch.read()).status == NOT_SERVING
             server.process.send_signal(signal.SIGTERM)
             code, _ = await asyncio.to_thread(server.finish)
+            for stream, _ in streams:
+                await stream.aclose()
     assert code == 128 + signal.SIGTERM
 
 

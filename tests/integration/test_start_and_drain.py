@@ -27,7 +27,8 @@ from antiphon.model.bundle import MANIFEST_NAME
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.conftest import SENTENCES
-from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment
+from tests.integration.faulty_engine import held_engine
+from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment, num_submitted
 from tests.serving import details_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -78,7 +79,7 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
 async def refusal_of(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
     stub: Any = InferenceServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
+        await stub.GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]), timeout=PATIENCE_S)
     assert not caught.value.initial_metadata()  # to be tried elsewhere
     return caught.value
 
@@ -139,17 +140,24 @@ async def test_drain_delay_serves_on_after_the_probes_have_turned(bundle: Path) 
         assert (await asyncio.to_thread(server.finish))[0] == 0
 
 
-async def test_sigterm_finishes_those_that_wait_as_well(bundle: Path) -> None:
-    """No request that was admitted is lost: two rows, and many more requests than rows."""
-    options = Options(max_new_tokens=300)
-    with ServerProcess(bundle, ["--max-num-seqs", "2"]) as server:
-        async with AsyncClient(server.target) as client:
+async def test_sigterm_finishes_those_that_wait_as_well(bundle: Path, tmp_path: Path) -> None:
+    """No request that was admitted is lost: two rows, and ten requests that wait when the signal comes."""
+    options = Options(max_new_tokens=20)
+    with (
+        held_engine(tmp_path) as engine,
+        ServerProcess(bundle, ["--max-num-seqs", "2"], prefix=engine.prefix) as server,
+    ):
+        async with AsyncClient(server.target) as client, channel_to(server.target) as channel:
             calls = [asyncio.ensure_future(client.generate_text(text, options)) for text in SENTENCES[:12]]
-            await asyncio.to_thread(
-                server.wait_for_metrics,
-                lambda now: now["antiphon_num_requests_waiting"] + now["antiphon_num_requests_running"] == len(calls),
-            )
+            now = await asyncio.to_thread(server.wait_for_metrics, lambda now: num_submitted(now) == len(calls))
+            assert now["antiphon_num_requests_waiting"] >= len(calls) - 2
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == SERVING
             server.process.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            assert (await refusal_of(channel)).code() is grpc.StatusCode.UNAVAILABLE  # it drains
+            engine.release()
             answers = await asyncio.gather(*calls)
         code, _ = await asyncio.to_thread(server.finish)
     assert [len(answer.token_ids) > 0 for answer in answers] == [True] * len(calls)
