@@ -213,10 +213,20 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str, metadata
     try:
         async with asyncio.timeout(_STATUS_PATIENCE_S):
             await context.abort(code, message, metadata)
+    except grpc.aio.AbortError as aborted:
+        asyncio.get_running_loop().call_soon(_forget_frames, aborted)
+        raise
     except TimeoutError:
         raise asyncio.CancelledError from None  # gRPC has it, and tells it as soon as it can
     except grpc.aio.InternalError:  # not even the headers could be sent: there is no way to tell
         raise asyncio.CancelledError from None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, and of those before it: gRPC keeps the error, the frames the request."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _is_late(call: Call, context: Context) -> bool:
