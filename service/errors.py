@@ -120,6 +120,12 @@ class TooManyRpcs(QueueFull):
     reason = "TOO_MANY_RPCS"
 
 
+class TooManyTexts(QueueFull):
+    """As many bytes of long texts wait to be tokenised as a server takes; try again after `retry_after_s` seconds."""
+
+    reason = "TOO_MANY_TEXTS"
+
+
 class Unauthenticated(AntiphonError):
     """A call carries no bearer token. `challenge` is what RFC 6750, section 3, answers."""
 
