@@ -234,7 +234,10 @@ class InferenceServicer:
         source_ids = (await self._inputs.source(message, languages)).ids
         # The text of a decoder alone continues its prompt as well.
         read_ids = (*source_ids, *prefix_ids) if self._is_decoder else prefix_ids
-        wording = Wording(self._tokenizer, prefix_ids=read_ids, stop_strings=controls.stop_strings)
+        read_text = controls.prefix_text or (message.text if self._is_decoder and not prefix_ids else "")
+        wording = Wording(
+            self._tokenizer, prefix_ids=read_ids, prefix_text=read_text, stop_strings=controls.stop_strings
+        )
         request = Request(
             **arrival,
             **self._given(source_ids, prefix_ids, languages),
