@@ -129,8 +129,9 @@ class Inputs:
         if controls.prefix_text is not None:
             return languages.prefix(await self._ids("options.prefix_text", controls.prefix_text, limit))
         ids = await self._ids("options.prefix_ids", controls.prefix_ids or (), limit)
-        if self._config.eos_id in ids:
-            raise InvalidArgument("options.prefix_ids", f"holding the end token {self._config.eos_id}", "without it")
+        for token_id, name in self._not_in_targets().items():
+            if token_id in ids:
+                raise InvalidArgument("options.prefix_ids", f"holding the {name} token {token_id}", "without it")
         return languages.prefix(ids)
 
     async def tokenized(self, text: str) -> tuple[list[int], str]:
@@ -147,6 +148,18 @@ class Inputs:
         if len(ids) <= MAX_INLINE_LEN:
             return self._tokenizer.decode(ids)
         return await self._long_texts.run(len(ids), partial(self._tokenizer.decode, ids))
+
+    def _not_in_targets(self) -> dict[int, str]:
+        """Tokens that no target holds between its begin and its end, and their names.
+
+        What a decoder alone reads may hold begin and padding tokens: in a prompt they part one document from another.
+        """
+        config = self._config
+        if config.architecture == "decoder":
+            return {config.eos_id: "end"}
+        # One token may be several of these; a language's token may begin a target and stand in it.
+        named = {config.pad_id: "padding", config.bos_id: "begin", config.eos_id: "end"}
+        return {token_id: name for token_id, name in named.items() if token_id not in self._text.languages.values()}
 
     def _with_normal_form(self, text: str) -> tuple[list[int], str]:
         ids = _encode(self._source, text)

@@ -95,7 +95,7 @@ OPTIONS: dict[str, Limit] = {
     "prefix_text": Limit(taken=("", "wort"), refused=("wort " * MAX_TARGET_LEN,)),
     "prefix_ids": Limit(
         taken=(ids(0), ids(1), ids(MAX_TARGET_LEN - 2), ids(MAX_TARGET_LEN - 1), {"ids": [VOCABULARY - 1]}),
-        refused=(ids(MAX_TARGET_LEN), {"ids": [VOCABULARY]}, {"ids": [EOS_ID]}),
+        refused=(ids(MAX_TARGET_LEN), {"ids": [VOCABULARY]}, *({"ids": [WORD_ID, index]} for index in (0, 1, EOS_ID))),
     ),
     "forced_first_id": Limit(taken=(0, 1, VOCABULARY - 1), refused=_IDS_OUTSIDE),
     "suppressed_ids": entries(1024, WORD_ID, bad=_IDS_OUTSIDE),

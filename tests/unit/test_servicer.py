@@ -162,6 +162,16 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
         "the end token 2",
     ),
     (
+        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[1, 5]))),
+        "options.prefix_ids",
+        "the begin token 1",
+    ),
+    (
+        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[5, 0]))),
+        "options.prefix_ids",
+        "the padding token 0",
+    ),
+    (
         dict(text="a", options=pb.GenerateOptions(prefix_text="", prefix_ids=pb.TokenIds())),
         "options.prefix_ids",
         "absent where prefix_text is set",
