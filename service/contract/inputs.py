@@ -79,6 +79,7 @@ class Inputs:
         self._long_texts = long_texts
         self._source = _Side(tokenizer.encode, tokenizer.encode_batch, tokenizer.min_tokens)
         self._target = _Side(tokenizer.encode_target, tokenizer.encode_targets, tokenizer.min_target_tokens)
+        self._not_in_targets = _not_in_targets(config, text)
 
     async def source(self, message: HasSource, languages: RequestLanguages = NO_LANGUAGES) -> Source:
         """The source of any request, a pair where it gives one; that of a decoder alone is a prompt, and may be empty.
@@ -129,7 +130,7 @@ class Inputs:
         if controls.prefix_text is not None:
             return languages.prefix(await self._ids("options.prefix_text", controls.prefix_text, limit))
         ids = await self._ids("options.prefix_ids", controls.prefix_ids or (), limit)
-        for token_id, name in self._not_in_targets().items():
+        for token_id, name in self._not_in_targets.items():
             if token_id in ids:
                 raise InvalidArgument("options.prefix_ids", f"holding the {name} token {token_id}", "without it")
         return languages.prefix(ids)
@@ -148,18 +149,6 @@ class Inputs:
         if len(ids) <= MAX_INLINE_LEN:
             return self._tokenizer.decode(ids)
         return await self._long_texts.run(len(ids), partial(self._tokenizer.decode, ids))
-
-    def _not_in_targets(self) -> dict[int, str]:
-        """Tokens that no target holds between its begin and its end, and their names.
-
-        What a decoder alone reads may hold begin and padding tokens: in a prompt they part one document from another.
-        """
-        config = self._config
-        if config.architecture == "decoder":
-            return {config.eos_id: "end"}
-        # One token may be several of these; a language's token may begin a target and stand in it.
-        named = {config.pad_id: "padding", config.bos_id: "begin", config.eos_id: "end"}
-        return {token_id: name for token_id, name in named.items() if token_id not in self._text.languages.values()}
 
     def _with_normal_form(self, text: str) -> tuple[list[int], str]:
         ids = _encode(self._source, text)
@@ -234,3 +223,15 @@ def _encode(side: _Side, text: str) -> list[int]:
 def _check_len(field: str, least: int, limit: int, shortest: int) -> None:
     if least > limit:
         raise InvalidArgument(field, InWords(f"at least {least} tokens long"), f"{shortest} to {limit} tokens long")
+
+
+def _not_in_targets(config: ModelConfig, text: TextFormat) -> dict[int, str]:
+    """Tokens that no target holds between its begin and its end, and their names.
+
+    What a decoder alone reads may hold begin and padding tokens: in a prompt they part one document from another.
+    """
+    if config.architecture == "decoder":
+        return {config.eos_id: "end"}
+    # One token may be several of these; a language's token may begin a target and stand in it.
+    named = {config.pad_id: "padding", config.bos_id: "begin", config.eos_id: "end"}
+    return {token_id: name for token_id, name in named.items() if token_id not in text.languages.values()}
