@@ -1,8 +1,8 @@
 """One thread that tokenises the long texts of all callers and models, and a bound on the bytes that wait for it.
 
 While a text is tokenised it takes many times its bytes of memory: 130 to 400 times for most texts, 600 at most with the
-shipped tokenizer, 1,105 at most over every kind (T5's, of U+FDFA, which becomes 18 characters). So one text at a time is
-under way, whoever sent it. Callers take turns. For the event loop; knows no tokenizer.
+shipped tokenizer, 1,105 at most over every kind (T5's, of U+FDFA, which becomes 18 characters). So one text is under
+way at a time, whoever sent it. Callers take turns. For the event loop; knows no tokenizer.
 """
 
 from __future__ import annotations

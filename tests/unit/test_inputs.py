@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from antiphon.model.config import preset
@@ -20,7 +22,7 @@ PAD, BOS, EOS = 0, 1, 2
 BOS_IS_A_LANGUAGE = byte_bpe_format(tiny_tokenizer()).model_copy(update=dict(languages={"de": BOS}))
 
 
-async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **config: object) -> tuple[int, ...]:
+async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **config: Any) -> tuple[int, ...]:
     """The prefix as a model reads it that is given these ids."""
     tokenizer = tiny_tokenizer()
     limits = pb.Limits(max_source_len=32, max_target_len=32, max_text_bytes=1024)
@@ -46,7 +48,7 @@ async def test_begin_token_that_is_the_end_token_is_called_the_end() -> None:
 
 
 async def test_prefix_of_a_decoder_alone_may_hold_all_but_the_end_token() -> None:
-    halves = dict(architecture="decoder", encoder_layers=0)
+    halves: dict[str, Any] = dict(architecture="decoder", encoder_layers=0)
     assert await prefix_of((30, BOS, PAD), **halves) == (30, BOS, PAD)
     with pytest.raises(InvalidArgument, match="the end token 2"):
         await prefix_of((30, EOS), **halves)

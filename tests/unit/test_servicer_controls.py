@@ -211,10 +211,10 @@ async def test_continuation_keeps_the_space_that_parts_it_from_the_prefix() -> N
 async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) -> None:
     """A prefix that ended in white space had a space of its own, and the text behind it a second one."""
     (word,) = tiny_tokenizer().encode("the")
-    several = dict(num_return_sequences=3, temperature=1.0)
+    several: dict[str, Any] = dict(num_return_sequences=3, temperature=1.0)
     async with serving() as served:
         stub = stub_of(served)
-        given = dict(forced_first_id=word, max_new_tokens=1, prefix_text=prefix)
+        given: dict[str, Any] = dict(forced_first_id=word, max_new_tokens=1, prefix_text=prefix)
         whole = await stub.GenerateUnary(asking_whole(**given, **several))
         streamed = [message async for message in stub.Generate(asking(**given))]
         stopped = await stub.GenerateUnary(asking_whole(**given, stop_strings=["the"]))
