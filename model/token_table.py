@@ -89,9 +89,18 @@ class IncrementalDecoder:
         self._has_token = False
         self._has_text = False
         self._held = ""
+        self._num_spaces = 0
+
+    def skip_spaces(self, num_spaces: int) -> None:
+        """Leave out up to so many white-space characters at the beginning of what comes from now on."""
+        self._num_spaces = num_spaces
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
+        text = self._pushed(ids)
+        return self._without_spaces(text) if text and self._num_spaces else text
+
+    def _pushed(self, ids: Iterable[int]) -> str:
         table = self._table
         if table.first is not None and not self._has_token:
             return self._emit(self._utf8.decode(self._beginning(list(ids), table.first)))
@@ -99,7 +108,8 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a character that never became whole, else nothing."""
-        return self._emit(self._utf8.decode(b"", final=True))
+        text = self._emit(self._utf8.decode(b"", final=True))
+        return self._without_spaces(text) if text and self._num_spaces else text
 
     def _beginning(self, ids: Sequence[int], first: Callable[[str], bytes]) -> bytes:
         """What ids stand for where no token came before them."""
@@ -109,6 +119,11 @@ class IncrementalDecoder:
                 self._has_token = True
                 return first(table.pieces[index]) + table.bytes_of(ids[place + 1 :])
         return b""
+
+    def _without_spaces(self, text: str) -> str:
+        skipped = min(self._num_spaces, len(text) - len(text.lstrip()))
+        self._num_spaces = self._num_spaces - skipped if skipped == len(text) else 0
+        return text[skipped:]
 
     def _emit(self, text: str) -> str:
         strips = self._table.strips

@@ -169,7 +169,13 @@ class ServerConfig(AccessSettings):
             for field in ModelSettings.model_fields
             if field != "path"
         }
-        return ModelPlan(name=name, path=settings.path, max_message_bytes=self.max_message_bytes, **chosen)
+        return ModelPlan(
+            name=name,
+            path=settings.path,
+            max_message_bytes=self.max_message_bytes,
+            max_text_bytes=self.max_text_bytes,
+            **chosen,
+        )
 
 
 def fields() -> Mapping[str, FieldInfo]:

@@ -127,6 +127,12 @@ class RequestTimeout(AntiphonError):
     reason = "REQUEST_TIMEOUT"
 
 
+class TooManyTexts(QueueFull):
+    """As many bytes of long texts wait to be tokenised as a server takes; try again after `retry_after_s` seconds."""
+
+    reason = "TOO_MANY_TEXTS"
+
+
 class Unauthenticated(AntiphonError):
     """A call carries no bearer token. `challenge` is what RFC 6750, section 3, answers."""
 

@@ -28,6 +28,7 @@ from antiphon.service.background import in_background, is_anything_left, running
 from antiphon.service.config import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.contract.admin import AdminServicer, build_admin_server
 from antiphon.service.contract.handlers import SERVICE_NAME, Calls
+from antiphon.service.contract.long_texts import LongTexts
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.errors import OverBudget
 from antiphon.service.free_memory import FreeMemory
@@ -152,6 +153,8 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
     return Shared(
         families=families,
         pacing=Pacing(config.max_stream_messages_per_s, waits),
+        # Half of it is one caller's: all the texts of one message.
+        long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
         budget=MemoryBudget(config.memory_limit_bytes),
         machine_bytes=machine_bytes,
     )

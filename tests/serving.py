@@ -25,6 +25,7 @@ from antiphon.model.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, enc
 from antiphon.service.config import ServerConfig
 from antiphon.service.contract.attention_maps import Explains
 from antiphon.service.contract.handlers import Calls
+from antiphon.service.contract.long_texts import LongTexts
 from antiphon.service.contract.options import default_options
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.contract.servicer import InferenceServicer, ServedModel
@@ -91,6 +92,7 @@ class Serving:
     tokenizer: Tokenizer
     registry: CollectorRegistry
     probes: Probes
+    long_texts: LongTexts
     ended: list[Call]
 
 
@@ -122,7 +124,12 @@ async def serving(
     families = MetricFamilies(registry)
     metrics = Metrics(families, MODEL_NAME)
     engine = Engine(runner, engine_config or EngineConfig(), metrics, clock=clock)
-    limits = pb.Limits(max_source_len=runner.max_source_len, max_target_len=runner.max_target_len)
+    limits = pb.Limits(
+        max_source_len=runner.max_source_len,
+        max_target_len=runner.max_target_len,
+        max_text_bytes=config.max_text_bytes,
+    )
+    long_texts = LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes))
     description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
     model = ServedModel(
         description=description,
@@ -133,7 +140,7 @@ async def serving(
     )
     waits = build_waits(config, families)
     pacing = Pacing(max_messages_per_s, waits)
-    servicer = InferenceServicer(model, engine, pacing)
+    servicer = InferenceServicer(model, engine, pacing, long_texts)
     models = Models()
     models.add(
         Served(
@@ -168,6 +175,7 @@ async def serving(
                 tokenizer=tokenizer,
                 registry=registry,
                 probes=probes,
+                long_texts=long_texts,
                 ended=ended,
             )
             assert engine.drain(timeout_s=60)

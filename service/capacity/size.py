@@ -160,6 +160,7 @@ def _plan(arguments: argparse.Namespace) -> ModelPlan:
         kv_cache_blocks=None,
         workspace_limit_bytes=None,
         max_message_bytes=fields["max_message_bytes"].default,
+        max_text_bytes=fields["max_text_bytes"].default,
     )
 
 

@@ -25,11 +25,17 @@ _FINISH_REASONS = {
 
 
 class Wording:
-    """How one request's tokens are read as text: after its target prefix, and up to its stop strings."""
+    """How one request's tokens are read as text: after its target prefix, and up to its stop strings.
 
-    def __init__(self, tokenizer: Tokenizer, *, prefix_ids: Sequence[int], stop_strings: Sequence[str]) -> None:
+    prefix_text: the prefix as its client wrote it, which the answer's text continues; empty where it was given as ids.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prefix_ids: Sequence[int], prefix_text: str, stop_strings: Sequence[str]
+    ) -> None:
         self._tokenizer = tokenizer
         self._prefix_ids = prefix_ids
+        self._num_spaces = len(prefix_text) - len(prefix_text.rstrip())
         self._stop_strings = stop_strings
 
     def matcher(self) -> TokenStopMatcher:
@@ -41,9 +47,14 @@ class Wording:
         return StopFilter(self._stop_strings, self._decoder())
 
     def _decoder(self) -> IncrementalDecoder:
-        """A decoder that has read the prefix: the output's text continues it, leading space included."""
+        """A decoder that has read the prefix: the output's text continues it, leading space included.
+
+        White space at the end of the prefix takes the place of the leading space where its tokens have lost it.
+        """
         decoder = self._tokenizer.stream()
-        decoder.push(self._prefix_ids)
+        read = decoder.push(self._prefix_ids)
+        if self._num_spaces and not read[-1:].isspace():
+            decoder.skip_spaces(self._num_spaces)
         return decoder
 
 

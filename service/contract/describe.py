@@ -26,7 +26,13 @@ _TASKS: dict[Task, pb.Task.ValueType] = {
 
 
 def describe(
-    bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, *, max_source_len: int, max_message_bytes: int
+    bundle: Bundle,
+    runner: AnyRunner,
+    tokenizer: Tokenizer,
+    *,
+    max_source_len: int,
+    max_message_bytes: int,
+    max_text_bytes: int,
 ) -> pb.Model:
     """Describe a model that this runner serves. Raises InvalidArgument where the bundle's defaults cannot be.
 
@@ -42,6 +48,7 @@ def describe(
             max_source_len=max_source_len,
             max_target_len=runner.max_target_len,
             max_message_bytes=max_message_bytes,
+            max_text_bytes=max_text_bytes,
         ),
         architecture=_ARCHITECTURES[config.architecture],
         tasks=[pb.TaskDescription(task=_TASKS[head.task], labels=head.labels) for head in config.heads],

@@ -2,15 +2,18 @@
 
 A source comes out as the model reads it, with what its template puts around it. Of ids, what they carry of that already
 is kept and not put a second time: all that stands before a text, or all that stands behind it, token by token. Targets
-and prefixes are read by the target's vocabulary. Refuses here what is far too long to be worth tokenising; exact limits
-are the engine's to check.
+and prefixes are read by the target's vocabulary.
+
+Every text has a largest size in bytes, which is checked before anything reads it. A text that is far too long for the
+model is refused here, before it is tokenised; exact limits are the engine's to check.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.text_format import TextFormat
@@ -18,6 +21,7 @@ from antiphon.model.text_template import LanguageIds, fill, num_before
 from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.contract.combinations import Controls
 from antiphon.service.contract.languages import NO_LANGUAGES, RequestLanguages
+from antiphon.service.contract.long_texts import LongTexts
 from antiphon.service.errors import InvalidArgument, InWords
 from antiphon.v1 import inference_pb2 as pb
 
@@ -36,6 +40,7 @@ HasSource = (
 HasTarget = pb.ScoreRequest | pb.ExplainRequest
 
 _SOURCE_FIELDS = ("text", "text_pair")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +57,29 @@ class Source:
     offsets: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What reads the texts of one side: a short text, several texts while other threads run, a bound on the tokens."""
+
+    encode: Callable[[str], list[int]]
+    encode_many: Callable[[Sequence[str]], list[list[int]]]
+    min_tokens: Callable[[str], int]
+
+
 class Inputs:
     """Reads sources, targets and prefixes with one model's tokenizer, text format and limits."""
 
-    def __init__(self, tokenizer: Tokenizer, text: TextFormat, config: ModelConfig, limits: pb.Limits) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, text: TextFormat, config: ModelConfig, limits: pb.Limits, long_texts: LongTexts
+    ) -> None:
         self._tokenizer = tokenizer
         self._text = text
         self._config = config
         self._limits = limits
+        self._long_texts = long_texts
+        self._source = _Side(tokenizer.encode, tokenizer.encode_batch, tokenizer.min_tokens)
+        self._target = _Side(tokenizer.encode_target, tokenizer.encode_targets, tokenizer.min_target_tokens)
+        self._not_in_targets = _not_in_targets(config, text)
 
     async def source(self, message: HasSource, languages: RequestLanguages = NO_LANGUAGES) -> Source:
         """The source of any request, a pair where it gives one; that of a decoder alone is a prompt, and may be empty.
@@ -79,8 +99,8 @@ class Inputs:
 
     async def text_source(self, text: str) -> Source:
         """A text as a source, and where its tokens stand in it. Raises InvalidArgument."""
-        await self._refuse_endless("text", text, self._limits.max_source_len, shortest=1)
-        found = await asyncio.to_thread(self._tokenizer.encode_source, text)
+        check = partial(self._refuse_endless, "text", text, self._source, self._limits.max_source_len, 1)
+        found = await self._read("text", text, self._tokenizer.encode_source, check=check)
         if not found.ids:
             raise InvalidArgument("text", text, "not empty; white space alone counts as empty")
         return self._filled(found.ids, None, LanguageIds(), offsets=tuple(found.offsets))
@@ -110,21 +130,29 @@ class Inputs:
         if controls.prefix_text is not None:
             return languages.prefix(await self._ids("options.prefix_text", controls.prefix_text, limit))
         ids = await self._ids("options.prefix_ids", controls.prefix_ids or (), limit)
-        if self._config.eos_id in ids:
-            raise InvalidArgument("options.prefix_ids", f"holding the end token {self._config.eos_id}", "without it")
+        for token_id, name in self._not_in_targets.items():
+            if token_id in ids:
+                raise InvalidArgument("options.prefix_ids", f"holding the {name} token {token_id}", "without it")
         return languages.prefix(ids)
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a source of any length, nothing put around them."""
-        if len(text) <= MAX_INLINE_LEN:
-            return self._tokenizer.encode(text)
-        # As a batch of one: `encode` keeps the interpreter lock, and with it the engine, until it is done.
-        return (await asyncio.to_thread(self._tokenizer.encode_batch, [text]))[0]
+    async def tokenized(self, text: str) -> tuple[list[int], str]:
+        """Token ids of a source of any number of tokens, nothing put around them, and its normalised form."""
+        return await self._read("text", text, self._with_normal_form)
 
-    async def _encode_target(self, text: str) -> list[int]:
-        if len(text) <= MAX_INLINE_LEN:
-            return self._tokenizer.encode_target(text)
-        return (await asyncio.to_thread(self._tokenizer.encode_targets, [text]))[0]
+    async def detokenized(self, ids: Sequence[int]) -> str:
+        """The text of a target's token ids: no more of them than a text may have bytes. Raises InvalidArgument."""
+        most, vocab_size = self._limits.max_text_bytes, self._config.vocab_size
+        if len(ids) > most:
+            raise InvalidArgument("token_ids", InWords(f"{len(ids)} ids long"), f"at most {most} ids long")
+        if (found := max(ids, default=0)) >= vocab_size:
+            raise InvalidArgument("token_ids", found, f"of token ids from 0 to {vocab_size - 1}")
+        if len(ids) <= MAX_INLINE_LEN:
+            return self._tokenizer.decode(ids)
+        return await self._long_texts.run(len(ids), partial(self._tokenizer.decode, ids))
+
+    def _with_normal_form(self, text: str) -> tuple[list[int], str]:
+        ids = _encode(self._source, text)
+        return ids, self._tokenizer.decode_source(ids)
 
     async def _pair_ids(self, message: HasSource, kind: str) -> tuple[int, ...] | None:
         if not isinstance(message, pb.EmbedRequest | pb.ClassifyRequest) or not message.HasField("text_pair"):
@@ -137,19 +165,36 @@ class Inputs:
 
     async def _ids(self, field: str, given: str | Sequence[int], limit: int, *, shortest: int = 0) -> tuple[int, ...]:
         """Tokens of a text or ids as they are. Refuses, before it costs seconds of a core, what is surely too long."""
-        await self._refuse_endless(field, given, limit, shortest)
         if not isinstance(given, str):
+            _check_len(field, len(given), limit, shortest)
             return tuple(given)
-        return tuple(await (self.encode(given) if field in _SOURCE_FIELDS else self._encode_target(given)))
+        side = self._source if field in _SOURCE_FIELDS else self._target
+        check = partial(self._refuse_endless, field, given, side, limit, shortest)
+        return tuple(await self._read(field, given, partial(_encode, side), check=check))
 
-    async def _refuse_endless(self, field: str, given: str | Sequence[int], limit: int, shortest: int) -> None:
-        least = len(given)
-        if isinstance(given, str):
-            is_source = field in _SOURCE_FIELDS
-            bound = self._tokenizer.min_tokens if is_source else self._tokenizer.min_target_tokens
-            least = await asyncio.to_thread(bound, given) if least > MAX_INLINE_LEN else 0
-        if least > limit:
-            raise InvalidArgument(field, InWords(f"at least {least} tokens long"), f"{shortest} to {limit} tokens long")
+    async def _read(
+        self, field: str, text: str, read: Callable[[str], _T], *, check: Callable[[], None] | None = None
+    ) -> _T:
+        """Read a text: a short one at once, a long one in the thread of long texts, where it is checked before.
+
+        Raises InvalidArgument where it has too many bytes.
+        """
+        num_bytes, most = len(text) if text.isascii() else len(text.encode()), self._limits.max_text_bytes
+        if num_bytes > most:
+            self._long_texts.trim_soon()  # the message has cost memory as well
+            raise InvalidArgument(field, InWords(f"{num_bytes} bytes long"), f"at most {most} bytes long")
+        if len(text) <= MAX_INLINE_LEN:
+            return read(text)
+
+        def checked() -> _T:
+            if check is not None:
+                check()
+            return read(text)
+
+        return await self._long_texts.run(num_bytes, checked)
+
+    def _refuse_endless(self, field: str, text: str, side: _Side, limit: int, shortest: int) -> None:
+        _check_len(field, side.min_tokens(text), limit, shortest)
 
     def _filled(
         self,
@@ -168,3 +213,25 @@ class Inputs:
             first=num_before(self._text, languages),
             offsets=offsets,
         )
+
+
+def _encode(side: _Side, text: str) -> list[int]:
+    # A long one as a batch of one: `encode` keeps the interpreter lock, and with it the engine, until it is done.
+    return side.encode(text) if len(text) <= MAX_INLINE_LEN else side.encode_many([text])[0]
+
+
+def _check_len(field: str, least: int, limit: int, shortest: int) -> None:
+    if least > limit:
+        raise InvalidArgument(field, InWords(f"at least {least} tokens long"), f"{shortest} to {limit} tokens long")
+
+
+def _not_in_targets(config: ModelConfig, text: TextFormat) -> dict[int, str]:
+    """Tokens that no target holds between its begin and its end, and their names.
+
+    What a decoder alone reads may hold begin and padding tokens: in a prompt they part one document from another.
+    """
+    if config.architecture == "decoder":
+        return {config.eos_id: "end"}
+    # One token may be several of these; a language's token may begin a target and stand in it.
+    named = {config.pad_id: "padding", config.bos_id: "begin", config.eos_id: "end"}
+    return {token_id: name for token_id, name in named.items() if token_id not in text.languages.values()}

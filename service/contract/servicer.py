@@ -23,8 +23,9 @@ from antiphon.model.tokenizer import Tokenizer
 from antiphon.service.contract.answers import Answer, Wording, last_of, logprobs, timing, usage
 from antiphon.service.contract.attention_maps import Explains, explain_response
 from antiphon.service.contract.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
-from antiphon.service.contract.inputs import MAX_INLINE_LEN, HasSource, Inputs, Source
+from antiphon.service.contract.inputs import HasSource, Inputs, Source
 from antiphon.service.contract.languages import RequestLanguages, languages_of, source_languages
+from antiphon.service.contract.long_texts import LongTexts
 from antiphon.service.contract.model_defaults import NO_DEFAULTS
 from antiphon.service.contract.options import as_option, read_options
 from antiphon.service.contract.pacing import Pacing
@@ -88,10 +89,10 @@ class InferenceServicer:
     Methods raise AntiphonError; `rpc.py` tells the client.
     """
 
-    def __init__(self, model: ServedModel, engine: Engine, pacing: Pacing) -> None:
+    def __init__(self, model: ServedModel, engine: Engine, pacing: Pacing, long_texts: LongTexts) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
-        self._inputs = Inputs(model.tokenizer, model.text, model.config, model.description.limits)
+        self._inputs = Inputs(model.tokenizer, model.text, model.config, model.description.limits, long_texts)
         self._engine = engine
         self._pacing = pacing
         self._is_decoder = model.config.architecture == "decoder"
@@ -213,17 +214,12 @@ class InferenceServicer:
 
     async def tokenize(self, message: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""
-        token_ids = await self._inputs.encode(message.text)
-        return pb.TokenizeResponse(token_ids=token_ids, normalized_text=self._tokenizer.decode_source(token_ids))
+        token_ids, normalized = await self._inputs.tokenized(message.text)
+        return pb.TokenizeResponse(token_ids=token_ids, normalized_text=normalized)
 
     async def detokenize(self, message: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        highest = self._model.config.vocab_size - 1
-        if (found := max(message.token_ids, default=0)) > highest:
-            raise InvalidArgument("token_ids", found, f"of token ids from 0 to {highest}")
-        if len(message.token_ids) <= MAX_INLINE_LEN:
-            return pb.DetokenizeResponse(text=self._tokenizer.decode(message.token_ids))
-        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._tokenizer.decode, message.token_ids))
+        return pb.DetokenizeResponse(text=await self._inputs.detokenized(message.token_ids))
 
     async def get_model(self, message: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
         """Describe the model."""
@@ -238,7 +234,10 @@ class InferenceServicer:
         source_ids = (await self._inputs.source(message, languages)).ids
         # The text of a decoder alone continues its prompt as well.
         read_ids = (*source_ids, *prefix_ids) if self._is_decoder else prefix_ids
-        wording = Wording(self._tokenizer, prefix_ids=read_ids, stop_strings=controls.stop_strings)
+        read_text = controls.prefix_text or (message.text if self._is_decoder and not prefix_ids else "")
+        wording = Wording(
+            self._tokenizer, prefix_ids=read_ids, prefix_text=read_text, stop_strings=controls.stop_strings
+        )
         request = Request(
             **arrival,
             **self._given(source_ids, prefix_ids, languages),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from antiphon.model.bundle import Bundle, BundleError, load_bundle
 from antiphon.model.graph import GraphError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.contract.describe import describe
+from antiphon.service.contract.long_texts import LongTexts
 from antiphon.service.contract.pacing import Pacing
 from antiphon.service.contract.servicer import InferenceServicer, ServedModel
 from antiphon.service.engine.admission import limits_of
@@ -41,6 +42,7 @@ class Shared:
     pacing: Pacing
     budget: MemoryBudget
     machine_bytes: int | None = None
+    long_texts: LongTexts = field(default_factory=LongTexts)
 
 
 def load(plan: ModelPlan, shared: Shared) -> Served:
@@ -85,7 +87,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     return Served(
         name=name,
         precision=runner.precision,
-        servicer=InferenceServicer(model, engine, shared.pacing),
+        servicer=InferenceServicer(model, engine, shared.pacing, shared.long_texts),
         engine=engine,
         description=description,
         metrics=metrics,
@@ -107,7 +109,14 @@ def _described(
 ) -> pb.Model:
     longest = limits_of(runner, plan.max_num_seqs, budget).max_source_len
     try:
-        return describe(bundle, runner, tokenizer, max_source_len=longest, max_message_bytes=plan.max_message_bytes)
+        return describe(
+            bundle,
+            runner,
+            tokenizer,
+            max_source_len=longest,
+            max_message_bytes=plan.max_message_bytes,
+            max_text_bytes=plan.max_text_bytes,
+        )
     except InvalidArgument as error:
         raise StartupError(f"{bundle.path}: generation: {error}") from None
 

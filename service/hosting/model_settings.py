@@ -69,6 +69,7 @@ class ModelPlan:
     kv_cache_blocks: int | None
     workspace_limit_bytes: int | None
     max_message_bytes: int
+    max_text_bytes: int
 
 
 def read_model_flags(flags: Iterable[str]) -> Mapping[str, Mapping[str, str]]:

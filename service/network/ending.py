@@ -38,7 +38,8 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
         error = EngineFault("the server failed; its log says why")
-    call.error = _without_frames(error)
+    _forget_frames(error)  # it outlives the call, as a part of its account
+    call.error = error
     code, message, metadata = status_of(error)
     call.code = code.name
     return code, message, metadata
@@ -54,6 +55,9 @@ async def abort(call: Call, context: Context, code: grpc.StatusCode, message: st
             await context.abort(code, message, metadata)
         async with asyncio.timeout(_STATUS_PATIENCE_S):
             await context.abort(code, message, metadata)
+    except grpc.aio.AbortError as aborted:
+        asyncio.get_running_loop().call_soon(_forget_frames, aborted)  # gRPC keeps it
+        raise
     except TimeoutError:
         return
     except grpc.aio.InternalError:
@@ -70,10 +74,11 @@ def code_of(context: Context) -> str:
     return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")
 
 
-def _without_frames(error: AntiphonError) -> AntiphonError:
-    """Let go of the frames of an error that outlives its call: they hold its context, and gRPC's call with it."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of the frames of an error, and of those before it: they hold the request and the context of the call."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _is_late(call: Call, context: Context) -> bool:

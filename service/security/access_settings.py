@@ -39,6 +39,12 @@ class AccessSettings(BaseSettings):
         default=None, description="Metadata key by which a trusted proxy names the client, for its fair share."
     )
     max_message_bytes: int = Field(default=1_048_576, ge=1024, le=1_073_741_824, description="Largest request message.")
+    max_text_bytes: int = Field(
+        default=65_536,
+        ge=1024,
+        le=1_073_741_824,
+        description="Largest text of a request in UTF-8; Detokenize takes as many ids.",
+    )
     max_response_bytes: Annotated[int, Field(ge=1024, le=2_147_483_647)] | None = Field(
         default=None, description="Largest response message; unset is no limit."
     )

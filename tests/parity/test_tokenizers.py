@@ -18,6 +18,7 @@ from antiphon.model.families.text_formats import Languages, sentencepiece_format
 from antiphon.model.text_format import TextFormat, TokenizerError
 from antiphon.model.text_template import LanguageIds, fill, language_id
 from antiphon.model.tokenizer import Tokenizer, open_tokenizer
+from antiphon.service.contract.answers import Wording
 from tests.parity.tokenizer_checkpoints import FAIRSEQ_TOKENS, KINDS, NLLB_LANGUAGES, pieces
 
 AWKWARD = [
@@ -133,6 +134,33 @@ def test_any_ids_decode_to_the_same_text_however_they_come(pair: Pair, data: st.
     expected = their_text(pair.theirs, ids)
     assume("\ufffd" not in expected)
     assert text == expected
+
+
+@pytest.mark.parametrize("text", ["the cat sat on the mat.", "Größe und Übung", "naïve café", "日本語 テキスト"])
+def test_prefix_and_the_text_behind_it_are_the_whole_with_one_space_between(pair: Pair, text: str) -> None:
+    """Cut between tokens, within words too; where a space follows, the prefix may end in it."""
+    ids = pair.ours.encode_target(text)
+    whole, num_spaced = pair.ours.decode(ids), 0
+    for cut in range(1, len(ids)):
+        prefix = pair.ours.decode(ids[:cut])
+        if "\ufffd" in prefix:  # cut within a character
+            continue
+        behind = whole.removeprefix(prefix)
+        assert continuation(pair.ours, prefix, ids[:cut], ids[cut:]) == behind
+        spaced_ids = pair.ours.encode_target(prefix + " ")
+        if behind.startswith(" ") and spaced_ids == ids[:cut]:
+            num_spaced += 1
+            assert continuation(pair.ours, prefix + " ", spaced_ids, ids[cut:]) == behind[1:]
+    assert num_spaced or pair.ours.encode_target("a ") != pair.ours.encode_target("a")
+
+
+def continuation(tokenizer: Tokenizer, prefix_text: str, prefix_ids: list[int], ids: list[int]) -> str:
+    """The text of an output behind a prefix, at once; token by token it must be the same."""
+    wording = Wording(tokenizer, prefix_ids=prefix_ids, prefix_text=prefix_text, stop_strings=())
+    at_once, streamed = wording.text(), wording.text()
+    text = at_once.push(ids) + at_once.finish()
+    assert "".join([*(streamed.push([index]) for index in ids), streamed.finish()]) == text
+    return text
 
 
 def assert_streams(tokenizer: Tokenizer, ids: list[int], text: str, sizes: list[int]) -> None:

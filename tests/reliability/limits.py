@@ -16,6 +16,7 @@ VOCABULARY = 8000
 MAX_SOURCE_LEN = MAX_TARGET_LEN = 256
 EOS_ID = 2
 WORD_ID = 100
+MAX_TEXT_BYTES = 65_536
 HIGHEST_INT32 = 2**31 - 1
 HIGHEST_UINT32 = 2**32 - 1
 LEAST_FLOAT32 = 2.0**-149
@@ -94,7 +95,7 @@ OPTIONS: dict[str, Limit] = {
     "prefix_text": Limit(taken=("", "wort"), refused=("wort " * MAX_TARGET_LEN,)),
     "prefix_ids": Limit(
         taken=(ids(0), ids(1), ids(MAX_TARGET_LEN - 2), ids(MAX_TARGET_LEN - 1), {"ids": [VOCABULARY - 1]}),
-        refused=(ids(MAX_TARGET_LEN), {"ids": [VOCABULARY]}, {"ids": [EOS_ID]}),
+        refused=(ids(MAX_TARGET_LEN), {"ids": [VOCABULARY]}, *({"ids": [WORD_ID, index]} for index in (0, 1, EOS_ID))),
     ),
     "forced_first_id": Limit(taken=(0, 1, VOCABULARY - 1), refused=_IDS_OUTSIDE),
     "suppressed_ids": entries(1024, WORD_ID, bad=_IDS_OUTSIDE),
@@ -158,7 +159,18 @@ def _ask(base: dict[str, Any], **fields: Limit) -> Ask:
 _SOURCE_FIELDS = {"text": texts(MAX_SOURCE_LEN - 1), "token_ids": _SOURCE_IDS}
 _TARGET_FIELDS = {"target_text": texts(MAX_TARGET_LEN - 1, empty=True), "target_token_ids": _TARGET_IDS}
 _LANGUAGES = {"source_language": _LANGUAGE, "target_language": _LANGUAGE}
-_ANY_TEXT = Limit(taken=("", "x", "x" * 10_000, "\x00", "\u0301"))
+_ANY_TEXT = Limit(
+    taken=(
+        "",
+        "x",
+        "\x00",
+        "\u0301",
+        "x" * (MAX_TEXT_BYTES - 1),
+        "x" * MAX_TEXT_BYTES,
+        "\u00e9" * (MAX_TEXT_BYTES // 2),
+    ),
+    refused=("x" * (MAX_TEXT_BYTES + 1), " " * (MAX_TEXT_BYTES + 1), "\u00e9" * (MAX_TEXT_BYTES // 2 + 1)),
+)
 _SHORT = {"max_new_tokens": 2}
 _OPTIONS = Limit(taken=({}, _SHORT))  # its fields are OPTIONS
 
@@ -194,7 +206,8 @@ REQUESTS: dict[str, Ask] = {
     "DetokenizeRequest": _ask(
         {"token_ids": [WORD_ID]},
         token_ids=Limit(
-            taken=([], [0], [VOCABULARY - 1], [WORD_ID] * 10_000), refused=([VOCABULARY], [HIGHEST_UINT32])
+            taken=([], [0], [VOCABULARY - 1], [WORD_ID] * MAX_TEXT_BYTES),
+            refused=([VOCABULARY], [HIGHEST_UINT32], [WORD_ID] * (MAX_TEXT_BYTES + 1)),
         ),
     ),
     "GetModelRequest": _ask({}),

@@ -196,6 +196,44 @@ async def test_continuation_keeps_the_space_that_parts_it_from_the_prefix() -> N
     assert list(first.token_ids) == list(later.token_ids) == [word]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "text"),
+    [
+        ("cat", " the"),
+        ("cat ", "the"),
+        ("cat \n", "the"),
+        (" cat\u00a0", "the"),
+        ("ca", " the"),
+        ("", "the"),
+        (" ", "the"),
+    ],
+)
+async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) -> None:
+    """A prefix that ended in white space had a space of its own, and the text behind it a second one."""
+    (word,) = tiny_tokenizer().encode("the")
+    several: dict[str, Any] = dict(num_return_sequences=3, temperature=1.0)
+    async with serving() as served:
+        stub = stub_of(served)
+        given: dict[str, Any] = dict(forced_first_id=word, max_new_tokens=1, prefix_text=prefix)
+        whole = await stub.GenerateUnary(asking_whole(**given, **several))
+        streamed = [message async for message in stub.Generate(asking(**given))]
+        stopped = await stub.GenerateUnary(asking_whole(**given, stop_strings=["the"]))
+        spaced = await stub.GenerateUnary(asking_whole(**given, stop_strings=[" the"]))
+    assert [output.text for output in whole.outputs] == [text] * 3
+    assert joined(streamed)[0].text == text
+    assert stopped.outputs[0].text == text.removesuffix("the")
+    assert spaced.outputs[0].text == text.removesuffix(" the")
+
+
+async def test_text_that_goes_on_within_the_prefix_s_last_word_loses_nothing() -> None:
+    async with serving() as served:
+        answers = [
+            await stub_of(served).GenerateUnary(asking_whole(forced_first_id=20, max_new_tokens=1, prefix_text=prefix))
+            for prefix in ("ca", "ca ")
+        ]
+    assert [answer.outputs[0].text for answer in answers] == [tiny_tokenizer().piece(20)] * 2
+
+
 async def test_logprobs_are_the_models_own_and_score_is_their_sum() -> None:
     async with serving() as served:
         output = (await stub_of(served).GenerateUnary(asking_whole(num_logprobs=3, logit_bias={50: 50.0}))).outputs[0]

@@ -1,0 +1,89 @@
+"""Many callers with large texts: a server's memory stays bounded and comes back, and another client is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+import pytest
+
+from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.deploy.full_server import peak_bytes
+from tests.integration.process import ServerProcess
+from tests.reliability.footprint import Footprint, footprint, settled
+
+if TYPE_CHECKING:
+    from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+NUM_CALLERS, CALLS_EACH = 24, 3
+MAX_TEXT_BYTES = 65_536
+PATIENCE_S = 120
+MIB = 1 << 20
+# 1,100 bytes at most for each byte of the text under way, and messages on their way: docs/OVERLOAD.md.
+MOST_BYTES = 1100 * MAX_TEXT_BYTES + 2 * NUM_CALLERS * MIB
+# What stays when they are gone: 4 to 15 MB were measured, and 900 to 1,900 before anything bounded the texts.
+MOST_KEPT_BYTES = 32 * MIB
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    arguments = ["--memory-limit-bytes", "300000000", "--caller-metadata-key", "x-caller"]
+    with ServerProcess(SHIPPED_BUNDLE, arguments) as server:
+        yield server
+
+
+async def codes_of(target: str, caller: int, text: str, num_calls: int) -> Counter[str]:
+    """A caller with a connection of its own tokenises a text several times; how the calls ended."""
+    codes: Counter[str] = Counter()
+    options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
+        stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
+        for _ in range(num_calls):
+            call = stub.Tokenize(
+                pb.TokenizeRequest(text=text), metadata=(("x-caller", f"caller-{caller}"),), timeout=PATIENCE_S
+            )
+            codes[(await call.code()).name] += 1
+    return codes
+
+
+async def crowd(target: str, text: str) -> Counter[str]:
+    """All callers at once; how all their calls ended."""
+    found = await asyncio.gather(*(codes_of(target, caller, text, CALLS_EACH) for caller in range(NUM_CALLERS)))
+    return sum(found, Counter())
+
+
+async def answered_beside(target: str, ended: asyncio.Event) -> int:
+    """Another client that asks one thing after another; how many answers it got, all of them right."""
+    request = pb.GenerateUnaryRequest(text="How are you?", options=pb.GenerateOptions(max_new_tokens=8))
+    answers: list[str] = []
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
+        while not ended.is_set() or not answers:
+            answer = await stub.GenerateUnary(request, metadata=(("x-caller", "other"),), timeout=PATIENCE_S)
+            answers.append(answer.outputs[0].text)
+    assert len(set(answers)) == 1
+    return len(answers)
+
+
+@pytest.mark.parametrize(("num_bytes", "code"), [(MAX_TEXT_BYTES, "OK"), (900_000, "INVALID_ARGUMENT")])
+async def test_many_large_texts_take_bounded_memory_which_comes_back(
+    server: ServerProcess, num_bytes: int, code: str
+) -> None:
+    before = footprint(server.process.pid)
+    ended = asyncio.Event()
+    other = asyncio.create_task(answered_beside(server.target, ended))
+    assert await crowd(server.target, "a." * (num_bytes // 2)) == {code: NUM_CALLERS * CALLS_EACH}
+    ended.set()
+    assert await other > 0
+    assert peak_bytes(server) - before.resident_bytes < MOST_BYTES
+
+    def is_back(found: Footprint) -> bool:
+        return found.resident_bytes - before.resident_bytes <= MOST_KEPT_BYTES
+
+    assert is_back(await asyncio.to_thread(settled, server.process.pid, is_back))
