@@ -44,6 +44,7 @@ class Outcome:
     def complaints(self) -> list[str]:
         """The promises that did not hold, in words; memory apart."""
         found = [*self.sent.breaches, *self.honest.complaints, *accounts.complaints(self.grown, self._expected())]
+        found += self._false_successes()
         if self.sent.num_left_open:
             found.append(f"the server left {self.sent.num_left_open} calls open: {dict(self.sent.ends)}")
         if self.in_flight:
@@ -63,6 +64,18 @@ class Outcome:
         if self.growth <= MAX_GROWTH:
             return []
         return [f"resident memory grew from {self.resident_before} to {self.resident_after} bytes"]
+
+    def _false_successes(self) -> list[str]:
+        """Methods of which more calls were counted as OK than clients saw end so."""
+        if not self.sent.ends:  # the attacker read nothing
+            return []
+        found = []
+        for method in self.sent.whole:
+            counted = self.grown.get(method, Counter())["OK"]
+            seen = self.sent.ends["OK"] + self.sent.partial[method] + self.honest.sent[method]
+            if counted > seen:
+                found.append(f"{method}: {counted} calls counted as OK, clients saw at most {seen}: {self.sent.ends}")
+        return found
 
     def _expected(self) -> dict[str, Expected]:
         whole, partial, honest = self.sent.whole, self.sent.partial, self.honest
