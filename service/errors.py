@@ -120,6 +120,13 @@ class TooManyRpcs(QueueFull):
     reason = "TOO_MANY_RPCS"
 
 
+class MetadataTooLarge(AntiphonError):
+    """A call carries more metadata than a server takes."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    reason = "METADATA_TOO_LARGE"
+
+
 class RequestTimeout(AntiphonError):
     """A client began a call and did not send its request in time."""
 

@@ -53,6 +53,7 @@ from antiphon.service.network.load_report import SERVICE_NAME as LOAD_SERVICE_NA
 from antiphon.service.network.load_report import LoadReports, LoadServicer
 from antiphon.service.network.ports import PortError, check_port, serve_metrics
 from antiphon.service.network.probes import Health, Probes
+from antiphon.service.network.rpc import CallLimits
 from antiphon.service.network.standard_services import UnknownMethods, standard_handlers
 from antiphon.service.observability.log_handler import is_log_behind
 from antiphon.service.observability.logs import configure_logging
@@ -188,7 +189,7 @@ async def _serve_calls(
     probes = Probes(health_servicer, SERVICES)
     await probes.start()
     control = Control(Models(), shared, probes.announce)
-    calls = Calls(control.models, telemetry, shared.pacing.waits, config.max_concurrent_rpcs)
+    calls = Calls(control.models, telemetry, shared.pacing.waits, call_limits(config))
     server = build_server(
         config, calls, health_servicer, shared.pacing, access.interceptors(telemetry, shared.pacing.waits)
     )
@@ -264,6 +265,11 @@ def build_waits(config: ServerConfig, families: MetricFamilies) -> ClientWaits:
     waits = ClientWaits(limits, metrics.given_up)
     metrics.watch(waits)
     return waits
+
+
+def call_limits(config: ServerConfig) -> CallLimits:
+    """Return the bounds on the calls of the port that models are asked at."""
+    return CallLimits(max_rpcs=config.max_concurrent_rpcs, max_metadata_bytes=config.max_metadata_bytes)
 
 
 def build_server(

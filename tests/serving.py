@@ -38,7 +38,7 @@ from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import FileMetrics, Metrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.security.access import Access
-from antiphon.service.server import SERVICES, build_server, build_waits
+from antiphon.service.server import SERVICES, build_server, build_waits, call_limits
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner
@@ -155,7 +155,7 @@ async def serving(
     ended: list[Call] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
-    calls = Calls(models, telemetry, waits, config.max_concurrent_rpcs)
+    calls = Calls(models, telemetry, waits, call_limits(config))
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))

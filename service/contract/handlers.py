@@ -10,7 +10,7 @@ import grpc
 from antiphon.service.contract.servicer import InferenceServicer
 from antiphon.service.hosting.models import Models
 from antiphon.service.network.client_waits import ClientWaits
-from antiphon.service.network.rpc import Context, InFlight, Method, handlers_of
+from antiphon.service.network.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method, handlers_of
 from antiphon.service.observability.call import current_call
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.v1 import inference_pb2 as pb
@@ -37,10 +37,11 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
 class Calls:
     """The RPCs of the models served, and how many of them are in flight."""
 
-    def __init__(self, models: Models, telemetry: Telemetry, waits: ClientWaits, max_rpcs: int | None = None) -> None:
-        """max_rpcs: most of them that may be in flight; None is any number."""
+    def __init__(
+        self, models: Models, telemetry: Telemetry, waits: ClientWaits, limits: CallLimits = NO_LIMITS
+    ) -> None:
         self.models = models
-        self.in_flight = InFlight(telemetry, waits, max_rpcs)
+        self.in_flight = InFlight(telemetry, waits, limits)
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""

@@ -181,7 +181,6 @@ class Inputs:
         """
         num_bytes, most = len(text) if text.isascii() else len(text.encode()), self._limits.max_text_bytes
         if num_bytes > most:
-            self._long_texts.trim_soon()  # the message has cost memory as well
             raise InvalidArgument(field, InWords(f"{num_bytes} bytes long"), f"at most {most} bytes long")
         if len(text) <= MAX_INLINE_LEN:
             return read(text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +19,8 @@ from antiphon.service.observability.call import current_call
 
 # Bytes of text tokenised in a second by the slowest kind, texts of one-letter words.
 _BYTES_PER_S = 700_000
-# How long after a text free memory goes back to the system: by then its message and answer are gone as well, and many
-# texts share the work, which takes 0.1 ms where little is free and 40 ms where 200 MB are.
-_TRIM_DELAY_S = 1.0
 
 _T = TypeVar("_T")
-_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
 
 
 class LongTexts:
@@ -40,7 +35,6 @@ class LongTexts:
         self._is_busy = False
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, whose turn is next first
         self._held_bytes: Counter[str] = Counter()  # by caller
-        self._is_trim_due = False
 
     @property
     def held_bytes(self) -> int:
@@ -68,16 +62,6 @@ class LongTexts:
             return await asyncio.shield(done)
         finally:
             del done  # it holds the error that holds this frame, which holds the text
-
-    def trim_soon(self) -> None:
-        """Give free memory back to the system a little later: malloc keeps what is fragmented, for every thread."""
-        if not self._is_trim_due and _trim is not None:
-            self._is_trim_due = True
-            asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._start_trim, _trim)
-
-    def _start_trim(self, trim: Callable[[int], int]) -> None:
-        self._is_trim_due = False
-        self._thread.submit(trim, 0)
 
     def _check_room(self, caller: str, num_bytes: int) -> None:
         of_all, of_caller = self.held_bytes, self._held_bytes[caller]
@@ -123,7 +107,6 @@ class LongTexts:
     def _end(self, caller: str, num_bytes: int) -> None:
         self._release(caller, num_bytes)
         self._next()
-        self.trim_soon()
 
     def _release(self, caller: str, num_bytes: int) -> None:
         self._held_bytes[caller] -= num_bytes

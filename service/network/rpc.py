@@ -18,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.service.errors import AntiphonError, InvalidArgument, InWords, TooManyRpcs
+from antiphon.service.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
 from antiphon.service.network.call_tasks import call_task_of, current_handler, end_call
 from antiphon.service.network.client_waits import ClientWaits, Stage, Wait
 from antiphon.service.network.ending import ClientGone, abort, code_of, failure_of
@@ -54,14 +54,27 @@ class _Rpc:
         return self.wait(Stage.ANSWER, lambda _: end_call(handler), num_bytes)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    """Bounds on the calls of a server; None is no limit.
+
+    max_rpcs: most RPCs at once, streams of requests included. max_metadata_bytes: of one call, as HTTP/2 counts them.
+    """
+
+    max_rpcs: int | None = None
+    max_metadata_bytes: int | None = None
+
+
+NO_LIMITS = CallLimits()
+
+
 class InFlight:
     """The RPCs under way: their number, its limit, and an account of each. For the event loop."""
 
-    def __init__(self, telemetry: Telemetry, waits: ClientWaits, max_rpcs: int | None = None) -> None:
-        """max_rpcs: most RPCs at once, streams of requests included; None is no limit."""
+    def __init__(self, telemetry: Telemetry, waits: ClientWaits, limits: CallLimits = NO_LIMITS) -> None:
         self._telemetry = telemetry
         self._waits = waits
-        self._max_rpcs = max_rpcs
+        self._limits = limits
         self._last_trailer: Trailer | None = None
         self._num_active = 0  # a drain waits for these
         self._num_open = 0  # streams that may idle, for which it does not
@@ -84,7 +97,7 @@ class InFlight:
     def apart(self, *, is_logged: bool = True) -> InFlight:
         """Return an account of RPCs that no drain waits for, and that take no place of these."""
         telemetry = self._telemetry if is_logged else self._telemetry.without_sinks()
-        return InFlight(telemetry, self._waits, self._max_rpcs)
+        return InFlight(telemetry, self._waits, self._limits)
 
     def guard(self, name: str, method: Method, parse: Parser) -> Method:
         """Return a handler of one request: its method, with all that this module is for.
@@ -115,13 +128,17 @@ class InFlight:
 
         return guarded
 
-    def guard_requests(self, name: str, method: Method, parse: Parser) -> Method:
-        """As guard, of a method that reads a stream of requests; in flight is only what `request` is entered for."""
+    def guard_requests(self, name: str, method: Method, parse: Parser, *, may_idle: bool = True) -> Method:
+        """As guard, of a method that reads a stream of requests; in flight is only what `request` is entered for.
+
+        may_idle: without it, each request has the same time to come as that of a unary call.
+        """
         self._telemetry.expect(name)
+        stage = Stage.OPEN if may_idle else Stage.REQUEST
 
         async def guarded(_: object, context: Context) -> Any:
             rpc = self._enter(name, context, is_open=True)
-            return await self._concluded(rpc, lambda: method(self._requests(rpc, parse), context))
+            return await self._concluded(rpc, lambda: method(self._requests(rpc, parse, stage), context))
 
         return guarded
 
@@ -167,7 +184,9 @@ class InFlight:
 
     def _exit(self, rpc: _Rpc, *, is_open: bool) -> None:
         if rpc.answer is not None:
-            self._waits.end(rpc.answer)
+            if not self._waits.end(rpc.answer):
+                rpc.call.code = "CANCELLED"  # what its client sees of an answer that was given up
+            self._telemetry.end(rpc.call)
         if is_open:
             self._num_open -= 1
             self._telemetry.left()
@@ -184,9 +203,14 @@ class InFlight:
         if self._num_active == 0:
             self._idle.set()
 
-    def _check_place(self) -> None:
-        """Raise TooManyRpcs where the newest call is one too many, and none of the others waits for its client."""
-        limit = self._max_rpcs
+    def _check(self, call: Call) -> None:
+        """Raise MetadataTooLarge, or TooManyRpcs where the newest call is one too many and none waits for its client.
+
+        Core refuses large metadata only of clients that have acknowledged its settings.
+        """
+        longest, limit = self._limits.max_metadata_bytes, self._limits.max_rpcs
+        if longest is not None and call.num_metadata_bytes > longest:
+            raise MetadataTooLarge(f"metadata has {call.num_metadata_bytes} bytes; it must have at most {longest}")
         if limit is None or self._num_active + self._num_open <= limit or self._waits.make_room(limit):
             return
         raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
@@ -195,7 +219,7 @@ class InFlight:
         """Run an RPC, and end it with a status and trailers whatever it raises."""
         call, context = rpc.call, rpc.context
         try:
-            self._check_place()
+            self._check(call)
             answer = await run()
             call.code = code_of(context)
             context.set_trailing_metadata(self._trailers(call))
@@ -205,7 +229,8 @@ class InFlight:
                 await self._fail(rpc, *failure)
             raise
         finally:
-            self._telemetry.end(call)
+            if rpc.answer is None:  # else when that is written
+                self._telemetry.end(call)
 
     async def _fail(self, rpc: _Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
         """End an RPC with a status other than OK. Raises AbortError, or CancelledError where it cannot be sent now."""
@@ -236,10 +261,10 @@ class InFlight:
             raise InvalidArgument("message", InWords("missing"), "sent once, before the client ends its side")
         return _parsed(parse, data)
 
-    async def _requests(self, rpc: _Rpc, parse: Parser) -> AsyncIterator[Message]:
+    async def _requests(self, rpc: _Rpc, parse: Parser, stage: Stage) -> AsyncIterator[Message]:
         """Yield the requests of a stream; raises where one cannot be parsed."""
         while True:
-            with self._waiting(rpc, Stage.OPEN):
+            with self._waiting(rpc, stage):
                 data = await rpc.context.read()
             if data is grpc.aio.EOF:
                 return

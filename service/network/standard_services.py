@@ -67,7 +67,8 @@ def _guarded(name: str, own: Handler, in_flight: InFlight) -> Handler:
     behaviors: Any = own  # whose published types are those of the synchronous API
     parse = _parser(behaviors.request_deserializer)
     if own.request_streaming:
-        return handler(in_flight.guard_requests(name, _writing(behaviors.stream_stream), parse), is_streaming=True)
+        method = _writing(behaviors.stream_stream)
+        return handler(in_flight.guard_requests(name, method, parse, may_idle=False), is_streaming=True)
     if own.response_streaming:
         return handler(in_flight.guard_open(name, _writing(behaviors.unary_stream), parse), is_streaming=True)
     return handler(in_flight.guard(name, behaviors.unary_unary, parse), is_streaming=False)

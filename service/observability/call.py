@@ -46,6 +46,7 @@ class Call:
 
     method: `package.Service/Method`. trace: where it belongs; None to none. arrival_s, ended_s: of the server's clock.
     caller: who asks, as `caller.py` names it. connection: the address of the client's end.
+    num_metadata_bytes: of the client's metadata, as HTTP/2 counts them.
     model_name, metrics: of the model it was routed to; "" and None before.
     trailers: what goes back in trailing metadata whether it succeeds or fails, the request id first.
     num_messages: written to its stream. num_unsent_bytes: of the message that is being written.
@@ -58,6 +59,7 @@ class Call:
     arrival_s: float
     caller: str = ""
     connection: str = ""
+    num_metadata_bytes: int = 0
     trace: TraceContext | None = None
     model_name: str = ""
     metrics: Metrics | None = None

@@ -15,6 +15,9 @@ from antiphon.service.observability.metrics import RpcMetrics
 from antiphon.service.observability.trace_context import Sampler, read_trace_parent
 from antiphon.service.security.caller import caller_of
 
+# What HTTP/2 adds for each pair of metadata when it counts their bytes.
+_PAIR_BYTES = 32
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Sink = Callable[[Call], None]
 """Takes every call that is over, in the event loop: it must not block."""
@@ -52,13 +55,15 @@ class Telemetry:
     def begin(self, method: str, context: Context) -> Call:
         """Open the account of a call that arrives now; exactly one `end` and one `left` are to follow."""
         self._metrics.begun()
-        request_id, traceparent = find_metadata(context.invocation_metadata() or ())
+        metadata = context.invocation_metadata() or ()
+        request_id, traceparent = find_metadata(metadata)
         return Call(
             method=method,
             request_id=self._ids.of(request_id),
             arrival_s=self._clock(),
             caller=caller_of(context),
             connection=context.peer(),
+            num_metadata_bytes=sum(len(key) + len(value) + _PAIR_BYTES for key, value in metadata),
             trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )
 
