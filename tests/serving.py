@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -94,6 +95,11 @@ class Serving:
     probes: Probes
     long_texts: LongTexts
     ended: list[Call]
+
+    async def settled(self) -> None:
+        """Wait until every call is over for the server too, which is a moment later than for its client."""
+        async with asyncio.timeout(60):
+            await self.calls.wait_until_idle()
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from antiphon.service.network.client_waits import ClientWaits, Stage, WaitLimits
 
 
@@ -12,8 +15,9 @@ def client_waits(
     max_requests: int = 256,
     max_unsent_bytes: int = 1 << 26,
     given_up: list[tuple[Stage, str]] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> ClientWaits:
-    """given_up: takes the stage and the cause of every call that is given up."""
+    """clock: instead of the machine's. given_up: takes the stage and the cause of every call that is given up."""
     limits = WaitLimits(
         request_timeout_s=request_timeout_s,
         answer_timeout_s=answer_timeout_s,
@@ -21,4 +25,4 @@ def client_waits(
         max_unsent_bytes=max_unsent_bytes,
     )
     noted = [] if given_up is None else given_up
-    return ClientWaits(limits, lambda stage, cause: noted.append((stage, cause)))
+    return ClientWaits(limits, lambda stage, cause: noted.append((stage, cause)), clock)

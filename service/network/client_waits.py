@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -68,8 +69,14 @@ class ClientWaits:
     on_given_up: hears of every call that is given up, by its stage and the cause, `timeout` or `pressure`.
     """
 
-    def __init__(self, limits: WaitLimits, on_given_up: Callable[[Stage, str], None]) -> None:
+    def __init__(
+        self,
+        limits: WaitLimits,
+        on_given_up: Callable[[Stage, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limits = limits
+        self._clock = clock
         self._on_given_up = on_given_up
         # The oldest first, as all of a stage have the same time.
         self._waits: dict[Stage, dict[Wait, None]] = {stage: {} for stage in Stage}
@@ -93,13 +100,12 @@ class ClientWaits:
 
     def begin(self, wait: Wait) -> None:
         """Note that a call waits. It may be given up at once where its client holds too much already."""
-        loop = asyncio.get_running_loop()
-        wait.since_s = loop.time()
+        wait.since_s = self._clock()
         waits = self._waits[wait.stage]
         waits[wait] = None
         self._unsent_bytes += wait.num_bytes
         if wait.stage in self._timeouts_s and wait.stage not in self._timers:
-            self._watch(loop, wait.stage, self._timeouts_s[wait.stage])
+            self._watch(wait.stage, self._timeouts_s[wait.stage])
         if wait.stage is Stage.REQUEST and len(waits) > self._limits.max_requests:
             self._make_room((Stage.REQUEST,), max(1, self._limits.max_requests // _ROOM_SHARE))
         if wait.num_bytes and self._unsent_bytes > self._limits.max_unsent_bytes:
@@ -119,7 +125,7 @@ class ClientWaits:
         return self._make_room(tuple(Stage), max(1, max_calls // _ROOM_SHARE))
 
     def _make_room(self, stages: Iterable[Stage], num_wanted: int) -> bool:
-        latest_s = asyncio.get_running_loop().time() - _MIN_AGE_S
+        latest_s = self._clock() - _MIN_AGE_S
         old = [wait for stage in stages for wait in self._waits[stage] if wait.since_s <= latest_s]
         chosen = _of_largest_holder(old, lambda wait: 1)[:num_wanted]
         for wait in chosen:
@@ -139,16 +145,16 @@ class ClientWaits:
                 if self._unsent_bytes <= wanted:
                     return
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, stage: Stage, after_s: float) -> None:
-        self._timers[stage] = loop.call_later(after_s, self._give_up_late, loop, stage)
+    def _watch(self, stage: Stage, after_s: float) -> None:
+        self._timers[stage] = asyncio.get_running_loop().call_later(after_s, self._give_up_late, stage)
 
-    def _give_up_late(self, loop: asyncio.AbstractEventLoop, stage: Stage) -> None:
+    def _give_up_late(self, stage: Stage) -> None:
         """Give up those whose time is over, and look again when the next one's will be."""
         del self._timers[stage]
         for wait in list(self._waits[stage]):
-            left_s = wait.since_s + self._timeouts_s[stage] - loop.time()
+            left_s = wait.since_s + self._timeouts_s[stage] - self._clock()
             if left_s > 0:
-                self._watch(loop, stage, left_s)
+                self._watch(stage, left_s)
                 return
             self._give_up(wait, "timeout", self._too_late(stage))
 

@@ -157,6 +157,7 @@ async def test_refused_requests_are_freed_without_the_collector(num_characters: 
                 assert details_of(error).field == "text"
                 del error
             await stub_of(served).GetModel(pb.GetModelRequest())  # by its answer the other calls are over
+            await served.settled()
             assert num_requests() == before
         finally:
             gc.enable()

@@ -178,6 +178,7 @@ async def test_round_robin_leaves_out_a_replica_that_says_it_is_not_ready() -> N
                 before = len(leaving.ended)
                 for _ in range(20):
                     await client.generate_text("a")
+                await leaving.settled()
                 if len(leaving.ended) == before:
                     break
             assert len(leaving.ended) == before

@@ -52,6 +52,7 @@ async def test_every_token_of_the_file_is_taken_and_names_the_caller(tokens: Pat
                 await client.generate_text(SOURCE)
         # Any case of the scheme, which HTTP leaves open.
         await stub_of(served).GetModel(pb.GetModelRequest(), metadata=(("authorization", f"bEARER {BOB}"),))
+        await served.settled()
         assert [call.caller for call in served.ended] == ["alice", "bob", "bob"]
 
 
@@ -229,9 +230,11 @@ async def test_proxy_names_the_caller_only_where_it_is_trusted(tokens: Path) -> 
         await stub.GetModel(pb.GetModelRequest(), metadata=bearer(ALICE) + named)
         await stub.GetModel(pb.GetModelRequest(), metadata=(*bearer(ALICE), ("x-client", "a b")))
         await refusal(stub.GetModel(pb.GetModelRequest(), metadata=named))
+        await served.settled()
         assert [call.caller for call in served.ended][:2] == ["tenant-1", "alice"]
     async with serving() as served:
         await stub_of(served).GetModel(pb.GetModelRequest(), metadata=named)
+        await served.settled()
         assert [call.caller for call in served.ended] == ["ipv4:127.0.0.1"]
 
 

@@ -83,6 +83,7 @@ async def test_client_certificate_is_demanded_and_names_the_caller(authority: Au
         }
         for client in names.values():
             await ask(served, trusting(authority, client))
+        await served.settled()
         assert [call.caller for call in served.ended] == list(names)
 
 

@@ -1,0 +1,150 @@
+"""Clients that keep calls waiting: unread answers, requests that never come, and bursts that core must not refuse.
+
+A server in this process, attacked over raw HTTP/2: no gRPC client leaves an answer unread or sends headers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from h2.settings import SettingCodes
+
+from antiphon.v1 import inference_pb2 as pb
+from tests.abuse.calls import HEALTH_METHOD, REFLECTION_METHOD, SERVICE, UNARY, UNKNOWN_METHOD
+from tests.abuse.raw_connection import Address, RawConnection
+from tests.serving import Serving, serving, stub_of
+
+NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
+PATIENCE_S = 60
+LONG = pb.TokenizeRequest(text="the cat " * 200).SerializeToString()  # its answer has some 2,000 bytes
+OIP_METHOD = "inference.GRPCInferenceService/ServerLive"
+
+
+def address_of(served: Serving) -> Address:
+    return Address(port=int(served.target.rpartition(":")[2]))
+
+
+def sample(served: Serving, name: str, **labels: str) -> float:
+    return served.registry.get_sample_value(f"antiphon_{name}", labels) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterator[RawConnection]:
+    """A connection with calls of which every answer finds no window."""
+    async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
+        for _ in range(num_calls):
+            connection.call(UNARY.method, message)
+        await connection.flush()
+        yield connection
+
+
+async def until(served: Serving, name: str, least: float, **labels: str) -> None:
+    """Look until a metric has a value, or more: nothing tells a test when an answer waits to be read."""
+    async with asyncio.timeout(PATIENCE_S):
+        while sample(served, name, **labels) < least:
+            await asyncio.sleep(0.01)
+
+
+async def test_unread_unary_answers_are_in_flight_until_their_time_is_over() -> None:
+    """The limit counted them, the metrics did not, and they had no time limit."""
+    async with serving(slow_reader_timeout_s=1.0) as served, unread(served, 8, LONG) as connection:
+        await until(served, "calls_waiting_for_client", 8, stage="answer")
+        assert sample(served, "grpc_server_in_flight") == 8
+        assert sample(served, "unsent_answer_bytes") > 8 * 1000
+        await served.settled()
+        for _ in range(2):  # gRPC's server holds the calls that it took up last until it takes up others
+            await stub_of(served).GetModel(pb.GetModelRequest())
+        assert await connection.ends(PATIENCE_S) == {"CANCELLED": 8}
+        await served.settled()
+        assert sample(served, "grpc_server_in_flight") == 0
+        assert sample(served, "unsent_answer_bytes") == 0
+        assert sample(served, "calls_given_up_total", stage="answer", cause="timeout") == 8
+        assert sample(served, "grpc_server_handled_total", method=UNARY.method, code="CANCELLED") == 8
+        assert sample(served, "grpc_server_handled_total", method=UNARY.method, code="OK") == 0
+
+
+async def test_unread_answers_make_room_for_calls_of_others() -> None:
+    """Everybody else was refused for as long as the answers stayed unread."""
+    async with serving(max_concurrent_rpcs=4) as served, unread(served, 4, LONG):
+        await until(served, "calls_waiting_for_client", 4, stage="answer")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):  # in the first second, in which none is given up
+                    await stub_of(served).GetModel(pb.GetModelRequest())
+                    break
+                await asyncio.sleep(0.05)
+        assert sample(served, "calls_given_up_total", stage="answer", cause="pressure") >= 1
+
+
+async def test_unread_answers_are_bounded_in_bytes() -> None:
+    async with serving(max_unsent_bytes=65_536) as served, unread(served, 200, LONG):
+        await until(served, "calls_given_up_total", 1, stage="answer", cause="pressure")
+        assert sample(served, "unsent_answer_bytes") <= 65_536
+        assert (await stub_of(served).Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
+
+
+@pytest.mark.parametrize("method", [UNARY.method, f"{SERVICE}/Generate", HEALTH_METHOD, REFLECTION_METHOD, OIP_METHOD])
+async def test_call_whose_request_does_not_come_is_ended(method: str) -> None:
+    """Such calls stayed for as long as their client liked, and were neither counted nor logged."""
+    async with serving(request_timeout_s=0.2) as served:
+        async with await RawConnection.open(address_of(served)) as connection:
+            stream_ids = [connection.headers(method) for _ in range(3)]
+            await connection.flush()
+            assert await connection.ends(PATIENCE_S) == {"DEADLINE_EXCEEDED": 3}
+            told = connection.streams[stream_ids[0]].trailers["grpc-message"]
+        await served.settled()
+        assert told == "no complete request came within 0.2 s"
+        await until(served, "grpc_server_handled_total", 3, method=method, code="DEADLINE_EXCEEDED")
+        assert sample(served, "calls_given_up_total", stage="request", cause="timeout") == 3
+        assert sample(served, "grpc_server_in_flight") == 0
+
+
+async def test_call_that_ends_without_a_request_is_refused() -> None:
+    """gRPC's own handler of unary calls left it without a status for ever."""
+    async with serving() as served, await RawConnection.open(address_of(served)) as connection:
+        connection.headers(UNARY.method, is_end=True)
+        await connection.flush()
+        assert await connection.ends(PATIENCE_S) == {"INVALID_ARGUMENT": 1}
+
+
+async def test_unknown_method_is_refused_and_counted_under_one_name() -> None:
+    async with serving() as served:
+        async with await RawConnection.open(address_of(served)) as connection:
+            connection.call(UNKNOWN_METHOD, b"")
+            connection.headers("nobody.Nothing/Nothing")
+            await connection.flush()
+            assert await connection.ends(PATIENCE_S) == {"UNIMPLEMENTED": 2}
+        await until(served, "grpc_server_handled_total", 2, method="(unknown)", code="UNIMPLEMENTED")
+
+
+@pytest.mark.parametrize("num_connections", [1, 4])
+async def test_burst_of_calls_is_answered_and_not_refused_by_core(num_connections: int) -> None:
+    """Core dropped calls at random beyond 1,000 that waited, with CANCELLED, and streams that it had not freed yet."""
+    num_calls = 2000 // num_connections
+    async with serving(max_concurrent_streams=2000) as served, contextlib.AsyncExitStack() as stack:
+        connections = [
+            await stack.enter_async_context(await RawConnection.open(address_of(served)))
+            for _ in range(num_connections)
+        ]
+        for connection in connections:
+            await connection.greeted()
+            for _ in range(num_calls):
+                connection.call(f"{SERVICE}/GetModel", b"")
+        for connection in connections:
+            await connection.flush()
+        ends = sum([await connection.ends(PATIENCE_S) for connection in connections], Counter[str]())
+        assert ends == {"OK": num_calls * num_connections}
+
+
+async def test_metadata_is_bounded_for_clients_that_never_acknowledge_the_limit() -> None:
+    async with serving(max_metadata_bytes=2048) as served:
+        async with await RawConnection.open(address_of(served), answers=False) as connection:
+            connection.headers(UNARY.method, metadata=(("x", "a" * 4000),))
+            await connection.flush()
+            assert await connection.ends(PATIENCE_S) == {"RESOURCE_EXHAUSTED": 1}
+        await until(served, "grpc_server_handled_total", 1, method=UNARY.method, code="RESOURCE_EXHAUSTED")
