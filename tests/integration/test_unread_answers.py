@@ -35,7 +35,11 @@ def sample(served: Serving, name: str, **labels: str) -> float:
 
 @contextlib.asynccontextmanager
 async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterator[RawConnection]:
-    """A connection with calls of which every answer finds no window."""
+    """A connection with calls of which every answer finds no window.
+
+    They come after another call: gRPC's server holds the first one that it took up for as long as it lives.
+    """
+    await stub_of(served).GetModel(pb.GetModelRequest())
     async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
         for _ in range(num_calls):
             connection.call(UNARY.method, message)
