@@ -50,7 +50,9 @@ async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterat
 async def until(served: Serving, name: str, least: float, **labels: str) -> None:
     """Look until a metric has a value, or more: nothing tells a test when an answer waits to be read."""
     async with asyncio.timeout(PATIENCE_S):
-        while sample(served, name, **labels) < least:
+        while True:
+            if sample(served, name, **labels) >= least:
+                return
             await asyncio.sleep(0.01)
 
 
