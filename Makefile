@@ -82,8 +82,8 @@ fuzz: $(VENV)/.test-tools ## Random messages, texts and files. MINUTES=5 for eac
 		$(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
 		$(AT_LENGTH) tests/reliability/test_fuzz_*.py $(ARGS)
 
-overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer twice as much. MINUTES=10
-	@$(BIN)/python -m tests.reliability.overload --minutes $(or $(MINUTES),10) $(ARGS)
+overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer 2, 4 and 8 times as much. MINUTES=3 of each
+	@$(BIN)/python -m tests.reliability.overload --factors 2 4 8 --minutes $(or $(MINUTES),3) $(ARGS)
 
 endurance: $(VENV)/.test-tools ## Mixed traffic, memory watched. MINUTES=60
 	@$(BIN)/python -m tests.reliability.endurance --minutes $(or $(MINUTES),60) $(ARGS)
