@@ -98,7 +98,8 @@ FLIGHT = About(
 )
 LOST = About(
     title="Lost on the way out",
-    text="Log lines and spans that nobody took, a second. Good: none. The server itself does not wait for them.",
+    text="Log lines and spans that nobody took, and calls given up because their client kept them waiting, a second. "
+    "Good: none.",
     unit="none",
 )
 
@@ -118,6 +119,7 @@ def _pace() -> list[Panel]:
                 "calls": total(of_process("antiphon_grpc_server_in_flight")),
                 "stuck engines": total(of_model("engine_stuck")),
                 "full ports": total(of_process("antiphon_connections_full")),
+                "waiting for client, {{stage}}": total(of_process("antiphon_calls_waiting_for_client"), "stage"),
             },
         ),
         lines(
@@ -125,6 +127,7 @@ def _pace() -> list[Panel]:
             {
                 "log lines": total(rate(of_process("antiphon_log_lines_dropped_total"))),
                 "spans, {{reason}}": total(rate(of_process("antiphon_spans_dropped_total")), "reason"),
+                "calls, {{stage}}": total(rate(of_process("antiphon_calls_given_up_total")), "stage"),
             },
         ),
     ]

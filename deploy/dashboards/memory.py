@@ -130,7 +130,13 @@ def _resident() -> list[Panel]:
     taken = of_process("process_resident_memory_bytes")
     of_all = f"{taken} / {of_process('antiphon_machine_memory_bytes')}"
     return [
-        lines(RESIDENT, {REPLICA_LEGEND: taken}),
+        lines(
+            RESIDENT,
+            {
+                REPLICA_LEGEND: taken,
+                f"unread answers {REPLICA_LEGEND}": of_process("antiphon_unsent_answer_bytes"),
+            },
+        ),
         lines(SHARE, {REPLICA_LEGEND: of_all}, limits=[(0, GOOD), (0.8, WARNING), (0.9, BAD)]),
     ]
 

@@ -12,8 +12,9 @@ from antiphon.model.bundle import MemoryFit
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.config import ServerConfig
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import FileMetrics, Metrics, RpcMetrics
+from antiphon.service.observability.metrics import FileMetrics, Metrics, RpcMetrics, WaitMetrics
 from antiphon.service.observability.process_metrics import add_process_metrics
+from tests.waits import client_waits
 
 DOCS = Path(__file__).parents[2] / "docs" / "OBSERVABILITY.md"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",)}
@@ -36,6 +37,7 @@ def full_registry() -> CollectorRegistry:
     families.certificate_expiry()
     FileMetrics(families)
     RpcMetrics(families).expect("a.B/C")
+    WaitMetrics(families).watch(client_waits())
     return registry
 
 
