@@ -53,6 +53,7 @@ from antiphon.service.network.load_report import SERVICE_NAME as LOAD_SERVICE_NA
 from antiphon.service.network.load_report import LoadReports, LoadServicer
 from antiphon.service.network.ports import PortError, check_port, serve_metrics
 from antiphon.service.network.probes import Health, Probes
+from antiphon.service.network.resets import Resets
 from antiphon.service.network.rpc import CallLimits
 from antiphon.service.network.standard_services import UnknownMethods, standard_handlers
 from antiphon.service.observability.log_handler import is_log_behind
@@ -189,7 +190,13 @@ async def _serve_calls(
     probes = Probes(health_servicer, SERVICES)
     await probes.start()
     control = Control(Models(), shared, probes.announce)
-    calls = Calls(control.models, telemetry, shared.pacing.waits, call_limits(config))
+    calls = Calls(
+        control.models,
+        telemetry,
+        shared.pacing.waits,
+        call_limits(config),
+        Resets(shared.families.connections_closed.inc),
+    )
     server = build_server(
         config, calls, health_servicer, shared.pacing, access.interceptors(telemetry, shared.pacing.waits)
     )

@@ -34,6 +34,7 @@ from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.network.listener import close_port, open_port
 from antiphon.service.network.probes import Probes
+from antiphon.service.network.resets import Resets
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import FileMetrics, Metrics
@@ -161,7 +162,7 @@ async def serving(
     ended: list[Call] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
-    calls = Calls(models, telemetry, waits, call_limits(config))
+    calls = Calls(models, telemetry, waits, call_limits(config), Resets(families.connections_closed.inc))
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))

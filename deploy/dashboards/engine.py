@@ -98,8 +98,8 @@ FLIGHT = About(
 )
 LOST = About(
     title="Lost on the way out",
-    text="Log lines and spans that nobody took, and calls given up because their client kept them waiting, a second. "
-    "Good: none.",
+    text="Log lines and spans that nobody took, calls given up because their client kept them waiting, and "
+    "connections closed because they reset their calls, a second. Good: none.",
     unit="none",
 )
 
@@ -128,6 +128,7 @@ def _pace() -> list[Panel]:
                 "log lines": total(rate(of_process("antiphon_log_lines_dropped_total"))),
                 "spans, {{reason}}": total(rate(of_process("antiphon_spans_dropped_total")), "reason"),
                 "calls, {{stage}}": total(rate(of_process("antiphon_calls_given_up_total")), "stage"),
+                "connections": total(rate(of_process("antiphon_connections_closed_total"))),
             },
         ),
     ]

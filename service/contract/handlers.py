@@ -10,6 +10,7 @@ import grpc
 from antiphon.service.contract.servicer import InferenceServicer
 from antiphon.service.hosting.models import Models
 from antiphon.service.network.client_waits import ClientWaits
+from antiphon.service.network.resets import Resets
 from antiphon.service.network.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method, handlers_of
 from antiphon.service.observability.call import current_call
 from antiphon.service.observability.telemetry import Telemetry
@@ -38,10 +39,16 @@ class Calls:
     """The RPCs of the models served, and how many of them are in flight."""
 
     def __init__(
-        self, models: Models, telemetry: Telemetry, waits: ClientWaits, limits: CallLimits = NO_LIMITS
+        self,
+        models: Models,
+        telemetry: Telemetry,
+        waits: ClientWaits,
+        limits: CallLimits = NO_LIMITS,
+        resets: Resets | None = None,
     ) -> None:
+        """resets: closes connections that reset their calls; None closes none."""
         self.models = models
-        self.in_flight = InFlight(telemetry, waits, limits)
+        self.in_flight = InFlight(telemetry, waits, limits, resets)
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""

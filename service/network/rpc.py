@@ -24,6 +24,7 @@ from antiphon.service.network.client_waits import ClientWaits, Stage, Wait
 from antiphon.service.network.ending import ClientGone, abort, code_of, failure_of
 from antiphon.service.network.parsing import Malformed, Parser, parser
 from antiphon.service.network.refusal import Metadata, status_of
+from antiphon.service.network.resets import Resets
 from antiphon.service.observability.call import Call, enter_call
 from antiphon.service.observability.telemetry import Context as Context
 from antiphon.service.observability.telemetry import Telemetry
@@ -37,21 +38,25 @@ Trailer = Callable[[Call], tuple[str, bytes]]
 
 @dataclass(slots=True, eq=False)
 class _Rpc:
-    """An RPC under way. answer: a unary answer that its client has not read; None before there is one."""
+    """An RPC under way.
+
+    answer: a unary answer that its client has not read; None before there is one. has_request: its request was read.
+    """
 
     call: Call
     context: Context
     handler: asyncio.Task[Any] = field(default_factory=current_handler)
     answer: Wait | None = None
+    has_request: bool = False
 
     def wait(self, stage: Stage, give_up: Callable[[AntiphonError], None], num_bytes: int = 0) -> Wait:
         """Return what stands for this call while it waits for its client."""
         return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
 
-    def unread(self, num_bytes: int) -> Wait:
+    def unread(self, stage: Stage, num_bytes: int) -> Wait:
         """Return what stands for this call while its client reads its end. It must not keep the call's context."""
         handler = self.handler
-        return self.wait(Stage.ANSWER, lambda _: end_call(handler), num_bytes)
+        return self.wait(stage, lambda _: end_call(handler), num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +76,16 @@ NO_LIMITS = CallLimits()
 class InFlight:
     """The RPCs under way: their number, its limit, and an account of each. For the event loop."""
 
-    def __init__(self, telemetry: Telemetry, waits: ClientWaits, limits: CallLimits = NO_LIMITS) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        waits: ClientWaits,
+        limits: CallLimits = NO_LIMITS,
+        resets: Resets | None = None,
+    ) -> None:
+        """resets: closes connections that reset their calls; None closes none."""
         self._telemetry = telemetry
+        self._resets = resets
         self._waits = waits
         self._limits = limits
         self._last_trailer: Trailer | None = None
@@ -97,7 +110,7 @@ class InFlight:
     def apart(self, *, is_logged: bool = True) -> InFlight:
         """Return an account of RPCs that no drain waits for, and that take no place of these."""
         telemetry = self._telemetry if is_logged else self._telemetry.without_sinks()
-        return InFlight(telemetry, self._waits, self._limits)
+        return InFlight(telemetry, self._waits, self._limits, self._resets)
 
     def guard(self, name: str, method: Method, parse: Parser) -> Method:
         """Return a handler of one request: its method, with all that this module is for.
@@ -187,6 +200,9 @@ class InFlight:
             if not self._waits.end(rpc.answer):
                 rpc.call.code = "CANCELLED"  # what its client sees of an answer that was given up
             self._telemetry.end(rpc.call)
+        if self._resets is not None:
+            is_reset = not rpc.has_request and rpc.call.code == "CANCELLED"
+            self._resets.ended(rpc.call.connection, is_reset=is_reset)
         if is_open:
             self._num_open -= 1
             self._telemetry.left()
@@ -249,7 +265,7 @@ class InFlight:
         if answer is None:
             return None
         data: bytes = answer.SerializeToString()
-        rpc.answer = rpc.unread(len(data))
+        rpc.answer = rpc.unread(Stage.ANSWER, len(data))
         self._waits.begin(rpc.answer)
         return data
 
@@ -258,7 +274,9 @@ class InFlight:
         with self._waiting(rpc, Stage.REQUEST):
             data = await rpc.context.read()
         if data is grpc.aio.EOF:
+            await asyncio.sleep(0)  # where the client has ended the call, this task is cancelled now
             raise InvalidArgument("message", InWords("missing"), "sent once, before the client ends its side")
+        rpc.has_request = True
         return _parsed(parse, data)
 
     async def _requests(self, rpc: _Rpc, parse: Parser, stage: Stage) -> AsyncIterator[Message]:
@@ -268,6 +286,7 @@ class InFlight:
                 data = await rpc.context.read()
             if data is grpc.aio.EOF:
                 return
+            rpc.has_request = True
             yield _parsed(parse, data)
 
     @contextlib.contextmanager
@@ -295,7 +314,7 @@ class InFlight:
 
     def _keep_unread(self, rpc: _Rpc) -> None:
         """Let a status wait behind a message that its client does not read, for as long as an answer may."""
-        wait = rpc.unread(rpc.call.num_unsent_bytes)
+        wait = rpc.unread(Stage.STATUS, rpc.call.num_unsent_bytes)
         self._waits.begin(wait)
         call_task_of(rpc.handler).add_done_callback(lambda _: self._waits.end(wait))
 

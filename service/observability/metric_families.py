@@ -141,6 +141,11 @@ class MetricFamilies:
         self.unsent_bytes = Gauge(
             f"{PREFIX}unsent_answer_bytes", "Bytes of answers that clients have not read.", registry=self._registry
         )
+        self.connections_closed = Counter(
+            f"{PREFIX}connections_closed",
+            "Connections closed because their client reset most of its calls at once.",
+            registry=self._registry,
+        )
         self.calls_given_up = Counter(
             f"{PREFIX}calls_given_up",
             "Calls ended because they waited for their client, by stage; cause: timeout, or pressure of other calls.",
