@@ -2,28 +2,30 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+
+#include "cut.h"
 
 namespace antiphon {
 
 namespace {
 
-constexpr int64_t kNucleusGuess = 64;  // tokens a nucleus is first expected within
 // Bounds of inverse temperatures: 0 times infinity would not be 0, whichever of them a logit's distance is.
 constexpr float kSteepest = 1e30f, kFlattest = 1e-37f;
 
-float InverseTemperature(float temperature) { return std::clamp(1.0f / temperature, kFlattest, kSteepest); }
+// From values to the logarithms of their weights: distances from the largest value, over the temperature.
+struct Scale {
+  Scale(float largest, float temperature)
+      : largest(largest), inverse(std::clamp(1.0f / temperature, kFlattest, kSteepest)) {}
 
-// Weights of the shortlist, in its order.
-void Weigh(const Kernels& kernels, const ValueRow& row, const Shortlist& list, float inverse, float* weights) {
-  std::transform(list.begin(), list.end(), weights, [](const Candidate& candidate) { return candidate.value; });
-  kernels.boltzmann(weights, list.size(), row.largest, inverse, weights);
-}
+  // Of a weight that may be too small to be a float.
+  double LogWeight(float value) const {
+    return (static_cast<double>(value) - static_cast<double>(largest)) * static_cast<double>(inverse);
+  }
 
-double Sum(const float* weights, int64_t count) {
-  double sum = 0;
-  for (int64_t index = 0; index < count; ++index) sum += static_cast<double>(weights[index]);
-  return sum;
-}
+  float largest;
+  float inverse;
+};
 
 // First index whose cumulative weight passes `uniform` of the total; never one of weight 0.
 int64_t Invert(const float* weights, int64_t count, double uniform) {
@@ -42,149 +44,165 @@ int64_t Invert(const float* weights, int64_t count, double uniform) {
   return last;
 }
 
-// Probability mass, unnormalised, of the top_k likeliest tokens.
-double MassOf(const Kernels& kernels, const ValueRow& row, int64_t top_k, float inverse) {
-  const Scratch<float> weights(static_cast<size_t>(row.vocab));
-  if (top_k == row.vocab) {
-    kernels.boltzmann(row.values, row.vocab, row.largest, inverse, weights.data());
-    return Sum(weights.data(), row.vocab);
+// Weights as integers, whose sums are exact: a kept set depends neither on the order in which tokens are looked at nor on
+// the search. A unit is 2^-49 for 8,192 tokens and 2^-44 for 262,144: so small that all masses together stay below 2^63.
+// A weight of 2^-25 (2^-20) of the likeliest one's or more is converted exactly, a smaller one is rounded down by less
+// than a unit; all of them together by less than 2^-36 of the total, where each weight itself, a float, is rounded by up
+// to 2^-24 of its size. A sum of doubles in some order would be off by up to 2^-40.
+class Masses {
+ public:
+  Masses(const float* weights, int64_t vocab) : weights_(weights), units_(1.0f) {
+    for (int64_t most = int64_t{1} << 62; most > vocab; most /= 2) units_ *= 2.0f;
   }
-  const Shortlist list(kernels, row, top_k);
-  Weigh(kernels, row, list, inverse, weights.data());
-  return Sum(weights.data(), list.size());
-}
 
-// Sorts the list, best first, and says how many of it reach `mass`; 0 where all together do not.
-int64_t NucleusSize(const Kernels& kernels, const ValueRow& row, const Shortlist& list, float inverse, double mass) {
-  std::sort(list.begin(), list.end(), IsLikelier);
-  const Scratch<float> weights(static_cast<size_t>(list.size()));
-  Weigh(kernels, row, list, inverse, weights.data());
-  double passed = 0;
-  for (int64_t index = 0; index < list.size(); ++index) {
-    passed += static_cast<double>(weights[static_cast<size_t>(index)]);
-    if (passed >= mass) return index + 1;
+  int64_t operator()(int64_t index) const { return Of(weights_[index]); }
+  int64_t Of(float weight) const { return static_cast<int64_t>(weight * units_); }
+
+ private:
+  const float* weights_;
+  float units_;  // of the likeliest token's weight
+};
+
+// The mass that a share of a total comes to, rounded up: 1 to the total.
+struct Share {
+  explicit Share(float share) : share(static_cast<double>(share)) {}
+  int64_t operator()(int64_t total) const {
+    return std::clamp(static_cast<int64_t>(std::ceil(share * static_cast<double>(total))), int64_t{1}, total);
   }
-  return 0;
-}
+  double share;
+};
 
 // The tokens that may be drawn, by rising id, and their weights: the likeliest one's is 1.
 class Support {
  public:
-  // After temperature, top-k and top-p: all three keep the likeliest.
+  // After temperature and top-k.
   Support(const Kernels& kernels, const ValueRow& row, const SamplingParams& params)
-      : row_(row),
-        inverse_(InverseTemperature(params.temperature)),
+      : scale_(row.largest, params.temperature),
         ids_(static_cast<size_t>(row.vocab)),
+        kept_values_(static_cast<size_t>(row.vocab)),
         weights_(static_cast<size_t>(row.vocab)),
+        masses_(weights_.data(), row.vocab),
+        values_(row.values),
         size_(row.vocab) {
-    const int64_t top_k = params.top_k > 0 && params.top_k < row.vocab ? params.top_k : row.vocab;
-    if (params.top_p < 1.0f) {
-      TakeNucleus(kernels, params.top_p, top_k);
-    } else if (top_k < row.vocab) {
-      Take(kernels, Shortlist(kernels, row, top_k));
-    } else {
-      kernels.boltzmann(row.values, row.vocab, row.largest, inverse_, weights_.data());
+    if (params.top_k > 0 && params.top_k < row.vocab) Take(Shortlist(kernels, row, params.top_k));
+    kernels.boltzmann(values_, size_, scale_.largest, scale_.inverse, weights_.data());
+  }
+
+  // Keeps the fewest of the likeliest tokens that hold top_p of the mass, of equal values those of the lowest ids; and
+  // of these the tokens that are at least min_p as likely as the likeliest.
+  void CutTail(float top_p, float min_p) {
+    float last = -std::numeric_limits<float>::infinity();
+    int64_t missing = 0;  // mass that tokens of the last value must bring
+    if (top_p < 1.0f) {
+      const Scratch<float> ranks(static_cast<size_t>(size_));
+      for (int64_t i = 0; i < size_; ++i) {
+        ranks[static_cast<size_t>(i)] = (scale_.largest - values_[i]) * scale_.inverse;
+      }
+      const auto key = [&](int64_t index) { return DescendingKey(values_[index]); };
+      const Cut<uint32_t> cut = Cutter<uint32_t>::Find(ranks.data(), size_, key, masses_, Share(top_p));
+      last = ValueOfKey(cut.last);
+      missing = cut.missing;
     }
+    Keep([last, min_p, missing, masses = masses_](float value, float weight) mutable {
+      bool is_kept = value > last;
+      if (value == last) {  // seldom
+        is_kept = missing > 0;
+        missing -= masses.Of(weight);
+      }
+      return is_kept & (weight >= min_p);
+    });
   }
 
-  // Keeps tokens at least min_p as likely as the likeliest.
-  void CutUnlikely(float min_p) {
-    Keep([&](int64_t index) { return weights_[static_cast<size_t>(index)] >= min_p; });
+  // Keeps locally typical tokens (Meister et al. 2022): those whose surprise is nearest the entropy, as many as hold
+  // `typical_p` of the mass, and those as near as the last of them.
+  void CutUntypical(float typical_p) {
+    const Moments moments = Measure();
+    const double log_total = std::log(moments.total), entropy = log_total - moments.scaled / moments.total;
+    const auto distance = [log_total, entropy, scale = scale_](float value) {
+      return std::abs(log_total - scale.LogWeight(value) - entropy);
+    };
+    const Scratch<float> ranks(static_cast<size_t>(size_));
+    for (int64_t i = 0; i < size_; ++i) ranks[static_cast<size_t>(i)] = static_cast<float>(distance(values_[i]));
+    const auto key = [&](int64_t index) { return AscendingKey(distance(values_[index])); };
+    const Cut<uint64_t> cut = Cutter<uint64_t>::Find(ranks.data(), size_, key, masses_, Share(typical_p));
+    const double farthest = ValueOfKey(cut.last);
+    Keep([distance, farthest](float value, float) { return distance(value) <= farthest; });
   }
 
-  // Keeps locally typical tokens (Meister et al. 2022): those whose surprise is nearest the entropy, as many as reach
-  // `mass`, and those as near as the last of them.
-  void CutUntypical(float mass) {
-    const double total = Sum(weights_.data(), size_), log_total = std::log(total), entropy = Entropy(total);
-    const Scratch<Distance> order(static_cast<size_t>(size_));
-    const auto distance = [&](int64_t index) { return std::abs(log_total - Scaled(index) - entropy); };
-    for (int64_t index = 0; index < size_; ++index) {
-      order[static_cast<size_t>(index)] = {distance(index), weights_[static_cast<size_t>(index)]};
-    }
-    const double farthest = Farthest(order.data(), size_, static_cast<double>(mass) * total);
-    Keep([&](int64_t index) { return distance(index) <= farthest; });
+  int64_t Draw(double uniform) const {
+    const int64_t index = Invert(weights_.data(), size_, uniform);
+    return is_whole_ ? index : ids_[static_cast<size_t>(index)];
   }
-
-  int64_t Draw(double uniform) const { return IdOf(Invert(weights_.data(), size_, uniform)); }
 
  private:
-  struct Distance {
-    double value;
-    float weight;
+  // Sums over all tokens: of the weights, and of each times its logarithm.
+  struct Moments {
+    double total;
+    double scaled;
   };
 
-  // The fewest of the top_k likeliest tokens that hold top_p of their mass.
-  void TakeNucleus(const Kernels& kernels, float top_p, int64_t top_k) {
-    const double mass = static_cast<double>(top_p) * MassOf(kernels, row_, top_k, inverse_);
-    for (const int64_t guess : {std::min(kNucleusGuess, top_k), top_k}) {
-      Shortlist list(kernels, row_, guess);
-      const int64_t size = NucleusSize(kernels, row_, list, inverse_, mass);
-      if (size == 0 && guess < top_k) continue;
-      if (size != 0) list.Truncate(size);
-      return Take(kernels, list);
-    }
-  }
-
-  void Take(const Kernels& kernels, const Shortlist& list) {
-    std::sort(list.begin(), list.end(), HasLowerId);
+  void Take(const Shortlist& list) {
     std::transform(list.begin(), list.end(), ids_.data(), [](const Candidate& candidate) { return candidate.id; });
-    Weigh(kernels, row_, list, inverse_, weights_.data());
-    size_ = list.size();
+    std::transform(list.begin(), list.end(), kept_values_.data(), [](const Candidate& one) { return one.value; });
+    Narrow(list.size());
+  }
+
+  void Narrow(int64_t size) {
+    size_ = size;
+    values_ = kept_values_.data();
     is_whole_ = false;
   }
 
-  int64_t IdOf(int64_t index) const { return is_whole_ ? index : ids_[static_cast<size_t>(index)]; }
-
-  // The logarithm of a token's weight, which may be too small to be one.
-  double Scaled(int64_t index) const {
-    return (static_cast<double>(row_.values[IdOf(index)]) - static_cast<double>(row_.largest)) *
-           static_cast<double>(inverse_);
-  }
-
-  double Entropy(double total) const {
-    double sum = 0;
-    for (int64_t index = 0; index < size_; ++index) {
-      const auto weight = static_cast<double>(weights_[static_cast<size_t>(index)]);
-      if (weight > 0) sum += weight * Scaled(index);
-    }
-    return std::log(total) - sum / total;
-  }
-
-  // The smallest distance within which the weights reach `mass`; the largest where they never do. Reorders.
-  static double Farthest(Distance* begin, int64_t count, double mass) {
-    Distance* end = begin + count;
-    for (double passed = 0; end - begin > 1;) {
-      Distance* middle = begin + (end - begin) / 2;
-      std::nth_element(begin, middle, end, [](const Distance& a, const Distance& b) { return a.value < b.value; });
-      double nearer = passed;
-      for (const Distance* entry = begin; entry < middle; ++entry) nearer += static_cast<double>(entry->weight);
-      if (nearer >= mass) {
-        end = middle;
-      } else {
-        begin = middle;
-        passed = nearer;
+  // Adds up every fourth token and then the four sums: one order, and no addition that waits for the one before.
+  Moments Measure() const {
+    constexpr int64_t kSums = 4;
+    double total[kSums] = {}, scaled[kSums] = {};
+    const auto add = [&, weights = weights_.data(), values = values_, scale = scale_](int64_t first, int64_t count) {
+      for (int64_t sum = 0; sum < count; ++sum) {
+        const auto weight = static_cast<double>(weights[first + sum]);
+        total[sum] += weight;
+        scaled[sum] += weight > 0 ? weight * scale.LogWeight(values[first + sum]) : 0.0;
       }
-    }
-    return begin->value;
+    };
+    int64_t first = 0;
+    for (; first + kSums <= size_; first += kSums) add(first, kSums);
+    add(first, size_ - first);
+    return {(total[0] + total[1]) + (total[2] + total[3]), (scaled[0] + scaled[1]) + (scaled[2] + scaled[3])};
   }
 
+  // Keeps the tokens that pass a test, which is asked once for each, by rising id.
   template <typename Test>
-  void Keep(const Test& test) {
-    int64_t kept = 0;
-    for (int64_t index = 0; index < size_; ++index) {
-      if (!test(index)) continue;
-      ids_[static_cast<size_t>(kept)] = static_cast<int32_t>(IdOf(index));
-      weights_[static_cast<size_t>(kept)] = weights_[static_cast<size_t>(index)];
-      ++kept;
+  void Keep(Test test) {
+    if (is_whole_) {
+      Compact(test, [](int64_t index) { return static_cast<int32_t>(index); });
+    } else {
+      Compact(test, [ids = ids_.data()](int64_t index) { return ids[index]; });
     }
-    size_ = kept;
-    is_whole_ = false;
   }
 
-  const ValueRow& row_;
-  float inverse_;
-  Scratch<int32_t> ids_;  // unused while the whole vocabulary may be drawn
+  template <typename Test, typename IdAt>
+  void Compact(Test test, const IdAt& id_at) {
+    int32_t* const ids = ids_.data();
+    float *const values = kept_values_.data(), *const weights = weights_.data();
+    const float* const from = values_;
+    int64_t kept = 0;
+    for (int64_t index = 0; index < size_; ++index) {  // no branch: which tokens pass cannot be predicted
+      const float value = from[index], weight = weights[index];
+      const bool is_kept = test(value, weight);
+      ids[kept] = id_at(index);
+      values[kept] = value;
+      weights[kept] = weight;
+      kept += is_kept;
+    }
+    Narrow(kept);
+  }
+
+  Scale scale_;
+  Scratch<int32_t> ids_;  // unused while the whole vocabulary may be drawn, as are kept_values_
+  Scratch<float> kept_values_;
   Scratch<float> weights_;
+  Masses masses_;
+  const float* values_;  // the row's, or kept_values_
   int64_t size_;
   bool is_whole_ = true;
 };
@@ -214,7 +232,7 @@ double UniformAt(uint64_t seed, uint64_t position) {
 
 int64_t SampleRow(const Kernels& kernels, const ValueRow& row, const SamplingParams& params, double uniform) {
   Support support(kernels, row, params);
-  if (params.min_p > 0.0f) support.CutUnlikely(params.min_p);
+  if (params.top_p < 1.0f || params.min_p > 0.0f) support.CutTail(params.top_p, params.min_p);
   if (params.typical_p < 1.0f) support.CutUntypical(params.typical_p);
   return support.Draw(uniform);
 }
