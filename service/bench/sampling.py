@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from functools import partial
+from typing import Any
 
 from antiphon.service.bench.offline import Offline
 from antiphon.service.bench.report import Case, Finding, compare
@@ -39,8 +40,8 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
         for name, changes in filters_of(runner.vocab_size).items():
             filtered = dataclasses.replace(plain, **changes)
             pairs = alternate(
-                lambda params=filtered: timed(partial(offline.sample, source, params)),
-                lambda: timed(partial(offline.sample, source, plain)),
+                partial(timed, partial(offline.sample, source, filtered)),
+                partial(timed, partial(offline.sample, source, plain)),
                 setup.repeat,
             )
             case = Case(name="sampling", case=f"{subject.name}, {name}", rows=rows, against="temperature alone")
@@ -53,12 +54,12 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
         )
     for name, of in (("median", statistics.median), ("longest", max)):
         case = Case(name="sampling", case=f"{subject.name}, another caller, {name}", rows=rows, against="nobody else")
-        pairs = [(1e3 * of(busy), 1e3 * of(idle)) for busy, idle in waits]
-        findings.append(case.finding(pairs, "ms to the first token", digits=2))
+        waits_ms = [(1e3 * of(busy), 1e3 * of(idle)) for busy, idle in waits]
+        findings.append(case.finding(waits_ms, "ms to the first token", digits=2))
     return findings
 
 
-def filters_of(vocab_size: int) -> dict[str, dict[str, float]]:
+def filters_of(vocab_size: int) -> dict[str, dict[str, Any]]:
     """Settings of each case beside the temperature, the heaviest last."""
     return {
         "top_k of half the tokens": {"top_k": vocab_size // 2},

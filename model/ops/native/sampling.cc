@@ -13,19 +13,12 @@ namespace {
 // Bounds of inverse temperatures: 0 times infinity would not be 0, whichever of them a logit's distance is.
 constexpr float kSteepest = 1e30f, kFlattest = 1e-37f;
 
-// From values to the logarithms of their weights: distances from the largest value, over the temperature.
-struct Scale {
-  Scale(float largest, float temperature)
-      : largest(largest), inverse(std::clamp(1.0f / temperature, kFlattest, kSteepest)) {}
+Scale ScaleOf(const ValueRow& row, float temperature) {
+  return {row.largest, std::clamp(1.0f / temperature, kFlattest, kSteepest)};
+}
 
-  // Of a weight that may be too small to be a float.
-  double LogWeight(float value) const {
-    return (static_cast<double>(value) - static_cast<double>(largest)) * static_cast<double>(inverse);
-  }
-
-  float largest;
-  float inverse;
-};
+// Elements of an array that kernels write whole vectors of 16 to, and 16 beyond those that are kept.
+size_t Padded(int64_t count) { return static_cast<size_t>(RoundUp(count, kPanel) + kPanel); }
 
 // First index whose cumulative weight passes `uniform` of the total; never one of weight 0.
 int64_t Invert(const float* weights, int64_t count, double uniform) {
@@ -77,134 +70,93 @@ class Support {
  public:
   // After temperature and top-k.
   Support(const Kernels& kernels, const ValueRow& row, const SamplingParams& params)
-      : scale_(row.largest, params.temperature),
-        ids_(static_cast<size_t>(row.vocab)),
-        kept_values_(static_cast<size_t>(row.vocab)),
-        weights_(static_cast<size_t>(row.vocab)),
+      : kernels_(kernels),
+        scale_(ScaleOf(row, params.temperature)),
+        ids_(Padded(row.vocab)),
+        kept_values_(Padded(row.vocab)),
+        weights_(Padded(row.vocab)),
+        buckets_(Padded(row.vocab)),
         masses_(weights_.data(), row.vocab),
         values_(row.values),
         size_(row.vocab) {
-    if (params.top_k > 0 && params.top_k < row.vocab) Take(Shortlist(kernels, row, params.top_k));
+    if (params.top_k > 0 && params.top_k < row.vocab) Take(row, params.top_k);
     kernels.boltzmann(values_, size_, scale_.largest, scale_.inverse, weights_.data());
   }
 
   // Keeps the fewest of the likeliest tokens that hold top_p of the mass, of equal values those of the lowest ids; and
   // of these the tokens that are at least min_p as likely as the likeliest.
   void CutTail(float top_p, float min_p) {
-    float last = -std::numeric_limits<float>::infinity();
-    int64_t missing = 0;  // mass that tokens of the last value must bring
     if (top_p < 1.0f) {
-      const Scratch<float> ranks(static_cast<size_t>(size_));
-      for (int64_t i = 0; i < size_; ++i) {
-        ranks[static_cast<size_t>(i)] = (scale_.largest - values_[i]) * scale_.inverse;
-      }
-      const auto key = [&](int64_t index) { return DescendingKey(values_[index]); };
-      const Cut<uint32_t> cut = Cutter<uint32_t>::Find(ranks.data(), size_, key, masses_, Share(top_p));
-      last = ValueOfKey(cut.last);
-      missing = cut.missing;
+      kernels_.rank_values(values_, size_, scale_.largest, buckets_.data());
+      KeepLikely(CutLargest(masses_, Share(top_p)), min_p);
+    } else {
+      KeepLikely({UINT32_MAX, 0}, min_p);
     }
-    Keep([last, min_p, missing, masses = masses_](float value, float weight) mutable {
-      bool is_kept = value > last;
-      if (value == last) {  // seldom
-        is_kept = missing > 0;
-        missing -= masses.Of(weight);
-      }
-      return is_kept & (weight >= min_p);
-    });
   }
 
   // Keeps locally typical tokens (Meister et al. 2022): those whose surprise is nearest the entropy, as many as hold
   // `typical_p` of the mass, and those as near as the last of them.
   void CutUntypical(float typical_p) {
-    const Moments moments = Measure();
-    const double log_total = std::log(moments.total), entropy = log_total - moments.scaled / moments.total;
-    const auto distance = [log_total, entropy, scale = scale_](float value) {
-      return std::abs(log_total - scale.LogWeight(value) - entropy);
-    };
-    const Scratch<float> ranks(static_cast<size_t>(size_));
-    for (int64_t i = 0; i < size_; ++i) ranks[static_cast<size_t>(i)] = static_cast<float>(distance(values_[i]));
-    const auto key = [&](int64_t index) { return AscendingKey(distance(values_[index])); };
-    const Cut<uint64_t> cut = Cutter<uint64_t>::Find(ranks.data(), size_, key, masses_, Share(typical_p));
-    const double farthest = ValueOfKey(cut.last);
-    Keep([distance, farthest](float value, float) { return distance(value) <= farthest; });
+    const Moments moments = kernels_.measure_weights(values_, weights_.data(), size_, scale_);
+    const double log_total = std::log(moments.total);
+    const Surprise surprise{scale_, log_total, log_total - moments.scaled / moments.total};
+    kernels_.rank_distances(values_, size_, surprise, buckets_.data());
+    const auto key = [&](int64_t index) { return AscendingKey(DistanceOf(values_[index], surprise)); };
+    const Cut<uint64_t> cut = Cutter<uint64_t>::Find(buckets_.data(), size_, key, masses_, Share(typical_p));
+    Narrow(kernels_.keep_near(tokens(), values_, has_ids_, size_, surprise, ValueOfKey(cut.last)));
   }
 
   int64_t Draw(double uniform) const {
     const int64_t index = Invert(weights_.data(), size_, uniform);
-    return is_whole_ ? index : ids_[static_cast<size_t>(index)];
+    return has_ids_ ? ids_[static_cast<size_t>(index)] : index;
   }
 
  private:
-  // Sums over all tokens: of the weights, and of each times its logarithm.
-  struct Moments {
-    double total;
-    double scaled;
-  };
+  Tokens tokens() const { return {ids_.data(), kept_values_.data(), weights_.data()}; }
 
-  void Take(const Shortlist& list) {
+  // Takes the top_k likeliest tokens of a row; their weights are not known yet.
+  void Take(const ValueRow& row, int64_t top_k) {
+    if (top_k <= ChunksOf(row.vocab)) return TakeFew(Shortlist(kernels_, row, top_k));
+    kernels_.rank_values(values_, size_, scale_.largest, buckets_.data());
+    std::fill(weights_.data(), weights_.data() + size_, 1.0f);
+    KeepLikely(CutLargest([](int64_t) { return 1; }, [top_k](int64_t) { return top_k; }), 0.0f);
+  }
+
+  void TakeFew(const Shortlist& list) {
+    std::sort(list.begin(), list.end(), HasLowerId);
     std::transform(list.begin(), list.end(), ids_.data(), [](const Candidate& candidate) { return candidate.id; });
     std::transform(list.begin(), list.end(), kept_values_.data(), [](const Candidate& one) { return one.value; });
     Narrow(list.size());
   }
 
+  // Where the largest values reach a target, their buckets being known.
+  template <typename MassAt, typename TargetOf>
+  Cut<uint32_t> CutLargest(const MassAt& mass_at, const TargetOf& target_of) const {
+    const auto key = [values = values_](int64_t index) { return DescendingKey(values[index]); };
+    return Cutter<uint32_t>::Find(buckets_.data(), size_, key, mass_at, target_of);
+  }
+
+  void KeepLikely(const Cut<uint32_t>& cut, float min_weight) {
+    const float last = cut.last == UINT32_MAX ? -std::numeric_limits<float>::infinity() : ValueOfKey(cut.last);
+    Narrow(kernels_.keep_likely(tokens(), values_, has_ids_, size_, last, cut.end, min_weight));
+  }
+
   void Narrow(int64_t size) {
     size_ = size;
     values_ = kept_values_.data();
-    is_whole_ = false;
+    has_ids_ = true;
   }
 
-  // Adds up every fourth token and then the four sums: one order, and no addition that waits for the one before.
-  Moments Measure() const {
-    constexpr int64_t kSums = 4;
-    double total[kSums] = {}, scaled[kSums] = {};
-    const auto add = [&, weights = weights_.data(), values = values_, scale = scale_](int64_t first, int64_t count) {
-      for (int64_t sum = 0; sum < count; ++sum) {
-        const auto weight = static_cast<double>(weights[first + sum]);
-        total[sum] += weight;
-        scaled[sum] += weight > 0 ? weight * scale.LogWeight(values[first + sum]) : 0.0;
-      }
-    };
-    int64_t first = 0;
-    for (; first + kSums <= size_; first += kSums) add(first, kSums);
-    add(first, size_ - first);
-    return {(total[0] + total[1]) + (total[2] + total[3]), (scaled[0] + scaled[1]) + (scaled[2] + scaled[3])};
-  }
-
-  // Keeps the tokens that pass a test, which is asked once for each, by rising id.
-  template <typename Test>
-  void Keep(Test test) {
-    if (is_whole_) {
-      Compact(test, [](int64_t index) { return static_cast<int32_t>(index); });
-    } else {
-      Compact(test, [ids = ids_.data()](int64_t index) { return ids[index]; });
-    }
-  }
-
-  template <typename Test, typename IdAt>
-  void Compact(Test test, const IdAt& id_at) {
-    int32_t* const ids = ids_.data();
-    float *const values = kept_values_.data(), *const weights = weights_.data();
-    const float* const from = values_;
-    int64_t kept = 0;
-    for (int64_t index = 0; index < size_; ++index) {  // no branch: which tokens pass cannot be predicted
-      const float value = from[index], weight = weights[index];
-      const bool is_kept = test(value, weight);
-      ids[kept] = id_at(index);
-      values[kept] = value;
-      weights[kept] = weight;
-      kept += is_kept;
-    }
-    Narrow(kept);
-  }
-
+  const Kernels& kernels_;
   Scale scale_;
   Scratch<int32_t> ids_;  // unused while the whole vocabulary may be drawn, as are kept_values_
   Scratch<float> kept_values_;
   Scratch<float> weights_;
+  Scratch<int32_t> buckets_;
   Masses masses_;
   const float* values_;  // the row's, or kept_values_
   int64_t size_;
-  bool is_whole_ = true;
+  bool has_ids_ = false;
 };
 
 void Multiply64(uint64_t a, uint64_t b, uint64_t* high, uint64_t* low) {

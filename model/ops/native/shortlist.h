@@ -31,11 +31,12 @@ struct Candidate {
 inline bool IsLikelier(const Candidate& a, const Candidate& b) {
   return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
+inline bool HasLowerId(const Candidate& a, const Candidate& b) { return a.id < b.id; }
 
-// The `count` likeliest tokens of a row, ties by lowest id; by rising id.
+// The `count` likeliest tokens of a row, ties by lowest id; in no order.
 class Shortlist {
  public:
-  // count: 1 or more. Throws std::runtime_error when the workspace refuses memory.
+  // Throws std::runtime_error when the workspace refuses memory.
   Shortlist(const Kernels& kernels, const ValueRow& row, int64_t count);
 
   Candidate* begin() const { return entries_.data(); }
@@ -43,9 +44,6 @@ class Shortlist {
   int64_t size() const { return size_; }
 
  private:
-  void TakeFew(const Kernels& kernels, const ValueRow& row, int64_t count);  // one from each chunk at most
-  void TakeMany(const ValueRow& row, int64_t count);
-
   Scratch<Candidate> entries_;
   int64_t size_ = 0;
 };
