@@ -51,12 +51,34 @@ class Offline:
         """Run a coroutine in the event loop that the streams belong to."""
         return self._loop.run(work)
 
-    async def first_token_s(self, name: str, source: Sequence[int], max_new_tokens: int) -> float:
+    def sample(self, source: Sequence[int], params: SamplingParams) -> list[list[int]]:
+        """Target ids of each sample of one request."""
+        return self._loop.run(self._sample(source, params))
+
+    async def waits_beside(self, source: Sequence[int], params: SamplingParams, max_new_tokens: int) -> list[float]:
+        """Seconds to the first token of short greedy requests, one after another, while one with `params` runs.
+
+        The short ones come from another caller, from the first token of the long request to its end; from within `run`.
+        """
+        stream, waits = self._submit("long", source, params), []
+        await anext(stream)
+        rest = asyncio.ensure_future(stream.collect())
+        while not rest.done():
+            waits += await self.waits_alone(source, max_new_tokens)
+        _raise_error(rest.result()[0])
+        return waits
+
+    async def waits_alone(self, source: Sequence[int], max_new_tokens: int) -> list[float]:
+        """Seconds to the first token of one short greedy request, as the only number of a list; from within `run`."""
+        started_s = time.perf_counter()
+        return [await self.first_token_s("short", source, max_new_tokens, client="short") - started_s]
+
+    async def first_token_s(self, name: str, source: Sequence[int], max_new_tokens: int, *, client: str = "") -> float:
         """Stream one request to its end, from within `run`; when its first token came, by time.perf_counter.
 
         name: of no other request under way. Cancelled, it ends the request.
         """
-        stream = self._submit(name, source, SamplingParams(max_new_tokens=max_new_tokens))
+        stream = self._submit(name, source, SamplingParams(max_new_tokens=max_new_tokens), client=client)
         first_s = None
         try:
             async for event in stream:
@@ -85,13 +107,17 @@ class Offline:
     async def _translate_one(self, name: str, source: Sequence[int], params: SamplingParams) -> TokenEvent:
         stream = self._submit(name, source, params)
         event, *_ = await stream.collect()  # of several outputs the best
-        if event.error is not None:
-            raise event.error
+        _raise_error(event)
         return event
 
-    def _submit(self, name: str, source: Sequence[int], params: SamplingParams) -> OutputStream:
+    async def _sample(self, source: Sequence[int], params: SamplingParams) -> list[list[int]]:
+        events = await self._submit("samples", source, params).collect()
+        _raise_error(events[0])
+        return [self._ids(event) for event in events]
+
+    def _submit(self, name: str, source: Sequence[int], params: SamplingParams, *, client: str = "") -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
-        request = Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s)
+        request = Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s, client=client)
         self._engine.submit(request, stream)
         return stream
 
@@ -111,3 +137,8 @@ class Offline:
         self._engine.stop()
         self._loop.close()
         sys.setswitchinterval(self._switch_interval_s)
+
+
+def _raise_error(event: TokenEvent) -> None:
+    if event.error is not None:
+        raise event.error

@@ -14,12 +14,14 @@ from antiphon.service.bench.encode import encode
 from antiphon.service.bench.memory import memory
 from antiphon.service.bench.poisson import poisson
 from antiphon.service.bench.report import Finding
+from antiphon.service.bench.sampling import sampling
 from antiphon.service.bench.served import engine, grpc_overhead, startup
 from antiphon.service.bench.setup import Setup
 
 SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "decode": decode,
     "beams": beams,
+    "sampling": sampling,
     "encode": encode,
     "poisson": poisson,
     "memory": memory,

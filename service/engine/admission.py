@@ -24,7 +24,7 @@ class AdmissionLimits:
     """What the model and the pool can hold: token ids below the sizes of the vocabularies, lengths in tokens, rows and
     blocks in all.
 
-    has_encoder, has_decoder, can_share_blocks, can_embed, heads: what the runner says of itself.
+    has_encoder, has_decoder, can_share_blocks, can_resume, can_embed, heads: what the runner says of itself.
     may_run_short: requests of one row take their blocks as they need them.
     """
 
@@ -38,6 +38,7 @@ class AdmissionLimits:
     has_encoder: bool
     has_decoder: bool
     can_share_blocks: bool
+    can_resume: bool
     can_embed: bool
     heads: frozenset[HeadTask]
     may_run_short: bool
@@ -59,6 +60,7 @@ def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None)
         has_encoder=runner.has_encoder,
         has_decoder=runner.has_decoder,
         can_share_blocks=runner.can_share_blocks,
+        can_resume=runner.can_resume,
         can_embed=runner.can_embed,
         heads=frozenset(runner.heads),
         may_run_short=may_run_short(runner, num_rows),
@@ -87,6 +89,7 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
         num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size) if limits.has_decoder else 0,
         num_first_blocks=first_blocks(num_fed, num_self_blocks, limits.block_size) if grows else num_self_blocks,
         grows=grows,
+        can_pause=limits.can_resume and request.task is Task.GENERATE and request.params.beam_width == 1,
     )
     if group.max_blocks > limits.num_blocks:
         raise _too_large(group, limits)

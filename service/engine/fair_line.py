@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from antiphon.service.engine.sequence import SequenceGroup
@@ -86,8 +86,11 @@ class FairLine:
         """Remove a group that is not served."""
         self._leave(group, self._clients[group.request.client].start)
 
-    def in_turn(self) -> Iterator[SequenceGroup]:
-        """Every group in the order of service, if none came any more. Nothing may change meanwhile."""
+    def in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
+        """Every group in the order of service, if none came any more. Nothing may change meanwhile.
+
+        may_join: asked for each in its turn; where it says no, that client's later groups are left out too.
+        """
         turns, tickets = self._turns.copy(), itertools.count(self._next_ticket)
         begun: dict[int, Iterator[SequenceGroup]] = {}  # by the tickets of turns after a client's first
         while turns:
@@ -97,7 +100,7 @@ class FairLine:
                 if ticket != client.ticket:
                     continue
                 groups = iter(client.waiting.values())
-            if (group := next(groups, None)) is not None:
+            if (group := next(groups, None)) is not None and may_join(group):
                 yield group
                 begun[again := next(tickets)] = groups
                 heapq.heappush(turns, (start + group.cost, again, client))

@@ -25,10 +25,15 @@ def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[Token
 def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
     """The terminal events of every output that is not finished, of a group that waits, is encoded or samples."""
     reason = FinishReason.TIME_LIMIT
-    if begun := [one for one in group.sequences if one.row is not None or one.produced]:
-        return [output_event(one, reason) for one in begun]
-    count = group.request.params.num_return_sequences
-    return [TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason) for index in range(count)]
+    begun = {one.index: one for one in group.sequences if one.row is not None or one.produced}
+    finished = {one.index for one in group.sequences if one.is_finished}
+    return [
+        output_event(begun[index], reason)
+        if index in begun
+        else TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason)
+        for index in range(group.request.params.num_return_sequences)
+        if index not in finished
+    ]
 
 
 def beam_events(

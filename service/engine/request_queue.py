@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,10 +114,22 @@ class RequestQueue:
             held.sort(key=lambda one: (one.request.priority is Priority.BATCH, one.ticket))
             self._preempted = {one.request_id: one for one in held}
 
-    def peek(self, max_groups: int) -> list[SequenceGroup]:
-        """The groups that are to be served next, in that order, left where they are."""
+    def peek(
+        self, max_groups: int, may_join: Callable[[SequenceGroup], bool] = lambda group: True
+    ) -> list[SequenceGroup]:
+        """The groups that are to be served next, in that order, left where they are.
+
+        may_join: asked for each in its turn; where it says no, that client's later new groups are left out too.
+        """
         with self._lock:
-            return list(itertools.islice(self._in_turn(), max_groups))
+            return list(itertools.islice(self._in_turn(may_join), max_groups))
+
+    @property
+    def clients(self) -> set[str]:
+        """Clients with a waiting request."""
+        with self._lock:
+            preempted = {group.request.client for group in self._preempted.values()}
+            return preempted.union(*(line.clients for line in self._lines.values()))
 
     def take(self, request_id: str, now_s: float) -> SequenceGroup | None:
         """Take out one group that is served now; None when it does not wait here."""
@@ -171,11 +183,11 @@ class RequestQueue:
         with self._lock:
             self._is_closed = True
 
-    def _in_turn(self) -> Iterator[SequenceGroup]:
-        """All that wait, as `_settle` will have it."""
-        yield from self._preempted.values()
-        interactive = self._lines[Priority.INTERACTIVE].in_turn()
-        batch = self._lines[Priority.BATCH].in_turn()
+    def _in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
+        """All that wait and may join, as `_settle` will have it."""
+        yield from filter(may_join, self._preempted.values())
+        interactive = self._lines[Priority.INTERACTIVE].in_turn(may_join)
+        batch = self._lines[Priority.BATCH].in_turn(may_join)
         yielded, first, second = self._yielded, next(interactive, None), next(batch, None)
         while first is not None or second is not None:
             if second is not None and (first is None or yielded >= INTERACTIVE_SHARE * second.cost):

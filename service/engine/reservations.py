@@ -2,8 +2,8 @@
 
 Where the pool could run short, a request of one row takes the blocks of its source and of what it feeds first, and one
 more whenever it is about to write beyond them; if none is free then, the least deserving of those that grow is
-preempted. Every other request takes at once what its longest targets need, and never yields. Where the pool is large
-enough for all rows, nothing grows and nothing is looked at. Knows no events and no clock.
+preempted. Every other row takes what its longest target needs as it starts. Where the pool is large enough for all
+rows, nothing grows and nothing is looked at. Knows no events and no clock.
 """
 
 from __future__ import annotations
@@ -40,31 +40,37 @@ def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
 
 
 def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
-    """Arrays for so many rows, which keep their tokens where the pool may run short."""
+    """Arrays for so many rows, which keep their tokens where a row that was taken away can go on."""
     return RunningRows(
         num_rows,
         self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
         cross_width=blocks_for(runner.max_source_len, runner.block_size) if runner.has_encoder else 1,
-        history_width=1 + runner.max_target_len if may_run_short(runner, num_rows) else 0,
+        history_width=1 + runner.max_target_len if runner.has_decoder and runner.can_resume else 0,
     )
 
 
 class Reservations:
     """The blocks of every admitted group, over the rows and the pool of an engine.
 
-    Nothing grows where the rows do not keep their tokens: a group that yields could not go on.
+    can_grow: whether requests of one row take their blocks as they need them.
     """
 
-    def __init__(self, rows: RunningRows, pool: BlockPool) -> None:
+    def __init__(self, rows: RunningRows, pool: BlockPool, *, can_grow: bool) -> None:
         self._rows = rows
         self._pool = pool
+        self._can_grow = can_grow
         self._num_quiet_steps = 0  # for so many more no row needs a block
         self.num_cross_blocks = 0
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return self._pool.num_blocks
+
+    @property
     def num_admissible_blocks(self) -> int:
         """Free blocks that no running row will need soon."""
-        if not self._rows.keeps_tokens:
+        if not self._can_grow:
             return self._pool.num_free
         is_soon = (self._slack() <= LOOKAHEAD_STEPS) & (self._ends() < self._rows.end_positions[: len(self._rows)])
         return self._pool.num_free - int(is_soon.sum())
@@ -79,13 +85,18 @@ class Reservations:
         )
 
     def take(self, group: SequenceGroup) -> None:
-        """Give a group that joins its first blocks, and its sequences theirs."""
+        """Give a group that joins its first blocks, and the sequences that start with it theirs."""
         group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
-        for sequence in group.sequences:
-            sequence.self_block_table = self._pool.allocate(group.num_first_blocks)
-        group.blocks = {*group.cross_block_table}.union(*(one.self_block_table for one in group.sequences))
+        group.blocks = {*group.cross_block_table}
+        for sequence in group.starting:
+            self.take_output(sequence)
         self.num_cross_blocks += group.num_cross_blocks
         self._num_quiet_steps = 0
+
+    def take_output(self, sequence: Sequence) -> None:
+        """Give one output of a group the blocks it starts with."""
+        sequence.self_block_table = self._pool.allocate(sequence.group.num_first_blocks)
+        sequence.group.blocks.update(sequence.self_block_table)
 
     def give_back(self, group: SequenceGroup) -> None:
         """Free all that a group has taken."""
@@ -96,6 +107,8 @@ class Reservations:
     def yield_all(self, group: SequenceGroup) -> None:
         """Free what a preempted group has taken; to go on, it needs blocks for all that it has produced."""
         self.give_back(group)
+        if not group.grows:
+            return
         num_fed = 1 + len(group.request.prefix_ids) + sum(len(one.produced) for one in group.sequences)
         group.num_first_blocks = first_blocks(num_fed, group.num_self_blocks, self._pool.block_size)
 
@@ -110,7 +123,7 @@ class Reservations:
 
         preempt: vacates the row of a group and gives back its blocks.
         """
-        if not self._rows.keeps_tokens:
+        if not self._can_grow:
             return
         if self._num_quiet_steps > 0:
             self._num_quiet_steps -= 1

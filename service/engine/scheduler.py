@@ -1,8 +1,8 @@
 """Who joins the next step: pure arithmetic over what waits, what runs and what is free.
 
-First come, first served: nobody is overtaken. An encoder run costs less a source the more sources it packs, so while
-more wait than fit, a free row may stay empty for a few steps until others are free with it. No clock, no tensors, no
-side effects.
+First come, first served: nobody is overtaken. Whoever can do with fewer rows than it wants starts with those left. An
+encoder run costs less a source the more sources it packs, so while more wait than fit, a free row may stay empty for a
+few steps until others are free with it. No clock, no tensors, no side effects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ class Waiting(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows to take at once."""
+        """Rows to take, if there are so many."""
+
+    @property
+    def num_first_rows(self) -> int:
+        """Rows without which it cannot start."""
 
     @property
     def source_len(self) -> int:
@@ -110,7 +114,7 @@ def schedule(
     rows, blocks, tokens = num_free_rows, num_free_blocks, limits.max_num_batched_tokens
     source_tokens = longest = 0
     for sequence in queue:
-        rows -= sequence.num_rows
+        rows -= max(sequence.num_first_rows, min(sequence.num_rows, rows))
         blocks -= sequence.num_blocks
         tokens -= sequence.num_prefill_tokens
         source_tokens += sequence.source_len

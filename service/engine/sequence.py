@@ -37,6 +37,7 @@ class Sequence:
     logprob_sum: of its tokens, where log-probabilities are asked for.
     num_generated: target tokens produced; up to date once its row is vacated (until then the rows count).
     produced: the tokens it had produced when it was preempted, which it feeds again; empty if it never was.
+    is_finished: its last event has been made.
     """
 
     group: SequenceGroup
@@ -49,6 +50,7 @@ class Sequence:
     logprob_sum: float = 0.0
     num_generated: int = 0
     produced: tuple[int, ...] = ()
+    is_finished: bool = False
 
     @property
     def is_watched(self) -> bool:
@@ -67,11 +69,14 @@ class SequenceGroup:
     """Generation state of a request: all its rows, over one encoded source.
 
     max_new_tokens: most target tokens of an output, the end token included; never above what the model has room for.
-    num_rows: rows it needs at once: its beams or samples; 0 for what is only encoded.
+    num_rows: its beams or samples; 0 for what is only encoded.
     num_self_blocks, num_cross_blocks: what each row's prefix and longest target take, and the source.
     num_first_blocks: of num_self_blocks, what a row takes as it joins; all of them unless it grows.
-    grows: its row takes further blocks as it needs them, and may be preempted.
+    grows: its row takes further blocks as it needs them.
+    can_pause: its rows may be taken away and given back later, with the same tokens.
     sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
+    starting: of them, those that get their rows together with the source's blocks.
+    pending: of them, those that wait for a row, by index: not begun, or paused.
     blocks: every block it still holds.
     source_len: tokens to encode, end token included; 0 for a decoder alone.
     ticket: its place in the order in which groups were admitted; one that was preempted keeps it.
@@ -89,8 +94,11 @@ class SequenceGroup:
     num_cross_blocks: int
     num_first_blocks: int = 0
     grows: bool = False
+    can_pause: bool = False
     state: SequenceState = SequenceState.WAITING
     sequences: tuple[Sequence, ...] = ()
+    starting: tuple[Sequence, ...] = ()
+    pending: list[Sequence] = field(default_factory=list)
     cross_block_table: tuple[int, ...] = ()
     blocks: set[int] = field(default_factory=set)
     num_finished: int = 0
@@ -121,17 +129,31 @@ class SequenceGroup:
         return self.request.params.beam_width > 1 and self.request.task is Task.GENERATE
 
     @property
+    def num_first_rows(self) -> int:
+        """Rows it must have before it may run: all beams of a search, one sample."""
+        return self.num_rows if self.is_beam_search else min(1, self.num_rows)
+
+    @property
+    def num_running_rows(self) -> int:
+        """Rows that it holds now."""
+        return sum(sequence.row is not None for sequence in self.sequences)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks it must have before it may run."""
-        return self.num_rows * self.num_first_blocks + self.num_cross_blocks
+        return self.num_first_rows * self.num_first_blocks + self.num_cross_blocks
 
     @property
     def expected_target_len(self) -> int:
-        """Tokens that each row is expected to generate: about as many as its source, at most as many as asked."""
+        """Tokens that each row is expected to generate: about as many as its source, within what is asked for."""
+        params = self.request.params
         if self.request.task is not Task.GENERATE:
             return 0
-        # The length of a prompt says nothing of what follows it.
-        return min(self.max_new_tokens, self.source_len) if self.source_len else self.max_new_tokens
+        # The length of a prompt says nothing of what follows it, and without an end token every target is as long as
+        # it may be.
+        if not self.source_len or params.ignore_eos:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, max(self.source_len, params.min_new_tokens))
 
     @property
     def max_blocks(self) -> int:
@@ -140,11 +162,16 @@ class SequenceGroup:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to compute as it joins: source, each sample's prefix or prompt, given target, what it had produced."""
-        num_prefixes = 1 if self.is_beam_search else self.num_rows
-        num_produced = sum(len(sequence.produced) for sequence in self.sequences)
-        given = num_prefixes * len(self.request.prefix_ids) + len(self.request.target_ids)
-        return self.source_len + given + num_produced
+        """Tokens to compute as it joins: source, prefix or prompt of one row, given target, what that had produced."""
+        first = next((sequence for sequence in self.sequences if not sequence.is_finished), None)
+        num_produced = 0 if first is None else len(first.produced)
+        return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids) + num_produced
+
+    def take_first_rows(self) -> None:
+        """Divide the unfinished sequences into those that start as the group joins, and those that wait for rows."""
+        unfinished = [sequence for sequence in self.sequences if not sequence.is_finished]
+        self.starting = tuple(unfinished[: self.num_first_rows])
+        self.pending = unfinished[self.num_first_rows :]
 
     @property
     def expires_s(self) -> float:

@@ -17,9 +17,11 @@ from antiphon.service.engine.cancellation import CancelCause, Cancellations
 from antiphon.service.engine.commit import Ended, commit
 from antiphon.service.engine.kv_cache import BlockPool
 from antiphon.service.engine.outputs import beam_events, last_of, output_event, time_limit_events
+from antiphon.service.engine.preemption import Preemption
 from antiphon.service.engine.request_queue import RequestQueue
-from antiphon.service.engine.reservations import Reservations, empty_rows
-from antiphon.service.engine.scheduler import SchedulerLimits, schedule
+from antiphon.service.engine.reservations import Reservations, empty_rows, may_run_short
+from antiphon.service.engine.row_turns import RowTurns
+from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits, schedule
 from antiphon.service.engine.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
 from antiphon.service.engine.stream import Item, OutputStream, Publisher, TokenSink
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
@@ -67,7 +69,18 @@ class Stepper:
         self._clock = parts.clock
         self._cancellations = parts.cancellations
         self._rows = empty_rows(parts.runner, parts.limits.max_num_seqs)
-        self._reservations = Reservations(self._rows, parts.pool)
+        can_grow = may_run_short(parts.runner, parts.limits.max_num_seqs)
+        self._reservations = Reservations(self._rows, parts.pool, can_grow=can_grow)
+        self._turns = RowTurns(self._rows, self._reservations, parts.queue, parts.limits)
+        self._preemption = Preemption(
+            self._rows,
+            self._reservations,
+            self._turns,
+            parts.metrics,
+            parts.clock,
+            vacate=self._vacate,
+            wait=self._wait_again,
+        )
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
@@ -88,16 +101,17 @@ class Stepper:
     @property
     def has_work(self) -> bool:
         """Whether a step now would do anything without a new command."""
-        return bool(self._rows) or bool(self._queue) or bool(self._cancellations)
+        return bool(self._rows) or bool(self._queue) or bool(self._turns) or bool(self._cancellations)
 
     def step(self) -> None:
         """Run one step."""
         self._has_failed = self._has_decoded = False
         self._drop_cancelled()
         self._drop_expired()
-        self._reservations.grow(self._preempt)
+        self._reservations.grow(self._preemption.preempt)
+        self._turns.make_room(self._preemption.pause)
         num_before = len(self._rows)
-        self._admit()
+        self._fill()
         sinks, items = self._decode(num_before) if self._rows else ((), [])
         if self._told_occupancy != self._occupancy:
             self._report_occupancy()
@@ -118,7 +132,8 @@ class Stepper:
 
     def _drop_expired(self) -> None:
         now_s = self._clock()
-        self._expire((*self._queue.expired(now_s), *self._rows.expired(now_s)), now_s)
+        late = (*self._queue.expired(now_s), *self._rows.expired(now_s), *self._turns.expired(now_s))
+        self._expire(dict.fromkeys(late), now_s)
 
     def _drop_encoded(self, groups: tuple[SequenceGroup, ...]) -> None:
         """End those whose client or time went while they were encoded, before anything is decoded for them."""
@@ -154,15 +169,22 @@ class Stepper:
         error = DeadlineExceeded("the deadline passed before the answer")
         self._fail_group(group, FinishReason.DEADLINE, error)
 
+    def _fill(self) -> None:
+        """Give free rows to outputs of running groups, to groups that join, and to the further outputs of those."""
+        self._turns.start_pending(self._runner.bos_id)
+        if not self._turns.is_blocked:
+            self._admit()
+            self._turns.start_pending(self._runner.bos_id)
+
     def _admit(self) -> None:
         if not self._queue or len(self._rows) == self._limits.max_num_seqs:
             return
         batch = schedule(
-            self._queue.peek(1 + self._limits.max_num_seqs - len(self._rows)),
+            self._turns.candidates(),
             num_running=len(self._rows),
             num_free_blocks=self._reservations.num_admissible_blocks,
             limits=self._limits,
-            num_deferred=self._num_deferred,
+            num_deferred=MAX_DEFERRED_STEPS if self._turns.has_taken else self._num_deferred,
         )
         self._num_deferred = batch.num_deferred
         if batch.joining:
@@ -208,8 +230,9 @@ class Stepper:
         joining = [group for group in groups if group.state is not SequenceState.FINISHED]
         for group in joining:
             group.state = SequenceState.RUNNING
-        self._rows.append((one for group in joining for one in group.sequences), self._runner.bos_id)
+        self._rows.append((one for group in joining for one in group.starting), self._runner.bos_id)
         for group in joining:
+            self._turns.wait(group)
             if group.is_beam_search:
                 self._beams.add(group)
 
@@ -229,19 +252,15 @@ class Stepper:
             group.ticket, group.admitted_s = self._num_admitted, now_s
             group.sequences = sequences_of(group, self._runner.bos_id, self._runner.eos_id)
             self._metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
+        group.take_first_rows()
         self._reservations.take(group)
+        self._turns.joined(group)
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        """Let a running group of one row wait again, its blocks free; it will go on from the tokens it has."""
-        (sequence,) = group.sequences
-        assert sequence.row is not None
-        sequence.produced = self._rows.produced(sequence.row)
-        self._vacate(sequence)
-        self._reservations.yield_all(group)
-        group.state, group.preempted_s = SequenceState.WAITING, self._clock()
+    def _wait_again(self, group: SequenceGroup) -> None:
+        """Let a group that was preempted wait before all new ones."""
+        group.state = SequenceState.WAITING
         self._num_running -= 1
         self._queue.put_back(group)
-        self._metrics.preempted()
 
     def _decode(self, num_before: int) -> Told:
         """Decode every row, the ones from `num_before` on for the first time; returns what is to be published."""
@@ -301,8 +320,8 @@ class Stepper:
             self._break(group)
             return
         self._vacate(sequence)
+        sequence.is_finished = True
         group.num_finished += 1
-        group.num_generated += sequence.num_generated
         event = output_event(sequence, ended.reason, ended.logprobs)
         if group.num_finished == group.num_rows:
             self._close(group, ended.reason, [event])
@@ -342,9 +361,9 @@ class Stepper:
         stage = group.state
         group.state = SequenceState.FINISHED
         group.stream.end_reason = reason
-        if stage is not SequenceState.RUNNING:  # it may have run before
-            group.num_generated = sum(sequence.num_generated for sequence in group.sequences)
         self._release(group)
+        if not group.is_beam_search:
+            group.num_generated = sum(sequence.num_generated for sequence in group.sequences)
         if stage is not SequenceState.WAITING:
             self._num_running -= 1
             self._reservations.give_back(group)
@@ -357,12 +376,12 @@ class Stepper:
 
     def _release(self, group: SequenceGroup) -> None:
         self._queue.remove(group.request_id)
+        self._turns.forget(group)
         self._beams.remove(group)
         # From the last row down: the row that moves into a hole is then never one of these.
         for sequence in sorted(group.sequences, key=lambda one: -1 if one.row is None else -one.row):
             if sequence.row is not None:
                 self._vacate(sequence)
-                group.num_generated += 0 if group.is_beam_search else sequence.num_generated
 
     def _vacate(self, sequence: Sequence) -> None:
         row = sequence.row

@@ -225,6 +225,34 @@ def test_preempted_requests_get_the_bits_they_get_uninterrupted_with_every_kind_
     assert crowd.num_preemptions > 0
 
 
+def contending_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
+    """One of a few callers; half of all are of one that asks for samples as long as they may be."""
+    made = random_request(dice, name, runner)
+    if dice.random() < 0.5:
+        return dataclasses.replace(made, client=dice.choice("xyz"))
+    while made.task is not Task.GENERATE or not made.params.temperature:
+        made = random_request(dice, name, runner)
+    count = dice.choice([1, MAX_WIDTH])
+    params = dataclasses.replace(
+        made.params, max_new_tokens=None, ignore_eos=True, stop_ids=(), num_return_sequences=count
+    )
+    return dataclasses.replace(made, prefix_ids=made.prefix_ids[:3], params=params, client="many")
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+def test_samples_whose_rows_went_to_other_callers_get_the_bits_they_get_uninterrupted(
+    bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
+) -> None:
+    crowded = NativeRunner(bundle, max_rows=2 * MAX_WIDTH, threads=2, precision=precision)
+    alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1, precision=precision)
+    num_preemptions = 0
+    for seed in range(ROUNDS):
+        crowd = run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 4, contending_request)
+        check_against_alone(crowd, alone)
+        num_preemptions += crowd.num_preemptions
+    assert num_preemptions > 5 * ROUNDS
+
+
 @pytest.mark.parametrize("precision", ["int8", "float32"])
 def test_a_prefix_of_its_own_output_goes_on_with_the_same_bits(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision

@@ -38,12 +38,14 @@ class Bench:
         can_resume: bool = True,
         reads_history: bool = False,
         has_encoder: bool = True,
+        max_target_len: int = 32,
         heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
         """heads: of an encoder alone."""
         self.loop = loop
         self.runner = FakeRunner(
             max_rows=max_rows,
+            max_target_len=max_target_len,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             can_share_blocks=can_share_blocks,

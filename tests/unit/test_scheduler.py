@@ -16,6 +16,11 @@ class Item:
     num_prefill_tokens: int
     num_blocks: int = 1
     num_rows: int = 1
+    can_start_with_one: bool = False
+
+    @property
+    def num_first_rows(self) -> int:
+        return min(1, self.num_rows) if self.can_start_with_one else self.num_rows
 
     @property
     def source_len(self) -> int:

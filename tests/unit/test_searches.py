@@ -219,12 +219,12 @@ def test_samples_of_a_request_are_those_of_as_many_requests(bench: Bench) -> Non
     assert last.num_generated == sum(len(e.token_ids) + (e.finish_reason is FinishReason.STOP) for e in many)
 
 
-def test_a_prefix_counts_for_each_sample_and_once_for_a_search(bench: Bench) -> None:
+def test_a_prefix_counts_once_for_a_group_that_joins(bench: Bench) -> None:
     source, prefix = source_of(target_len=9, length=7), (5, 6, 7)
     sampled = SamplingParams(temperature=1.0, num_return_sequences=4, max_new_tokens=2)
     searched = SamplingParams(beam_width=4, max_new_tokens=2)
     groups = [bench.add(name, source, p, prefix=prefix) for name, p in (("s", sampled), ("b", searched))]
-    assert [group.num_prefill_tokens for group in groups] == [7 + 4 * 3, 7 + 3]
+    assert [group.num_prefill_tokens for group in groups] == [7 + 3, 7 + 3]
     bench.step()
     assert bench.runner.decoded_tokens == [4 * 4]  # 19 of the 16 tokens of a step are taken up alone
     bench.finish()

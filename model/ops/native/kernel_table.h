@@ -6,6 +6,7 @@
 #include "linear_kernels.h"
 #include "nibble_kernels.h"
 #include "row_kernels.h"
+#include "sampling_kernels.h"
 
 namespace antiphon {
 namespace {
@@ -31,6 +32,11 @@ constexpr Kernels MakeTable(const char* name) {
   table.summarize = Summarize;
   table.boltzmann = Boltzmann;
   table.at_least = AtLeast;
+  table.rank_values = RankValues;
+  table.rank_distances = RankDistances;
+  table.measure_weights = MeasureWeights;
+  table.keep_likely = KeepLikely;
+  table.keep_near = KeepNear;
   return table;
 }
 

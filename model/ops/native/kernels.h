@@ -126,6 +126,41 @@ struct LogitSummary {
   int32_t invalid;  // not 0 when there is a NaN
 };
 
+// From values to the logarithms of their weights: distances from the largest value, over the temperature.
+struct Scale {
+  float largest;
+  float inverse;  // of the temperature
+};
+
+// From values to how far their surprise is from the entropy: |log_total - log weight - entropy|, in double precision.
+struct Surprise {
+  Scale scale;
+  double log_total;
+  double entropy;
+};
+
+inline double DistanceOf(float value, const Surprise& surprise) {
+  const double distance = static_cast<double>(value) - static_cast<double>(surprise.scale.largest);
+  return __builtin_fabs(surprise.log_total - distance * static_cast<double>(surprise.scale.inverse) - surprise.entropy);
+}
+
+// Sums over tokens: of their weights, and of each times its logarithm.
+struct Moments {
+  double total;
+  double scaled;
+};
+
+// Tokens that may be drawn, by rising id: arrays with room for 16 more than they hold, rounded up to 16.
+struct Tokens {
+  int32_t* ids;
+  float* values;
+  float* weights;
+};
+
+// A rank r, 0 or more, has bucket min(r * kBucketsPerRank, kRankBuckets - 1).
+constexpr int64_t kRankBuckets = 2048;
+constexpr float kBucketsPerRank = 64.0f;
+
 struct Kernels {
   const char* name;
 
@@ -171,6 +206,20 @@ struct Kernels {
   void (*boltzmann)(const float* logits, int64_t columns, float largest, float inverse_temperature, float* weights);
   // Indices of the logits >= threshold, rising; returns how many, writes at most `room`.
   int64_t (*at_least)(const float* logits, int64_t columns, float threshold, int32_t* indices, int64_t room);
+
+  // Buckets of ranks largest - value, or distance / inverse: temperatures do not change how they spread.
+  // buckets: room for `count` rounded up to 16.
+  void (*rank_values)(const float* values, int64_t count, float largest, int32_t* buckets);
+  void (*rank_distances)(const float* values, int64_t count, const Surprise&, int32_t* buckets);
+  Moments (*measure_weights)(const float* values, const float* weights, int64_t count, const Scale&);
+  // Keeps the tokens above `last`, or of it and before index `end`, whose weight is at least min_weight. Their values
+  // are read from `values`, which may be tokens.values; their ids are the indices unless tokens has ids. Returns how
+  // many are kept.
+  int64_t (*keep_likely)(const Tokens& tokens, const float* values, bool has_ids, int64_t count, float last,
+                         int64_t end, float min_weight);
+  // The same for tokens whose distance is at most `farthest`.
+  int64_t (*keep_near)(const Tokens& tokens, const float* values, bool has_ids, int64_t count, const Surprise&,
+                       double farthest);
 };
 
 const Kernels& PortableKernels();

@@ -2,28 +2,23 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+
+#include "cut.h"
 
 namespace antiphon {
 
 namespace {
 
-constexpr int64_t kNucleusGuess = 64;  // tokens a nucleus is first expected within
 // Bounds of inverse temperatures: 0 times infinity would not be 0, whichever of them a logit's distance is.
 constexpr float kSteepest = 1e30f, kFlattest = 1e-37f;
 
-float InverseTemperature(float temperature) { return std::clamp(1.0f / temperature, kFlattest, kSteepest); }
-
-// Weights of the shortlist, in its order.
-void Weigh(const Kernels& kernels, const ValueRow& row, const Shortlist& list, float inverse, float* weights) {
-  std::transform(list.begin(), list.end(), weights, [](const Candidate& candidate) { return candidate.value; });
-  kernels.boltzmann(weights, list.size(), row.largest, inverse, weights);
+Scale ScaleOf(const ValueRow& row, float temperature) {
+  return {row.largest, std::clamp(1.0f / temperature, kFlattest, kSteepest)};
 }
 
-double Sum(const float* weights, int64_t count) {
-  double sum = 0;
-  for (int64_t index = 0; index < count; ++index) sum += static_cast<double>(weights[index]);
-  return sum;
-}
+// Elements of an array that kernels write whole vectors of 16 to, and 16 beyond those that are kept.
+size_t Padded(int64_t count) { return static_cast<size_t>(RoundUp(count, kPanel) + kPanel); }
 
 // First index whose cumulative weight passes `uniform` of the total; never one of weight 0.
 int64_t Invert(const float* weights, int64_t count, double uniform) {
@@ -42,151 +37,126 @@ int64_t Invert(const float* weights, int64_t count, double uniform) {
   return last;
 }
 
-// Probability mass, unnormalised, of the top_k likeliest tokens.
-double MassOf(const Kernels& kernels, const ValueRow& row, int64_t top_k, float inverse) {
-  const Scratch<float> weights(static_cast<size_t>(row.vocab));
-  if (top_k == row.vocab) {
-    kernels.boltzmann(row.values, row.vocab, row.largest, inverse, weights.data());
-    return Sum(weights.data(), row.vocab);
+// Weights as integers, whose sums are exact: a kept set depends neither on the order in which tokens are looked at nor on
+// the search. A unit is 2^-49 for 8,192 tokens and 2^-44 for 262,144: so small that all masses together stay below 2^63.
+// A weight of 2^-25 (2^-20) of the likeliest one's or more is converted exactly, a smaller one is rounded down by less
+// than a unit; all of them together by less than 2^-36 of the total, where each weight itself, a float, is rounded by up
+// to 2^-24 of its size. A sum of doubles in some order would be off by up to 2^-40.
+class Masses {
+ public:
+  Masses(const float* weights, int64_t vocab) : weights_(weights), units_(1.0f) {
+    for (int64_t most = int64_t{1} << 62; most > vocab; most /= 2) units_ *= 2.0f;
   }
-  const Shortlist list(kernels, row, top_k);
-  Weigh(kernels, row, list, inverse, weights.data());
-  return Sum(weights.data(), list.size());
-}
 
-// Sorts the list, best first, and says how many of it reach `mass`; 0 where all together do not.
-int64_t NucleusSize(const Kernels& kernels, const ValueRow& row, const Shortlist& list, float inverse, double mass) {
-  std::sort(list.begin(), list.end(), IsLikelier);
-  const Scratch<float> weights(static_cast<size_t>(list.size()));
-  Weigh(kernels, row, list, inverse, weights.data());
-  double passed = 0;
-  for (int64_t index = 0; index < list.size(); ++index) {
-    passed += static_cast<double>(weights[static_cast<size_t>(index)]);
-    if (passed >= mass) return index + 1;
+  int64_t operator()(int64_t index) const { return Of(weights_[index]); }
+  int64_t Of(float weight) const { return static_cast<int64_t>(weight * units_); }
+
+ private:
+  const float* weights_;
+  float units_;  // of the likeliest token's weight
+};
+
+// The mass that a share of a total comes to, rounded up: 1 to the total.
+struct Share {
+  explicit Share(float share) : share(static_cast<double>(share)) {}
+  int64_t operator()(int64_t total) const {
+    return std::clamp(static_cast<int64_t>(std::ceil(share * static_cast<double>(total))), int64_t{1}, total);
   }
-  return 0;
-}
+  double share;
+};
 
 // The tokens that may be drawn, by rising id, and their weights: the likeliest one's is 1.
 class Support {
  public:
-  // After temperature, top-k and top-p: all three keep the likeliest.
+  // After temperature and top-k.
   Support(const Kernels& kernels, const ValueRow& row, const SamplingParams& params)
-      : row_(row),
-        inverse_(InverseTemperature(params.temperature)),
-        ids_(static_cast<size_t>(row.vocab)),
-        weights_(static_cast<size_t>(row.vocab)),
+      : kernels_(kernels),
+        scale_(ScaleOf(row, params.temperature)),
+        ids_(Padded(row.vocab)),
+        kept_values_(Padded(row.vocab)),
+        weights_(Padded(row.vocab)),
+        buckets_(Padded(row.vocab)),
+        masses_(weights_.data(), row.vocab),
+        values_(row.values),
         size_(row.vocab) {
-    const int64_t top_k = params.top_k > 0 && params.top_k < row.vocab ? params.top_k : row.vocab;
-    if (params.top_p < 1.0f) {
-      TakeNucleus(kernels, params.top_p, top_k);
-    } else if (top_k < row.vocab) {
-      Take(kernels, Shortlist(kernels, row, top_k));
+    if (params.top_k > 0 && params.top_k < row.vocab) Take(row, params.top_k);
+    kernels.boltzmann(values_, size_, scale_.largest, scale_.inverse, weights_.data());
+  }
+
+  // Keeps the fewest of the likeliest tokens that hold top_p of the mass, of equal values those of the lowest ids; and
+  // of these the tokens that are at least min_p as likely as the likeliest.
+  void CutTail(float top_p, float min_p) {
+    if (top_p < 1.0f) {
+      kernels_.rank_values(values_, size_, scale_.largest, buckets_.data());
+      KeepLikely(CutLargest(masses_, Share(top_p)), min_p);
     } else {
-      kernels.boltzmann(row.values, row.vocab, row.largest, inverse_, weights_.data());
+      KeepLikely({UINT32_MAX, 0}, min_p);
     }
   }
 
-  // Keeps tokens at least min_p as likely as the likeliest.
-  void CutUnlikely(float min_p) {
-    Keep([&](int64_t index) { return weights_[static_cast<size_t>(index)] >= min_p; });
+  // Keeps locally typical tokens (Meister et al. 2022): those whose surprise is nearest the entropy, as many as hold
+  // `typical_p` of the mass, and those as near as the last of them.
+  void CutUntypical(float typical_p) {
+    const Moments moments = kernels_.measure_weights(values_, weights_.data(), size_, scale_);
+    const double log_total = std::log(moments.total);
+    const Surprise surprise{scale_, log_total, log_total - moments.scaled / moments.total};
+    kernels_.rank_distances(values_, size_, surprise, buckets_.data());
+    const auto key = [&](int64_t index) { return AscendingKey(DistanceOf(values_[index], surprise)); };
+    const Cut<uint64_t> cut = Cutter<uint64_t>::Find(buckets_.data(), size_, key, masses_, Share(typical_p));
+    Narrow(kernels_.keep_near(tokens(), values_, has_ids_, size_, surprise, ValueOfKey(cut.last)));
   }
 
-  // Keeps locally typical tokens (Meister et al. 2022): those whose surprise is nearest the entropy, as many as reach
-  // `mass`, and those as near as the last of them.
-  void CutUntypical(float mass) {
-    const double total = Sum(weights_.data(), size_), log_total = std::log(total), entropy = Entropy(total);
-    const Scratch<Distance> order(static_cast<size_t>(size_));
-    const auto distance = [&](int64_t index) { return std::abs(log_total - Scaled(index) - entropy); };
-    for (int64_t index = 0; index < size_; ++index) {
-      order[static_cast<size_t>(index)] = {distance(index), weights_[static_cast<size_t>(index)]};
-    }
-    const double farthest = Farthest(order.data(), size_, static_cast<double>(mass) * total);
-    Keep([&](int64_t index) { return distance(index) <= farthest; });
+  int64_t Draw(double uniform) const {
+    const int64_t index = Invert(weights_.data(), size_, uniform);
+    return has_ids_ ? ids_[static_cast<size_t>(index)] : index;
   }
-
-  int64_t Draw(double uniform) const { return IdOf(Invert(weights_.data(), size_, uniform)); }
 
  private:
-  struct Distance {
-    double value;
-    float weight;
-  };
+  Tokens tokens() const { return {ids_.data(), kept_values_.data(), weights_.data()}; }
 
-  // The fewest of the top_k likeliest tokens that hold top_p of their mass.
-  void TakeNucleus(const Kernels& kernels, float top_p, int64_t top_k) {
-    const double mass = static_cast<double>(top_p) * MassOf(kernels, row_, top_k, inverse_);
-    for (const int64_t guess : {std::min(kNucleusGuess, top_k), top_k}) {
-      Shortlist list(kernels, row_, guess);
-      const int64_t size = NucleusSize(kernels, row_, list, inverse_, mass);
-      if (size == 0 && guess < top_k) continue;
-      if (size != 0) list.Truncate(size);
-      return Take(kernels, list);
-    }
+  // Takes the top_k likeliest tokens of a row; their weights are not known yet.
+  void Take(const ValueRow& row, int64_t top_k) {
+    if (top_k <= ChunksOf(row.vocab)) return TakeFew(Shortlist(kernels_, row, top_k));
+    kernels_.rank_values(values_, size_, scale_.largest, buckets_.data());
+    std::fill(weights_.data(), weights_.data() + size_, 1.0f);
+    KeepLikely(CutLargest([](int64_t) { return 1; }, [top_k](int64_t) { return top_k; }), 0.0f);
   }
 
-  void Take(const Kernels& kernels, const Shortlist& list) {
+  void TakeFew(const Shortlist& list) {
     std::sort(list.begin(), list.end(), HasLowerId);
     std::transform(list.begin(), list.end(), ids_.data(), [](const Candidate& candidate) { return candidate.id; });
-    Weigh(kernels, row_, list, inverse_, weights_.data());
-    size_ = list.size();
-    is_whole_ = false;
+    std::transform(list.begin(), list.end(), kept_values_.data(), [](const Candidate& one) { return one.value; });
+    Narrow(list.size());
   }
 
-  int64_t IdOf(int64_t index) const { return is_whole_ ? index : ids_[static_cast<size_t>(index)]; }
-
-  // The logarithm of a token's weight, which may be too small to be one.
-  double Scaled(int64_t index) const {
-    return (static_cast<double>(row_.values[IdOf(index)]) - static_cast<double>(row_.largest)) *
-           static_cast<double>(inverse_);
+  // Where the largest values reach a target, their buckets being known.
+  template <typename MassAt, typename TargetOf>
+  Cut<uint32_t> CutLargest(const MassAt& mass_at, const TargetOf& target_of) const {
+    const auto key = [values = values_](int64_t index) { return DescendingKey(values[index]); };
+    return Cutter<uint32_t>::Find(buckets_.data(), size_, key, mass_at, target_of);
   }
 
-  double Entropy(double total) const {
-    double sum = 0;
-    for (int64_t index = 0; index < size_; ++index) {
-      const auto weight = static_cast<double>(weights_[static_cast<size_t>(index)]);
-      if (weight > 0) sum += weight * Scaled(index);
-    }
-    return std::log(total) - sum / total;
+  void KeepLikely(const Cut<uint32_t>& cut, float min_weight) {
+    const float last = cut.last == UINT32_MAX ? -std::numeric_limits<float>::infinity() : ValueOfKey(cut.last);
+    Narrow(kernels_.keep_likely(tokens(), values_, has_ids_, size_, last, cut.end, min_weight));
   }
 
-  // The smallest distance within which the weights reach `mass`; the largest where they never do. Reorders.
-  static double Farthest(Distance* begin, int64_t count, double mass) {
-    Distance* end = begin + count;
-    for (double passed = 0; end - begin > 1;) {
-      Distance* middle = begin + (end - begin) / 2;
-      std::nth_element(begin, middle, end, [](const Distance& a, const Distance& b) { return a.value < b.value; });
-      double nearer = passed;
-      for (const Distance* entry = begin; entry < middle; ++entry) nearer += static_cast<double>(entry->weight);
-      if (nearer >= mass) {
-        end = middle;
-      } else {
-        begin = middle;
-        passed = nearer;
-      }
-    }
-    return begin->value;
+  void Narrow(int64_t size) {
+    size_ = size;
+    values_ = kept_values_.data();
+    has_ids_ = true;
   }
 
-  template <typename Test>
-  void Keep(const Test& test) {
-    int64_t kept = 0;
-    for (int64_t index = 0; index < size_; ++index) {
-      if (!test(index)) continue;
-      ids_[static_cast<size_t>(kept)] = static_cast<int32_t>(IdOf(index));
-      weights_[static_cast<size_t>(kept)] = weights_[static_cast<size_t>(index)];
-      ++kept;
-    }
-    size_ = kept;
-    is_whole_ = false;
-  }
-
-  const ValueRow& row_;
-  float inverse_;
-  Scratch<int32_t> ids_;  // unused while the whole vocabulary may be drawn
+  const Kernels& kernels_;
+  Scale scale_;
+  Scratch<int32_t> ids_;  // unused while the whole vocabulary may be drawn, as are kept_values_
+  Scratch<float> kept_values_;
   Scratch<float> weights_;
+  Scratch<int32_t> buckets_;
+  Masses masses_;
+  const float* values_;  // the row's, or kept_values_
   int64_t size_;
-  bool is_whole_ = true;
+  bool has_ids_ = false;
 };
 
 void Multiply64(uint64_t a, uint64_t b, uint64_t* high, uint64_t* low) {
@@ -214,7 +184,7 @@ double UniformAt(uint64_t seed, uint64_t position) {
 
 int64_t SampleRow(const Kernels& kernels, const ValueRow& row, const SamplingParams& params, double uniform) {
   Support support(kernels, row, params);
-  if (params.min_p > 0.0f) support.CutUnlikely(params.min_p);
+  if (params.top_p < 1.0f || params.min_p > 0.0f) support.CutTail(params.top_p, params.min_p);
   if (params.typical_p < 1.0f) support.CutUntypical(params.typical_p);
   return support.Draw(uniform);
 }

@@ -42,7 +42,6 @@ class Shortlist {
   Candidate* begin() const { return entries_.data(); }
   Candidate* end() const { return begin() + size_; }
   int64_t size() const { return size_; }
-  void Truncate(int64_t size) { size_ = size; }
 
  private:
   Scratch<Candidate> entries_;

@@ -38,6 +38,7 @@ ANTIPHON_INLINE F32 LoadPart(const float* from, int count) {
 #if defined(__AVX512F__)
   return reinterpret_cast<F32>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from));
 #else
+  if (count == kLanes) return Load(from);  // most often; a copy of a variable length is a call
   F32 v = {};
   memcpy(&v, from, static_cast<size_t>(count) * sizeof(float));
   return v;
@@ -48,6 +49,7 @@ ANTIPHON_INLINE void StorePart(float* to, F32 v, int count) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), reinterpret_cast<__m512>(v));
 #else
+  if (count == kLanes) return Store(to, v);
   memcpy(to, &v, static_cast<size_t>(count) * sizeof(float));
 #endif
 }

@@ -1,0 +1,236 @@
+"""Who gets the rows that are free, and who gives rows up, so that no caller keeps all of them while others wait.
+
+A caller may hold more than its share (shares.py) only while nobody within its own share wants rows. Such a want is
+served from free rows, before anything else; where none has been served for PATIENCE_STEPS, rows are taken from the
+caller that holds the most: batch before interactive, the newest request first. What is taken goes on later from where
+it was, so each taken row costs the tokens it has to feed again, and sometimes its source once more. To bound that,
+rows beyond a share are given out again only when none has been taken for CALM_STEPS.
+
+A request of several samples runs with as many rows as there are; the others of its outputs wait here. A beam search
+keeps all its rows to its end, and so does everything on graphs that cannot go on from a cache; of such rows one caller
+gets at most seven in eight, unless they are its first. Ends nothing; knows no events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from antiphon.service.engine.request_queue import RequestQueue
+from antiphon.service.engine.reservations import Reservations
+from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.shares import Shares
+from antiphon.service.request import Priority
+
+# Rows that end by themselves cost nothing: while some do, and they come together at this pace, none are taken.
+PATIENCE_STEPS = MAX_DEFERRED_STEPS + 1
+# A caller that asks for one short answer after another finds the row that was taken for it still free.
+CALM_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """Rows that a group wants within its caller's share, and the blocks without which it gets none."""
+
+    group: SequenceGroup
+    num_rows: int
+    num_blocks: int
+
+
+class RowTurns:
+    """Turns of the callers at the rows of one engine.
+
+    has_taken: rows were taken at this step, so those that want them should not wait for others to join with them.
+    is_blocked: an output of a running group found a row, but no blocks or no room in this step's tokens.
+    """
+
+    def __init__(
+        self, rows: RunningRows, reservations: Reservations, queue: RequestQueue, limits: SchedulerLimits
+    ) -> None:
+        self._rows = rows
+        self._reservations = reservations
+        self._queue = queue
+        self._limits = limits
+        self._pending: dict[str, SequenceGroup] = {}  # running groups, some of whose outputs wait for rows
+        self._step = 0
+        self._num_unserved = 0  # steps in a row in which somebody within its share wanted rows and nobody got any
+        self._favoured: dict[str, int] = {}  # callers that rows were taken for, and the step until which it counts
+        self._known: Shares | None = None  # of this step, once it was needed
+        self._budget = limits.max_num_batched_tokens  # what is left of it for outputs that start at this step
+        self.has_taken = self.is_blocked = False
+
+    def __bool__(self) -> bool:
+        """Return whether outputs of running groups wait for rows."""
+        return bool(self._pending)
+
+    def wait(self, group: SequenceGroup) -> None:
+        """Note a running group whose pending outputs wait for rows."""
+        if group.pending:
+            self._pending[group.request_id] = group
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Forget a group that does not run any more."""
+        self._pending.pop(group.request_id, None)
+
+    def expired(self, now_s: float) -> list[SequenceGroup]:
+        """Groups that wait for rows and whose deadline or time limit has come."""
+        return [group for group in self._pending.values() if group.expires_s <= now_s]
+
+    def make_room(self, pause: Callable[[Sequence], None]) -> None:
+        """Take rows from who holds more than its share, where wants have gone unserved for long enough.
+
+        Once a step, before anything joins. pause: vacates a row and gives back its blocks.
+        """
+        self._step += 1
+        self._known, self._budget = None, self._limits.max_num_batched_tokens
+        self.has_taken = False
+        self._favoured = {caller: until for caller, until in self._favoured.items() if until > self._step}
+        if not self._queue and not self._pending:
+            self._num_unserved = 0
+            return
+        wants = self._wants() if self._shares.is_contended else []
+        if not wants or not self._is_short(wants):
+            self._num_unserved = 0
+            return
+        self._num_unserved += 1
+        if self._num_unserved > PATIENCE_STEPS:
+            self._take(wants, pause)
+
+    def candidates(self) -> list[SequenceGroup]:
+        """The groups that may join now: those within their callers' shares first, others where rows may be spared."""
+        count, shares = 1 + self._num_free, self._shares
+        if not shares.is_contended:
+            return self._queue.peek(count, shares.turn(is_within=False))
+        first = self._queue.peek(count, shares.turn(is_within=True))
+        if len(first) == count or not self._may_spare:
+            return first
+        others = [one for one in self._queue.peek(count, shares.turn(is_within=False)) if one not in first]
+        return [*first, *others][:count]
+
+    def joined(self, group: SequenceGroup) -> None:
+        """Note that a group got its first rows and blocks."""
+        self._note(group, group.num_first_rows, len(group.blocks))
+
+    def start_pending(self, bos_id: int) -> None:
+        """Give free rows to outputs of running groups, the oldest first, within this step's budget of tokens."""
+        self.is_blocked = False
+        for group in sorted(self._pending.values(), key=_age):
+            while group.pending and self._num_free and self._may_start_one(group):
+                self.is_blocked = not self._can_start(group.pending[0])
+                if self.is_blocked:
+                    return
+                sequence = group.pending.pop(0)
+                self._reservations.take_output(sequence)
+                self._rows.append((sequence,), bos_id)
+                self._note(group, 1, group.num_first_blocks)
+            if not group.pending:
+                self.forget(group)
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        """Return whether there are blocks for an output and tokens left in this step, of which one output may take all.
+
+        Takes the tokens from the budget.
+        """
+        group = sequence.group
+        if group.num_first_blocks > self._reservations.num_admissible_blocks:
+            return False
+        num_fed = 1 + len(group.request.prefix_ids) + len(sequence.produced)
+        is_first = self._budget == self._limits.max_num_batched_tokens
+        if num_fed > self._budget and not is_first:
+            return False
+        self._budget -= num_fed
+        return True
+
+    @property
+    def _num_free(self) -> int:
+        return self._limits.max_num_seqs - len(self._rows)
+
+    @property
+    def _may_spare(self) -> bool:
+        """Return whether rows may go to who holds its share already."""
+        return not self._favoured
+
+    def _may_start_one(self, group: SequenceGroup) -> bool:
+        if not self._shares.is_contended or self._shares.has_room(group, 1, group.num_first_blocks):
+            return True
+        return self._may_spare and not self._queue.peek(1, self._shares.turn(is_within=True))
+
+    def _note(self, group: SequenceGroup, num_rows: int, num_blocks: int) -> None:
+        self._num_unserved = 0
+        self._shares.note(group, num_rows, num_blocks)
+
+    @property
+    def _shares(self) -> Shares:
+        """What callers hold at this step."""
+        if self._known is None:
+            running = dict.fromkeys(sequence.group for sequence in self._rows.sequences)
+            self._known = Shares(
+                running | dict.fromkeys(self._pending.values()),
+                self._queue.clients | self._favoured.keys(),
+                num_rows=self._limits.max_num_seqs,
+                num_blocks=self._reservations.num_blocks,
+            )
+        return self._known
+
+    def _wants(self) -> list[_Want]:
+        """What callers within their shares want, in the order in which they are served."""
+        wants, taken = [], Counter[str]()
+        for group, num_rows, num_blocks in (*self._pending_rows(), *self._waiting_rows()):
+            client = group.request.client
+            room = max(self._shares.row_room(client), 0 if taken[client] else group.num_first_rows) - taken[client]
+            if room > 0:
+                wants.append(_Want(group, min(num_rows, room), num_blocks))
+                taken[client] += min(num_rows, room)
+        return wants
+
+    def _pending_rows(self) -> Iterator[tuple[SequenceGroup, int, int]]:
+        """Running groups within their callers' shares: rows that their outputs wait for, and blocks of one."""
+        for group in sorted(self._pending.values(), key=_age):
+            if self._shares.has_room(group, 1, group.num_first_blocks):
+                yield group, len(group.pending), group.num_first_blocks
+
+    def _waiting_rows(self) -> Iterator[tuple[SequenceGroup, int, int]]:
+        """Groups of the queue within their callers' shares: rows that they want, and blocks that they need to start.
+
+        What is only encoded passes through a free row as well.
+        """
+        for group in self._queue.peek(self._limits.max_num_seqs, self._shares.turn(is_within=True)):
+            yield group, max(1, group.num_rows), group.num_blocks
+
+    def _is_short(self, wants: list[_Want]) -> bool:
+        return self._lacks_rows(wants) or self._lacks_blocks(wants)
+
+    def _lacks_rows(self, wants: list[_Want]) -> bool:
+        return sum(want.num_rows for want in wants) > self._num_free
+
+    def _lacks_blocks(self, wants: list[_Want]) -> bool:
+        return wants[0].num_blocks > self._reservations.num_admissible_blocks
+
+    def _take(self, wants: list[_Want], pause: Callable[[Sequence], None]) -> None:
+        while self._is_short(wants):
+            victim = self._victim(wants)
+            if victim is None:
+                return
+            num_blocks = len(victim.group.blocks)
+            pause(victim)
+            self._shares.note(victim.group, -1, len(victim.group.blocks) - num_blocks)
+            self._favoured |= {want.group.request.client: self._step + CALM_STEPS for want in wants}
+            self.has_taken = True
+
+    def _victim(self, wants: list[_Want]) -> Sequence | None:
+        """The row to be taken next: of the caller with the most, the batch's and then the newest."""
+        shares, wanting = self._shares, wants[0].group.request.client
+        exceeds = shares.exceeds_rows if self._lacks_rows(wants) else shares.exceeds_blocks
+        held = [one for one in self._rows.sequences if one.group.can_pause]
+        too_much = [one for one in held if exceeds(caller := one.group.request.client) and caller != wanting]
+        return max(
+            too_much, key=lambda one: (shares.rows[one.group.request.client], *_age(one.group), one.index), default=None
+        )
+
+
+def _age(group: SequenceGroup) -> tuple[bool, int]:
+    """What orders groups: interactive before batch, then the oldest first."""
+    return group.request.priority is Priority.BATCH, group.ticket
