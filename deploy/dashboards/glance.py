@@ -7,7 +7,7 @@ from deploy.dashboards.shapes import BAD, GOOD, WARNING, About, Panel, number
 
 WIDTH, HEIGHT = 3, 4
 # Reasons of refusals that are no mistake of a client, as the rules of deploy/alerts have them.
-FAULTS = "QUEUE_FULL|TOO_MANY_RPCS|ENGINE_FAULT|INTERNAL|LOADING|UNAVAILABLE"
+FAULTS = "QUEUE_FULL|TOO_MANY_RPCS|TOO_MANY_TEXTS|ENGINE_FAULT|INTERNAL|LOADING|UNAVAILABLE"
 
 
 def panels() -> list[Panel]:
