@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import sys
 from collections import Counter
@@ -46,6 +47,7 @@ def _as_sent(given: Mapping[str, Any]) -> Sent:
 def main() -> None:
     """Attack as told, and report."""
     order = json.loads(sys.argv[1])
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a connection that was closed
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     identities = None if order["identities"] is None else Identities(Path(order["identities"]))
