@@ -1,4 +1,4 @@
-"""When tokens come: the time to a request's first token, and the gaps between steps. Writes metrics only."""
+"""Times of tokens: of a request's first one, and the gaps between steps. Writes metrics only."""
 
 from __future__ import annotations
 
