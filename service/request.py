@@ -136,6 +136,11 @@ class SamplingParams:
         check_combination(Controls(params=self))
 
     @property
+    def is_narrowed(self) -> bool:
+        """True when every step searches the vocabulary for the part of it that a token is drawn from."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.typical_p < 1)
+
+    @property
     def is_greedy(self) -> bool:
         """True when the likeliest token is always taken."""
         return self.temperature == 0.0

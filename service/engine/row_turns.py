@@ -1,4 +1,4 @@
-"""Who gets the rows that are free, and who gives rows up, so that no caller keeps all of them while others wait.
+"""Turns of the callers at the rows: free rows are given out, and rows are taken from who holds too many of them.
 
 A caller may hold more than its share (shares.py) only while nobody within its own share wants rows. Such a want is
 served from free rows, before anything else; where none has been served for PATIENCE_STEPS, rows are taken from the
@@ -91,7 +91,7 @@ class RowTurns:
         if not self._queue and not self._pending:
             self._num_unserved = 0
             return
-        wants = self._wants() if self._shares.is_contended else []
+        wants = self._wants() if self._shares.is_uneven else []
         if not wants or not self._is_short(wants):
             self._num_unserved = 0
             return

@@ -41,6 +41,11 @@ class Shares:
         """Return whether more than one caller holds or wants rows."""
         return len(self._callers) > 1
 
+    @property
+    def is_uneven(self) -> bool:
+        """Return whether some caller holds more than its share while others hold or want rows."""
+        return any(map(self.exceeds_rows, self.rows)) or any(map(self.exceeds_blocks, self.blocks))
+
     def note(self, group: SequenceGroup, num_rows: int, num_blocks: int) -> None:
         """Count rows and blocks that a group takes; below 0 what it gives back."""
         self.rows[group.request.client] += num_rows

@@ -24,6 +24,7 @@ from antiphon.service.engine.row_turns import RowTurns
 from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits, schedule
 from antiphon.service.engine.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
 from antiphon.service.engine.stream import Item, OutputStream, Publisher, TokenSink
+from antiphon.service.engine.token_times import TokenTimes
 from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.service.graphs.readout import read_out
 from antiphon.service.graphs.runner import NOT_FINITE, Draw, Runner
@@ -82,11 +83,11 @@ class Stepper:
             wait=self._wait_again,
         )
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
+        self._token_times = TokenTimes(self._rows, parts.metrics, parts.clock)
         self._publisher = Publisher()
         self._finals: list[tuple[OutputStream, TokenEvent]] = []
         self.num_failed = 0
         self._has_failed = self._has_decoded = False
-        self._last_decode_s = 0.0
         self._num_running = 0
         self._num_admitted = 0
         self._num_deferred = 0
@@ -272,22 +273,10 @@ class Stepper:
             return (), []
         self._has_decoded = bool((draw.token_ids[: len(self._rows)] != NOT_FINITE).any())
         self._rows.advance(draw.token_ids[: len(self._rows)])
-        self._time_tokens(num_before)
+        self._token_times.note(num_before)
         if self._rows.num_beams:
             return self._commit_beams(draw, over)
         return self._commit(draw)
-
-    def _time_tokens(self, num_before: int) -> None:
-        now_s = self._clock()
-        for group in (sequence.group for sequence in self._rows.sequences[num_before:]):
-            if group.first_token_s is None:
-                group.first_token_s = now_s
-                self._metrics.first_token(now_s - group.request.arrival_s, group.request.trace_id)
-            elif group.preempted_s is not None:
-                self._metrics.resumed(now_s - group.preempted_s)
-                group.preempted_s = None
-        self._metrics.decoded(len(self._rows), num_before, now_s - self._last_decode_s)
-        self._last_decode_s = now_s
 
     def _commit(self, draw: Draw) -> Told:
         """End the outputs that are done; returns what is told of the others."""

@@ -94,7 +94,7 @@ class MetricFamilies:
             "num_requests_preempted", "Of the requests in the queue, those that ran before."
         )
         self.preemptions = self._counter(
-            "preemptions", "Times that a running request gave its blocks to others, to go on later."
+            "preemptions", "Times that a running output gave its row or its blocks to others, to go on later."
         )
         self.expected_wait = self._gauge(
             "expected_wait_seconds", "How long it would take to serve all in the queue; not a number while unknown."

@@ -254,6 +254,74 @@ def test_no_temperature_lets_forbidden_tokens_through(temperature: float) -> Non
     assert set(found.token_ids.tolist()) <= {7, 300}
 
 
+def row_of(logits: Floats) -> tuple[Floats, Floats]:
+    """Hidden states [1, 1] and weights [V, 1] whose product is these logits."""
+    return np.ones((1, 1), np.float32), logits[:, None]
+
+
+def drawn(logits: Floats, count: int, **changes: Any) -> list[int]:
+    """Tokens that so many seeds draw from one row of logits [V]."""
+    hidden, weight = row_of(logits)
+    held = choices_of([0] * count, [Choice(seed=seed, **changes) for seed in range(count)])
+    found: list[int] = run_select(hidden, weight, places(1), held).token_ids.tolist()
+    return found
+
+
+NARROWED: dict[str, dict[str, Any]] = {
+    "top_k": dict(top_k=3000),
+    "top_p": dict(top_p=0.99),
+    "nearly all of top_p": dict(top_p=1 - 1e-6),
+    "typical_p": dict(typical_p=0.95),
+    "all": dict(top_k=6000, top_p=0.99, min_p=1e-4, typical_p=0.95),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(NARROWED))
+@pytest.mark.parametrize("temperature", [0.05, 2.0, 100.0])
+@pytest.mark.parametrize("vocab", [8000, 32_000])
+def test_large_vocabularies_are_narrowed_as_numpy_does(vocab: int, temperature: float, name: str) -> None:
+    """Buckets, and not only the few tokens that are sorted: logits far apart, and close together."""
+    logits = 3 * normal(vocab, seed=1)
+    logits[::7] = logits[1::7][: len(logits[::7])]  # ties
+    changes: dict[str, Any] = dict(temperature=temperature, **NARROWED[name])
+    held = choices_of([0] * 40, [Choice(seed=seed, **changes) for seed in range(40)])
+    hidden, weight = row_of(logits)
+    found = run_select(hidden, weight, places(1), held).token_ids
+    expected = choose(np.repeat(logits[None], 40, axis=0), held, np.zeros(40, np.int32)).token_ids
+    for row in np.flatnonzero(found != expected).tolist():
+        assert may_draw(logits, warp_of(held, row), uniform_at(row, 0), int(found[row]))
+
+
+@pytest.mark.parametrize("level", [0.0, -0.0, -30.0, 1e30])
+@pytest.mark.parametrize("vocab", [65, 700, 9000])
+def test_of_equal_logits_the_lowest_ids_are_kept(vocab: int, level: float) -> None:
+    logits = np.full(vocab, level, np.float32)
+    logits[::2] += 0.0  # one zero of each sign
+    half = -(-vocab // 2)
+    for changes in (dict(top_p=0.5), dict(top_k=half), dict(top_p=0.5, min_p=1.0, typical_p=0.9)):
+        tokens = drawn(logits, 400, temperature=1.0, **changes)
+        assert half - 1 - half // 8 <= max(tokens) < half
+    assert max(drawn(logits, 400, temperature=1.0, typical_p=0.5)) >= half  # all are as near to the entropy
+
+
+def test_a_nucleus_ends_within_a_level_of_equal_logits() -> None:
+    """Two tokens of weight 1 and a thousand of weight 1/e: half of the mass is the two and 497.3 of the others."""
+    logits = np.full(1002, -1.0, np.float32)
+    logits[[400, 900]] = 0.0
+    kept = set(drawn(logits, 8000, temperature=1.0, top_p=0.5))
+    last = -(-(0.5 * (2 + 1000 / np.e) - 2) // (1 / np.e))  # equal tokens that are kept, those of the lowest ids
+    expected = {400, 900} | set([index for index in range(1002) if index not in (400, 900)][: int(last)])
+    assert kept <= expected
+    assert len(kept) > 0.99 * len(expected)
+
+
+@pytest.mark.parametrize("changes", list(NARROWED.values()))
+def test_what_narrows_leaves_forbidden_tokens_out(changes: dict[str, Any]) -> None:
+    logits = np.full(9000, -np.inf, np.float32)
+    logits[[3, 4000, 8999]] = [0.0, 0.0, -1e-3]
+    assert set(drawn(logits, 100, temperature=1.0, **changes)) <= {3, 4000, 8999}
+
+
 def test_samples_follow_the_distribution() -> None:
     """One hidden state at 4000 positions: frequencies are the probabilities, within five deviations."""
     draws, vocab = 4000, 12

@@ -41,3 +41,17 @@ async def test_admission_names_the_vocabulary_of_the_side_that_an_id_is_outside_
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"{field} .*from 0 to {highest}"):
         check(source, prefix)
+
+
+async def test_cost_counts_every_row_at_the_length_that_is_asked_for() -> None:
+    def cost(**controls: object) -> int:
+        params = SamplingParams(max_new_tokens=24, **controls)  # type: ignore[arg-type]
+        runner = FakeRunner()
+        made = request_of("a", source_of(target_len=3, length=5), params=params)
+        return admit(made, OutputStream("a"), limits_of(runner, runner.max_rows)).cost
+
+    assert cost() == 5 + 5
+    assert cost(min_new_tokens=12) == 5 + 12
+    assert cost(ignore_eos=True) == 5 + 24
+    assert cost(ignore_eos=True, temperature=1.0, num_return_sequences=8) == 5 + 8 * 24
+    assert cost(ignore_eos=True, temperature=1.0, num_return_sequences=8, top_p=0.9) == 5 + 8 * 36

@@ -1,6 +1,6 @@
-// What narrows a distribution does to all tokens: ranks, sums, and keeping those that pass. The words are those of
-// sampling.cc. Included by one file per instruction set; see simd.h for what that demands. Every result but that of the
-// weights is the same on all of them: there is one order of addition, and nothing is fused.
+// Loops over all tokens of a distribution that is narrowed: ranks, sums, and keeping those that pass. See sampling.cc.
+// Included by one file per instruction set; see simd.h for what that demands. Results are the same on all of them for
+// equal weights: there is one order of addition, and no product is fused with a sum.
 #pragma once
 
 #include "kernels.h"
