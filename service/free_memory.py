@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 # How often to look, and the growth since the last time that makes it worth the work, which takes up to 40 ms on a
 # thread of its own.
@@ -23,17 +24,18 @@ class FreeMemory:
 
     def __init__(self, resident_bytes: Callable[[], int]) -> None:
         self._resident_bytes = resident_bytes
-        self._last_bytes = resident_bytes()
+        self._last_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "free-memory")
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Look now, which gives back what loading has left, and again and again until cancelled."""
         while True:
-            await asyncio.sleep(_INTERVAL_S)
             await self.look()
+            await asyncio.sleep(_INTERVAL_S)
 
     async def look(self) -> None:
         """Trim where memory has grown since the last time."""
         if _trim is None or self._resident_bytes() < self._last_bytes + _MIN_GROWTH_BYTES:
             return
-        await asyncio.to_thread(_trim, 0)
+        await asyncio.get_running_loop().run_in_executor(self._thread, _trim, 0)
         self._last_bytes = self._resident_bytes()

@@ -73,15 +73,6 @@ class Stepper:
         can_grow = may_run_short(parts.runner, parts.limits.max_num_seqs)
         self._reservations = Reservations(self._rows, parts.pool, can_grow=can_grow)
         self._turns = RowTurns(self._rows, self._reservations, parts.queue, parts.limits)
-        self._preemption = Preemption(
-            self._rows,
-            self._reservations,
-            self._turns,
-            parts.metrics,
-            parts.clock,
-            vacate=self._vacate,
-            wait=self._wait_again,
-        )
         self._beams = BeamRows(self._rows, parts.pool, parts.runner)
         self._token_times = TokenTimes(self._rows, parts.metrics, parts.clock)
         self._publisher = Publisher()
@@ -109,8 +100,9 @@ class Stepper:
         self._has_failed = self._has_decoded = False
         self._drop_cancelled()
         self._drop_expired()
-        self._reservations.grow(self._preemption.preempt)
-        self._turns.make_room(self._preemption.pause)
+        preemption = self._preemption()
+        self._reservations.grow(preemption.preempt)
+        self._turns.make_room(preemption.pause)
         num_before = len(self._rows)
         self._fill()
         sinks, items = self._decode(num_before) if self._rows else ((), [])
@@ -125,6 +117,18 @@ class Stepper:
             self._fail_group(group, FinishReason.ERROR, error())
         self._report_occupancy()
         self._publish((), [])
+
+    def _preemption(self) -> Preemption:
+        """Return what preempts at this step. To keep it would be a cycle, which keeps an unloaded model in memory."""
+        return Preemption(
+            self._rows,
+            self._reservations,
+            self._turns,
+            self._metrics,
+            self._clock,
+            vacate=self._vacate,
+            wait=self._wait_again,
+        )
 
     def _drop_cancelled(self) -> None:
         for request_id, cause in self._cancellations.take():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import zlib
 from collections import Counter
@@ -118,7 +119,9 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
         )
         stepper = Stepper(parts)
         limits = limits_of(runner, runner.max_rows)
-        for request in requests:
+        for one in requests:
+            # One caller alone may not have all rows for beams.
+            request = dataclasses.replace(one, client=one.request_id)
             live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), limits)
             queue.put(live[request.request_id], 0.0)
         groups = list(live.values())
