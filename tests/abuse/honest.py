@@ -46,6 +46,7 @@ class Honest:
     """A few clients with a connection each, and newcomers that open one for every call.
 
     expected: the answer to each number. deadline_s: of each call. has_newcomers: off where nobody can connect.
+    connected: set once every client has been answered on its connection.
     """
 
     target: str
@@ -56,6 +57,8 @@ class Honest:
     has_newcomers: bool = True
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     record: Record = field(default_factory=Record)
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_connected: int = 0
 
     async def ask_beside(self, attack: Awaitable[object]) -> None:
         """Ask until an attack is over, once more at least for every client after that; raise what it raises."""
@@ -68,6 +71,10 @@ class Honest:
     async def _client(self, attack: asyncio.Future[object]) -> None:
         """Unary calls and streams in turn over one connection."""
         async with AsyncClient(self.target, connection=self.connection) as client:
+            await self._either(client, self.rng.choice(NUMBERS))
+            self._num_connected += 1
+            if self._num_connected == self.num_clients:
+                self.connected.set()
             await self._repeat(attack, lambda number: self._either(client, number))
 
     async def _newcomers(self, attack: asyncio.Future[object]) -> None:

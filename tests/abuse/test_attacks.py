@@ -64,5 +64,10 @@ async def test_server_serves_who_is_connected_when_its_descriptors_are_used_up(e
         expected.update(expected or await expected_answers(server.target))
         honest = Honest(target=server.target, expected=expected, has_newcomers=False)
         size = replace(SIZE, storm=100, hold_s=1)
-        await check(server, honest, lambda: idle_connections(Address(port=server.port), size))
+
+        async def attack() -> Sent:
+            await honest.connected.wait()
+            return await idle_connections(Address(port=server.port), size)
+
+        await check(server, honest, attack)
         assert await expected_answers(server.target) == expected
