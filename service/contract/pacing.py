@@ -106,8 +106,9 @@ class _Writing:
         waits.begin(self._wait)
 
     def end(self) -> None:
-        """Wait no longer."""
+        """Wait no longer. The two refer to each other, and there is one for each message: the collector is spared."""
         self._waits.end(self._wait)
+        del self._wait
 
     def raise_slow(self) -> None:
         """Raise what the message was given up with, where that and nothing else cancelled its task."""
