@@ -92,7 +92,7 @@ class IncrementalDecoder:
         self._num_spaces = 0
 
     def skip_spaces(self, num_spaces: int) -> None:
-        """Leave out up to so many white-space characters at the beginning of what comes from now on."""
+        """Drop white space at the beginning of the further text, at most num_spaces characters."""
         self._num_spaces = num_spaces
 
     def push(self, ids: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Manifests changed as whoever forges or edits a bundle would: the checksum fits the new content."""
+"""Manifests changed as by someone who forges or edits a bundle: the checksum fits the new content."""
 
 from __future__ import annotations
 

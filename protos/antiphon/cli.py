@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_missing(chosen, error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of our output has closed it
         _discard_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:

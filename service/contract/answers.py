@@ -25,7 +25,7 @@ _FINISH_REASONS = {
 
 
 class Wording:
-    """How one request's tokens are read as text: after its target prefix, and up to its stop strings.
+    """Decoder of one request's tokens into text: after its target prefix, and up to its stop strings.
 
     prefix_text: the prefix as its client wrote it, which the answer's text continues; empty where it was given as ids.
     """

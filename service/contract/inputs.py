@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What reads the texts of one side: a short text, several texts while other threads run, a bound on the tokens."""
+    """Functions that read the texts of one side: a short text, several texts in a thread, a bound on their tokens."""
 
     encode: Callable[[str], list[int]]
     encode_many: Callable[[Sequence[str]], list[list[int]]]

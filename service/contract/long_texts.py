@@ -42,9 +42,9 @@ class LongTexts:
         return self._held_bytes.total()
 
     async def run(self, num_bytes: int, work: Callable[[], _T]) -> _T:
-        """Do the work on a text of so many bytes in the thread, when it is the caller's turn.
+        """Run work on a text of num_bytes bytes in the thread, when it is the caller's turn.
 
-        Raises TooManyTexts at once where too much waits already, and whatever the work raises.
+        Raises TooManyTexts at once where too much waits already, and every error of the work.
         """
         call = current_call()
         caller = "" if call is None else call.caller

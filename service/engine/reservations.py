@@ -40,7 +40,7 @@ def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
 
 
 def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
-    """Arrays for so many rows, which keep their tokens where a row that was taken away can go on."""
+    """Return arrays for num_rows rows, which keep their tokens where a row that was taken away can go on."""
     return RunningRows(
         num_rows,
         self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,

@@ -164,7 +164,7 @@ class RowTurns:
 
     @property
     def _shares(self) -> Shares:
-        """What callers hold at this step."""
+        """Rows and blocks that callers hold at this step."""
         if self._known is None:
             running = dict.fromkeys(sequence.group for sequence in self._rows.sequences)
             self._known = Shares(
@@ -176,7 +176,7 @@ class RowTurns:
         return self._known
 
     def _wants(self) -> list[_Want]:
-        """What callers within their shares want, in the order in which they are served."""
+        """Requests of callers within their shares, in the order in which they are served."""
         wants, taken = [], Counter[str]()
         for group, num_rows, num_blocks in (*self._pending_rows(), *self._waiting_rows()):
             client = group.request.client
@@ -232,5 +232,5 @@ class RowTurns:
 
 
 def _age(group: SequenceGroup) -> tuple[bool, int]:
-    """What orders groups: interactive before batch, then the oldest first."""
+    """Return the sort key of a group: interactive before batch, then the oldest first."""
     return group.request.priority is Priority.BATCH, group.ticket

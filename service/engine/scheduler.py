@@ -21,7 +21,7 @@ class Waiting(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows to take, if there are so many."""
+        """Most rows to take at once."""
 
     @property
     def num_first_rows(self) -> int:

@@ -18,7 +18,7 @@ FIXED_RESERVE = 8
 
 
 class Shares:
-    """What the callers of some admitted groups hold.
+    """Rows and blocks that the callers of admitted groups hold.
 
     num_rows, num_blocks: of the engine. callers: who holds or wants rows.
     """

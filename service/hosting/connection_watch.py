@@ -40,7 +40,7 @@ class ConnectionWatch:
         self._num_own = min(self._count_files(), OWN_FILES)  # connections that are there already are not our own
         self._warned_s: float | None = None
         self.is_full = False
-        """Whether further connections are closed, or were at the last look."""
+        """True when new connections are closed, as of the last look."""
 
     async def run(self) -> None:
         """Look once a second, until cancelled."""

@@ -27,7 +27,7 @@ _RETRY_S = 1.0
 
 
 class Stage(enum.Enum):
-    """What a call waits for."""
+    """Reason why a call waits for its client."""
 
     REQUEST = "request"  # the rest of its request message
     ANSWER = "answer"  # its client to read the answer

@@ -108,7 +108,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         self._scrapes.end_overdue()
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, whatever became of it."""
+        """Close a connection, also one that has failed."""
         self._scrapes.leave(request)
         super().shutdown_request(request)
 

@@ -1,4 +1,4 @@
-"""What every RPC of this server goes through: a request id, a place, its request, accounts, and a status for any error.
+"""Handling common to all RPCs: a request id, a place, the request, accounts, and a status for any error.
 
 A unary request is read here and not by gRPC, so that a call is refused before its message is read, and a client has a
 time limit to send it. A unary answer is watched until its client has read it.
@@ -232,7 +232,7 @@ class InFlight:
         raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
 
     async def _concluded(self, rpc: _Rpc, run: Callable[[], Awaitable[Any]]) -> Any:
-        """Run an RPC, and end it with a status and trailers whatever it raises."""
+        """Run an RPC, and end it with a status and trailers, also where it raises."""
         call, context = rpc.call, rpc.context
         try:
             self._check(call)

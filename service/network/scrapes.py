@@ -55,7 +55,7 @@ class Scrapes:
 
 
 def _end(connection: socket.socket) -> None:
-    """End both directions, so that whoever reads or writes there gets an error; its own thread closes it.
+    """End both directions, so that a thread that reads or writes there gets an error and closes it.
 
     As a plain socket even where it is encrypted: TLS would take its state from under that thread.
     """

@@ -101,7 +101,7 @@ class Call:
 
     @property
     def has_written(self) -> bool:
-        """Whether a message of its stream was sent, or is being sent."""
+        """True when a message of its stream was sent, or is being sent."""
         return bool(self.num_messages or self.num_unsent_bytes)
 
     @property

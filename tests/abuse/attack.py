@@ -31,7 +31,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What an attack did.
+    """Record of one attack.
 
     whole: calls by method that the server must have counted. partial: calls that it may have seen or not, because they
     were reset, or their connection ended, before it answered. ends: how streams or connections ended, by number.

@@ -23,7 +23,7 @@ _NUM_CALLS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """What follows the headers of a call.
+    """Bytes that follow the headers of a call.
 
     is_end: off, the client sends no more and does not say so. may_be_answered: gRPC is lenient here.
     """
@@ -69,7 +69,7 @@ def metadata_too_large(*, has_message: bool, acknowledges: bool) -> Attack:
                         connection.data(stream_id, framed(UNARY.message), is_end=True)
                 await connection.flush()
                 ends = await connection.ends(size.hold_s)
-                # gRPC itself refuses such a call, before a server is told of it.
+                # gRPC itself refuses such a call, before the server sees it.
                 sent = Sent(partial=Counter({UNARY.method: _NUM_CALLS}), ends=ends)
                 return replace(sent, breaches=_answered(sent))
 

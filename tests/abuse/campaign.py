@@ -32,7 +32,7 @@ KEPT = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How long, in which order and of what size. names: of the attacks; empty takes all."""
+    """Duration, order and size of a campaign. names: of the attacks; empty takes all."""
 
     duration_s: float
     seed: int
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """What came of all rounds of one attack."""
+    """Results of all rounds of one attack."""
 
     rounds: int = 0
     ends: Counter[str] = field(default_factory=Counter)
@@ -133,7 +133,7 @@ class Campaign:
 
 
 def growth(rests: Sequence[int]) -> float:
-    """How much larger the median of the last fifth is than that of the fifth after the first (the warm-up)."""
+    """Growth of the median of the last fifth over that of the second fifth; the first is the warm-up."""
     part = max(1, len(rests) // 5)
     if len(rests) < 3:
         return 0.0

@@ -27,7 +27,7 @@ KEPT = 20
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What came of honest calls. sent: by method. errors: by status. latencies_s: of the answered ones."""
+    """Results of honest calls. sent: by method. errors: by status. latencies_s: of the answered ones."""
 
     sent: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)

@@ -45,7 +45,7 @@ OPEN, CLOSED = "open", "closed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a server listens, and from where it is reached.
+    """Address of a server, and of the client's end.
 
     tls: None is plaintext. source: a loopback address of the attacker's own, because the server takes all clients of
     one address for one caller and gives each caller its fair share. receive_buffer_bytes: of the socket; None leaves
@@ -77,7 +77,7 @@ class Address:
 
 @dataclass(slots=True)
 class Stream:
-    """What a server has sent on one stream. end: name of a status, "reset NAME", "closed", or "open"."""
+    """Frames that a server has sent on one stream. end: name of a status, "reset NAME", "closed", or "open"."""
 
     headers: dict[str, str] = field(default_factory=dict)
     data: bytearray = field(default_factory=bytearray)
@@ -86,7 +86,7 @@ class Stream:
 
 
 class RawConnection:
-    """Sends frames as it is told; a task of its own reads and keeps what the server sends."""
+    """Sends exactly the frames it is given; a task of its own reads and keeps what the server sends."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, gives_credit: bool, answers: bool
@@ -162,7 +162,7 @@ class RawConnection:
         return self._blocks[pairs]
 
     def data(self, stream_id: int, data: bytes, *, is_end: bool = False) -> None:
-        """Send one DATA frame, whatever the windows are."""
+        """Send one DATA frame, regardless of the windows."""
         self.send(DataFrame(stream_id, data, flags=("END_STREAM",) if is_end else ()))
 
     async def body(self, stream_id: int, data: bytes, *, is_end: bool = True) -> None:
@@ -210,7 +210,7 @@ class RawConnection:
         self._reading.cancel()
 
     async def greeted(self) -> None:
-        """Wait for the server's settings, which are acknowledged before whatever is sent from then on.
+        """Wait for the server's settings, which are acknowledged before all that is sent from then on.
 
         A gRPC server holds a client to its settings from the moment they are acknowledged.
         """
@@ -219,7 +219,7 @@ class RawConnection:
                 await self._change()
 
     async def ends(self, timeout_s: float) -> Counter[str]:
-        """How the streams ended, "open" for those that have not when time is up."""
+        """Count the streams by their end, "open" for those that have not ended when time is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._num_open and not self._reading.done():
@@ -232,7 +232,7 @@ class RawConnection:
         return bool(done)
 
     async def close(self) -> None:
-        """Break the connection off, whatever is under way."""
+        """Break the connection off, also in the middle of calls."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
         self._writer.transport.abort()

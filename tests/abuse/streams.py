@@ -126,7 +126,7 @@ def more_streams_than_allowed(*, acknowledges: bool) -> Attack:
                     connection.headers(UNARY.method)
                 await connection.flush()
                 ends = await connection.ends(size.hold_s)
-                # gRPC itself refuses what is too many, before a server is told of it.
+                # gRPC itself refuses what is too many, before the server sees it.
                 return Sent(partial=Counter({UNARY.method: ends.total()}), ends=ends)
 
         return await on_each(size, one)

@@ -24,7 +24,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
-    """What a server that nobody asks anything counts and holds."""
+    """Metrics and memory of an idle server."""
 
     metrics: Mapping[str, float]
     held: Footprint
@@ -32,7 +32,7 @@ class Rest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one attack: what was sent, what honest clients saw, what the server counted and kept."""
+    """Outcome of one attack: what was sent, what honest clients saw, what the server counted and kept."""
 
     sent: Sent
     honest: Record

@@ -47,7 +47,7 @@ class HeldEngine:
         self.prefix = faulty("allowed.read(1)", setup=f"allowed = open({str(pipe)!r}, 'rb', buffering=0)")
 
     def allow(self, num_steps: int) -> None:
-        """Let so many more steps begin, at once or when there is work for them."""
+        """Let num_steps more steps begin, at once or when there is work for them."""
         os.write(self._allowed, bytes(num_steps))
 
     def release(self) -> None:

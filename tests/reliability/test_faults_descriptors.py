@@ -61,7 +61,7 @@ def test_idle_connections_up_to_the_limit_leave_a_server_that_answers_and_rests(
 
 
 def greeted(connection: socket.socket) -> bool:
-    """Whether the server speaks HTTP/2 on a connection: it sends its settings first."""
+    """Return whether the server speaks HTTP/2 on a connection: it sends its settings first."""
     try:
         connection.sendall(HELLO)
         return connection.recv(9) != b""

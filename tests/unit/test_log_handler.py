@@ -144,7 +144,7 @@ def test_a_log_that_had_no_space_says_so_without_a_further_line(log: logging.Log
 
 
 def check_accounts(text: str, num_counted: int, *, num_logged: int) -> None:
-    """What is there and what is said to be missing, in the log and by the count, are all that was logged."""
+    """Lines written plus lines counted as dropped are all lines logged."""
     lines = text.splitlines()
     whole = [line for line in lines if re.fullmatch(r"line \d{4} y{90}", line)]
     (notice,) = (line for line in lines if " missing" in line)

@@ -140,7 +140,7 @@ def test_a_row_that_was_taken_comes_back_when_the_other_caller_is_gone(loop: asy
 
 
 def test_rows_that_end_by_themselves_are_not_taken(loop: asyncio.AbstractEventLoop) -> None:
-    """Where short answers come and go, the next caller waits for one of them to end."""
+    """The next caller waits for one of the short answers to end."""
     bench = Bench(loop, max_rows=4, num_blocks=64)
     for index in range(12):
         bench.ask(short_of(f"many {index}", client="many", length=2 + index % 3))
