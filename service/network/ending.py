@@ -32,8 +32,9 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.UsageError)):
         call.code = code_of(context)
         return None
-    if not isinstance(error, Exception):  # CancelledError: the client has ended the call
-        call.code = "DEADLINE_EXCEEDED" if _is_late(call, context) else "CANCELLED"
+    if not isinstance(error, Exception):  # CancelledError: the client has ended the call, or it was given up
+        sent = code_of(context)
+        call.code = sent if sent != "OK" else "DEADLINE_EXCEEDED" if _is_late(call, context) else "CANCELLED"
         return None
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})

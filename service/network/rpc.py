@@ -308,9 +308,10 @@ class InFlight:
         task.add_done_callback(self._refusing.discard)
 
     async def _abort_beside(self, rpc: _Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-        """End an RPC with a status from another task than its handler's."""
+        """End an RPC with a status from another task than its handler's, and the handler with it."""
         with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
             await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))
+        rpc.handler.cancel()  # it may wait for something else than its client
 
     def _keep_unread(self, rpc: _Rpc) -> None:
         """Let a status wait behind a message that its client does not read, for as long as an answer may."""

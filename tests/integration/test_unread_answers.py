@@ -118,6 +118,28 @@ async def test_call_that_ends_without_a_request_is_refused() -> None:
         assert await connection.ends(PATIENCE_S) == {"INVALID_ARGUMENT": 1}
 
 
+async def test_streams_that_idle_make_room_for_a_probe() -> None:
+    """A stream of health may stay open for ever; a server full of them must still be probed."""
+    watch = HEALTH_METHOD.replace("Check", "Watch")
+    async with serving(max_concurrent_rpcs=2) as served, await RawConnection.open(address_of(served)) as connection:
+        for _ in range(2):
+            connection.call(watch, b"")
+        await connection.flush()
+        await until(served, "calls_waiting_for_client", 2, stage="open")
+        async with asyncio.timeout(PATIENCE_S):
+            while "OK" not in [stream.end for stream in connection.streams.values()]:
+                connection.call(HEALTH_METHOD, b"")  # refused in the first second, in which no stream is given up
+                await connection.flush()
+                await asyncio.sleep(0.05)
+        await until(served, "grpc_server_handled_total", 1, method=watch, code="RESOURCE_EXHAUSTED")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:  # its handler ends a moment later
+                waiting = sample(served, "calls_waiting_for_client", stage="open")
+                if (waiting, sample(served, "grpc_server_in_flight")) == (1, 1):
+                    break
+                await asyncio.sleep(0.01)
+
+
 async def test_unknown_method_is_refused_and_counted_under_one_name() -> None:
     async with serving() as served:
         async with await RawConnection.open(address_of(served)) as connection:
