@@ -36,6 +36,10 @@ Method = Callable[[Any, Context], Awaitable[Any]]
 Trailer = Callable[[Call], tuple[str, bytes]]
 
 
+class _NoRequest(InvalidArgument):
+    """A client ended its side of a call, or the whole call, without a request."""
+
+
 @dataclass(slots=True, eq=False)
 class _Rpc:
     """An RPC under way.
@@ -254,7 +258,8 @@ class InFlight:
         try:
             await abort(call, rpc.context, code, message, (*metadata, *self._trailers(call)))
         except ClientGone:
-            call.code, call.error = "CANCELLED", None
+            if isinstance(call.error, _NoRequest):  # the call was reset, not ended without a request
+                call.code, call.error = "CANCELLED", None
         else:
             self._keep_unread(rpc)
         raise asyncio.CancelledError from None
@@ -275,7 +280,7 @@ class InFlight:
             data = await rpc.context.read()
         if data is grpc.aio.EOF:
             await asyncio.sleep(0)  # where the client has ended the call, this task is cancelled now
-            raise InvalidArgument("message", InWords("missing"), "sent once, before the client ends its side")
+            raise _NoRequest("message", InWords("missing"), "sent once, before the client ends its side")
         rpc.has_request = True
         return _parsed(parse, data)
 
