@@ -94,6 +94,7 @@ async def test_refusals_are_counted_once_by_model_and_reason() -> None:
         await refusal(stub.GenerateUnary(asking_whole(temperature=-1)))
         await refusal(stub.Generate(asking((9999,))))
         await refusal(stub.Embed(pb.EmbedRequest(pooling=pb.POOLING_MODEL)))
+        await served.settled()
         assert counts(served, "requests_refused", "model_name", "reason") == {
             ("", "INVALID_FIELD"): 1,
             ("", "MODEL_NOT_FOUND"): 1,
