@@ -2,7 +2,7 @@
 
 While a text is tokenised it takes many times its bytes of memory: 130 to 400 times for most texts, 600 at most with the
 shipped tokenizer, 1,105 at most over every kind (T5's, of U+FDFA, which becomes 18 characters). So one text is under
-way at a time, whoever sent it. Callers take turns. For the event loop; knows no tokenizer.
+way at a time, of any caller. Callers take turns. For the event loop; knows no tokenizer.
 """
 
 from __future__ import annotations

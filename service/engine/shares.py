@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.request import Task
 
-# One in so many rows is kept free of rows that one caller keeps to their end: others could not start otherwise.
+# One row in this number stays free of rows that one caller keeps to their end: others could not start otherwise.
 FIXED_RESERVE = 8
 
 
