@@ -77,6 +77,8 @@ class BackgroundHandler(logging.Handler):
                     self._tell_refused()
                 continue
             if isinstance(item, threading.Event):
+                with contextlib.suppress(OSError, ValueError):
+                    self._tell_refused()  # or frequent flushes, which end the wait for a retry, would hold it back
                 item.set()
                 continue
             self._is_writing = True
