@@ -11,31 +11,43 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-# How often to look, and the growth since the last time that makes it worth the work, which takes up to 40 ms on a
-# thread of its own.
-_INTERVAL_S = 2.0
+# Time between looks: the first while trimming gives something back, doubled up to the second while it does not. Calls
+# may hold memory long after it stopped growing. A trim takes up to 40 ms on a thread of its own.
+_MIN_INTERVAL_S = 2.0
+_MAX_INTERVAL_S = 64.0
+# A growth that makes a trim worth its work at once, and what it must give back to be followed by another soon.
 _MIN_GROWTH_BYTES = 8 << 20
+_MIN_GAIN_BYTES = 1 << 20
 
 _trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class FreeMemory:
-    """Looks how much memory is resident, and trims what has grown. resident_bytes: of this process; 0 is unknown."""
+    """Trims the heap after it has grown, and again until that gives nothing back. resident_bytes: of this process."""
 
-    def __init__(self, resident_bytes: Callable[[], int]) -> None:
+    def __init__(self, resident_bytes: Callable[[], int], trim: Callable[[int], object] | None = _trim) -> None:
+        """trim: as malloc_trim of glibc; None where there is none."""
         self._resident_bytes = resident_bytes
+        self._trim = trim
         self._last_bytes = 0
+        self._interval_s = _MIN_INTERVAL_S
+        self._num_waited = 0
         self._thread = ThreadPoolExecutor(1, "free-memory")
 
     async def run(self) -> None:
         """Look now, which gives back what loading has left, and again and again until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(_MIN_INTERVAL_S)
 
     async def look(self) -> None:
-        """Trim where memory has grown since the last time."""
-        if _trim is None or self._resident_bytes() < self._last_bytes + _MIN_GROWTH_BYTES:
+        """Trim where memory has grown, or where it is time to try again. Called every _MIN_INTERVAL_S."""
+        self._num_waited += 1
+        before = self._resident_bytes()
+        has_grown = before >= self._last_bytes + _MIN_GROWTH_BYTES
+        if self._trim is None or not (has_grown or self._num_waited * _MIN_INTERVAL_S >= self._interval_s):
             return
-        await asyncio.get_running_loop().run_in_executor(self._thread, _trim, 0)
-        self._last_bytes = self._resident_bytes()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._trim, 0)
+        self._num_waited, self._last_bytes = 0, self._resident_bytes()
+        is_worth_it = has_grown or before - self._last_bytes >= _MIN_GAIN_BYTES
+        self._interval_s = _MIN_INTERVAL_S if is_worth_it else min(2 * self._interval_s, _MAX_INTERVAL_S)

@@ -39,6 +39,7 @@ from antiphon.service.hosting.machine import ResidentMemory, allow_files, memory
 from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
+from antiphon.service.network.batches import free_failed_batches
 from antiphon.service.network.call_tasks import follow_calls
 from antiphon.service.network.client_waits import ClientWaits, WaitLimits
 from antiphon.service.network.listener import (
@@ -288,6 +289,7 @@ def build_server(
 ) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
     follow_calls(asyncio.get_running_loop())
+    free_failed_batches()
     # What channelz shows it shows on the admin port only.
     options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]
     server = grpc.aio.server(options=options, interceptors=interceptors)

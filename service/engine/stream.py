@@ -42,7 +42,7 @@ class OutputStream:
     once. Unread tokens are kept, at most as many as the request may generate.
 
     end_reason: how the engine ended the request; set by its thread, before the end is read.
-    on_end: takes every terminal event as it comes, read or not. cancel_cause: why it was given up, if it was.
+    on_end: takes every terminal event as it comes, read or not; None after the last. cancel_cause: why it was given up, if it was.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class OutputStream:
         self._is_ended = event.is_last
         if self.on_end is not None:
             self.on_end(event)
+        if event.is_last:
+            self.on_end = None  # it knows the call, which knows this stream: neither would be freed when the call ends
         if self._wants_tokens or self._is_ended:
             self._wake()
 

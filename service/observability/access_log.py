@@ -72,7 +72,7 @@ def _work(asked: list[Asked]) -> dict[str, object]:
     fields: dict[str, object] = {
         "priority": first.request.priority.value,
         "source_tokens": sum(one.request.num_source_tokens for one in asked),
-        "generated_tokens": sum(0 if one.end is None else one.end.num_generated for one in asked),
+        "generated_tokens": sum(one.num_generated for one in asked),
         "finish_reasons": ",".join(reason.value for one in asked for reason in one.finish_reasons),
     }
     if (cause := first.stream.cancel_cause) is not None:

@@ -27,17 +27,17 @@ Text = str | bytes
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request of a call that an engine admitted, and its stream. end: its last event; None until it came."""
+    """A request of a call that an engine admitted, and its stream.
+
+    is_over: its last event has come. timing, num_generated: of that event, which itself may hold megabytes.
+    """
 
     request: Request
     stream: OutputStream
     finish_reasons: list[FinishReason] = field(default_factory=list)
-    end: TokenEvent | None = None
-
-    @property
-    def timing(self) -> Timing | None:
-        """Where its time went; None until it has ended."""
-        return None if self.end is None else self.end.timing
+    is_over: bool = False
+    timing: Timing | None = None
+    num_generated: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -94,7 +94,7 @@ class Call:
             if event.finish_reason is not None:
                 asked.finish_reasons.append(event.finish_reason)
             if event.is_last:
-                asked.end = event
+                asked.is_over, asked.timing, asked.num_generated = True, event.timing, event.num_generated
                 self._settle()
 
         stream.on_end = note
@@ -116,7 +116,7 @@ class Call:
         self._settle()
 
     def _settle(self) -> None:
-        if self._on_settled is not None and all(asked.end is not None for asked in self.asked):
+        if self._on_settled is not None and all(asked.is_over for asked in self.asked):
             on_settled, self._on_settled = self._on_settled, None
             on_settled(self)
 

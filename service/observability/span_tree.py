@@ -117,7 +117,7 @@ def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanCon
 
 def _decode_attributes(asked: Asked) -> Attributes:
     return {
-        "gen_ai.usage.output_tokens": 0 if asked.end is None else asked.end.num_generated,
+        "gen_ai.usage.output_tokens": asked.num_generated,
         "antiphon.finish_reasons": ",".join(reason.value for reason in asked.finish_reasons),
     }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import threading
+import weakref
 
 import pytest
 
 from antiphon.service.engine.stream import OutputStream, Publisher
-from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.service.observability.call import Call
+from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 
 LONG_S = 3600.0  # a window that no test outlives
 
@@ -244,3 +247,20 @@ async def test_stream_collects_an_error_alone() -> None:
     assert event.error is error
     with pytest.raises(StopAsyncIteration):
         await stream.collect()
+
+
+async def test_a_call_that_has_ended_is_freed_without_the_collector() -> None:
+    """Its stream knew it, and it the stream: 60 MB of embeddings lived on until the collector's next round."""
+    stream = OutputStream("a")
+    call = Call(method="Test/Embed", request_id="a", arrival_s=0.0)
+    call.admitted(
+        Request(request_id="a", source_ids=(5,), params=SamplingParams(max_new_tokens=1), arrival_s=0.0), stream
+    )
+    stream.finish(final(stream))
+    freed = weakref.ref(stream)
+    gc.disable()
+    try:
+        del call, stream
+        assert freed() is None
+    finally:
+        gc.enable()

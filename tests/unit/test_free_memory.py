@@ -1,0 +1,68 @@
+"""When the heap is trimmed: sizes come from the test, and a trim is what the test makes of it."""
+
+from __future__ import annotations
+
+from antiphon.service.free_memory import FreeMemory
+
+MB = 1 << 20
+
+
+class Heap:
+    """A process's memory: bytes in use, and free bytes that a trim gives back."""
+
+    def __init__(self) -> None:
+        self.used = 100 * MB
+        self.free = 0
+        self.num_trims = 0
+
+    def resident(self) -> int:
+        return self.used + self.free
+
+    def trim(self, _: int) -> None:
+        self.num_trims += 1
+        self.free = 0
+
+
+async def test_memory_freed_long_after_it_has_grown_is_given_back_as_well() -> None:
+    """Calls held their answers for half a minute after memory had stopped growing; what they left stayed resident."""
+    heap = Heap()
+    freeing = FreeMemory(heap.resident, heap.trim)
+    heap.used += 50 * MB
+    for _ in range(40):
+        await freeing.look()
+    heap.used -= 50 * MB
+    heap.free += 50 * MB
+    for _ in range(40):
+        await freeing.look()
+    assert heap.resident() == 100 * MB
+
+
+async def test_a_server_at_rest_is_trimmed_ever_less_often() -> None:
+    heap = Heap()
+    freeing = FreeMemory(heap.resident, heap.trim)
+    numbers = []
+    for _ in range(4):
+        before = heap.num_trims
+        for _ in range(100):
+            await freeing.look()
+        numbers.append(heap.num_trims - before)
+    assert numbers[0] > numbers[-1]
+    assert numbers[-1] <= 4
+
+
+async def test_growth_is_answered_at_the_next_look() -> None:
+    heap = Heap()
+    freeing = FreeMemory(heap.resident, heap.trim)
+    for _ in range(200):
+        await freeing.look()
+    before = heap.num_trims
+    heap.free += 10 * MB
+    await freeing.look()
+    assert heap.num_trims == before + 1
+
+
+async def test_without_glibc_nothing_is_done() -> None:
+    heap = Heap()
+    heap.free = 50 * MB
+    await FreeMemory(heap.resident, None).look()
+    assert heap.free == 50 * MB
