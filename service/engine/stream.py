@@ -42,7 +42,8 @@ class OutputStream:
     once. Unread tokens are kept, at most as many as the request may generate.
 
     end_reason: how the engine ended the request; set by its thread, before the end is read.
-    on_end: takes every terminal event as it comes, read or not; None after the last. cancel_cause: why it was given up, if it was.
+    on_end: takes every terminal event as it comes, read or not; None after the last.
+    cancel_cause: why it was given up, if it was.
     """
 
     def __init__(
