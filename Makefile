@@ -91,11 +91,12 @@ endurance: $(VENV)/.test-tools ## Mixed traffic, memory watched. MINUTES=60
 abuse: $(VENV)/.test-tools ## Attack a server with honest clients beside, under mutual TLS. MINUTES=60, ARGS="--seed 2"
 	@$(BIN)/python -m tests.abuse --minutes $(or $(MINUTES),60) --tls --rotate-s 60 $(ARGS)
 
-lint: $(VENV)/.test-tools ## Run ruff, mypy and the C++ compiler's warnings only.
-	@echo "==> ruff, mypy, $(firstword $(CXX)) -Werror"
+lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler's warnings only.
+	@echo "==> ruff, import-linter, mypy, $(firstword $(CXX)) -Werror"
 	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" $(BIN)/python hatch_build.py
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@PYTHONPATH=protos $(BIN)/lint-imports
 	@$(BIN)/mypy
 
 stubs: $(VENV)/.installed ## Generate the protobuf stubs and compile the native library again.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.model.ops.choices import Choices
-from antiphon.service.graphs.runner import DecodeBatch
-from antiphon.service.request import SamplingParams
+from antiphon.service.domain.request import SamplingParams
+from antiphon.service.runtime.runner import DecodeBatch
 
 Tables = Sequence[Sequence[int]]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from antiphon.model.group import Group
-from antiphon.model.recipe import FineTuneRecipe, PretrainRecipe
-from antiphon.model.train import Trainer
+from antiphon.model.training.group import Group
+from antiphon.model.training.recipe import FineTuneRecipe, PretrainRecipe
+from antiphon.model.training.train import Trainer
 
 VERBS = {"play": "music", "book": "table", "check": "weather"}
 PLACES = ["rome", "oslo", "lima"]

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
+from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.model.ops.choices import Choices, choose
-from antiphon.service.engine.kv_cache import blocks_for, blocks_of_longest
-from antiphon.service.graphs.runner import DecodeBatch, Draw, EncodeReport
-from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
 
 BOS_ID = 1
 EOS_ID = 2

@@ -21,26 +21,27 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.model.config import preset
 from antiphon.model.head_config import HeadConfig
-from antiphon.model.text_format import TextFormat
-from antiphon.model.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
-from antiphon.service.config import ServerConfig
-from antiphon.service.contract.attention_maps import Explains
-from antiphon.service.contract.handlers import Calls
-from antiphon.service.contract.long_texts import LongTexts
-from antiphon.service.contract.options import default_options
-from antiphon.service.contract.pacing import Pacing
-from antiphon.service.contract.servicer import InferenceServicer, ServedModel
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
 from antiphon.service.engine.engine import Engine, EngineConfig
-from antiphon.service.hosting.models import Models, Served
-from antiphon.service.network.listener import close_port, open_port
-from antiphon.service.network.probes import Probes
-from antiphon.service.network.resets import Resets
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import FileMetrics, Metrics
+from antiphon.service.observability.metrics import Metrics
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.security.access import Access
-from antiphon.service.server import SERVICES, build_server, build_waits, call_limits
+from antiphon.service.rpc.calls.probes import Probes
+from antiphon.service.rpc.calls.resets import Resets
+from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.rpc.v1.attention_maps import Explains
+from antiphon.service.rpc.v1.handlers import Calls
+from antiphon.service.rpc.v1.long_texts import LongTexts
+from antiphon.service.rpc.v1.models import Models, Served
+from antiphon.service.rpc.v1.options import default_options
+from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.servicer import InferenceServicer, ServedModel
+from antiphon.service.server.access import Access
+from antiphon.service.server.listener import close_port, open_port
+from antiphon.service.server.process import SERVICES, build_server, build_waits, call_limits
+from antiphon.service.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner

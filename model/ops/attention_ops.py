@@ -1,6 +1,6 @@
 """The two attention operators of this project, registered with PyTorch so that export sees each as one node.
 
-Schemas, shape rules and the eager implementation, which is `model/attention.py` itself. Importing this module
+Schemas, shape rules and the eager implementation, which is `model/ops/attention.py` itself. Importing this module
 registers `antiphon::attention` and `antiphon::cached_attention`. Both are functional and have no gradient: training
 uses another backend. What an operator becomes in ONNX is decided in `onnx_translation.py`.
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from antiphon.model.attention import attention as eager_attention
-from antiphon.model.attention import cached_attention as eager_cached_attention
+from antiphon.model.ops.attention import attention as eager_attention
+from antiphon.model.ops.attention import cached_attention as eager_cached_attention
 
 _ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor? key_lens, Tensor? bias, *, bool causal, float scale) -> Tensor"
@@ -35,7 +35,7 @@ def attention(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attention over keys that come with the call; arguments and result as `antiphon.model.attention.attention`.
+    """Attention over keys that come with the call; arguments and result as `antiphon.model.ops.attention.attention`.
 
     query [B, T, H, D]; key, value [B, S, H, D]; key_lens [B] int32 or None; bias [1 or B, 1 or H, T, S] or None.
     Returns [B, T, H, D], contiguous.
@@ -69,7 +69,7 @@ def cached_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over each row's cache, new keys appended first; as `antiphon.model.attention.cached_attention`.
+    """Attention over each row's cache, new keys appended first; as `antiphon.model.ops.attention.cached_attention`.
 
     query [B, T, H, D]; key, value [B, N, H, D], N = T or 0; caches [B, H, C, D]; cache_lens [B] int32.
     Returns ([B, T, H, D], present_key, present_value), all contiguous and none aliasing an argument: with N = 0,

@@ -15,9 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from antiphon.model.attention import attention
-from antiphon.model.disentangled import position_scores
+from antiphon.model.ops.attention import attention
 from antiphon.model.ops.cache_pool import read_positions, write_position
+from antiphon.model.ops.disentangled import position_scores
 
 _PACKED_ATTENTION = (
     "(Tensor qkv, Tensor offsets, Tensor? bias_table, Tensor? slopes, *, int num_heads, float scale, bool causal)"

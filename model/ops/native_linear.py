@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.model.activations import ACTIVATIONS
+from antiphon.model.ops.activations import ACTIVATIONS
 
 _EMBED = "(Tensor input_ids, Tensor positions, Tensor weight, Tensor? position_table, *, float scale) -> Tensor"
 _LINEAR = "(Tensor x, Tensor weight, Tensor? bias, *, str activation) -> Tensor"

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.service.domain.request import FinishReason
 from antiphon.service.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
-from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.rows import RunningRows, num_candidates
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import Item, TokenSink
-from antiphon.service.graphs.runner import Draw, Runner
-from antiphon.service.request import FinishReason
+from antiphon.service.runtime.runner import Draw, Runner
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.request import EarlyStopping, FinishReason
+from antiphon.service.domain.request import EarlyStopping, FinishReason
 
 _DEAD = -1.0e9  # score of a beam that stands for no text yet, as in transformers
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.service.domain.request import FinishReason, Task, TokenLogprob
 from antiphon.service.engine.rows import RunningRows
 from antiphon.service.engine.sequence import Sequence
 from antiphon.service.engine.stream import Item, TokenSink
-from antiphon.service.graphs.runner import NONE_ALLOWED, NOT_FINITE, Draw
-from antiphon.service.request import FinishReason, Task, TokenLogprob
+from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Draw
 
 
 @dataclass(frozen=True, slots=True)

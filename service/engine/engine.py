@@ -14,20 +14,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from antiphon.service.domain.cancellation import CancelCause, Cancellations
+from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
+from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.engine.admission import admit, check_ability, limits_of
-from antiphon.service.engine.cancellation import CancelCause, Cancellations
-from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
 from antiphon.service.engine.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step import StepParts, Stepper
 from antiphon.service.engine.stream import OutputStream, Publisher
-from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
-from antiphon.service.graphs.runner import EncodeReport, Runner
-from antiphon.service.graphs.warm_up import warm_up
-from antiphon.service.heartbeat import Heartbeat
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
+from antiphon.service.runtime.runner import EncodeReport, Runner
+from antiphon.service.runtime.warm_up import warm_up
 
 __all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from antiphon.service.domain.request import FinishReason, Timing, TokenEvent, TokenLogprob
 from antiphon.service.engine.beam_search import Hypothesis
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.request import FinishReason, Timing, TokenEvent, TokenLogprob
 
 
 def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
+from antiphon.service.domain.request import Priority
 from antiphon.service.engine.drain_rate import AnswerPace, DrainRate
 from antiphon.service.engine.fair_line import FairLine
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.errors import DeadlineExceeded, QueueFull, Unavailable
-from antiphon.service.request import Priority
 
 # Bounds of the retry advice: long enough not to hammer, short enough not to idle a replica that has recovered.
 MIN_RETRY_S = 0.05

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.engine.kv_cache import BlockPool, blocks_for, blocks_of_longest
+from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
+from antiphon.service.domain.request import Priority
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.rows import RunningRows
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.graphs.runner import Runner
 from antiphon.service.observability.metrics import CacheUse
-from antiphon.service.request import Priority
+from antiphon.service.runtime.runner import Runner
 
 # Newcomers leave the blocks alone that rows will need within so many steps: a request admitted into the last of them
 # would be preempted at once, and its source encoded in vain. Simulated with blocks for 7 % and 15 % of 64 longest rows,

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.counter_random import seed_of_output
+from antiphon.service.domain.request import Task
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.engine.stream import TokenSink
-from antiphon.service.graphs.runner import Choices, DecodeBatch
-from antiphon.service.request import Task
+from antiphon.service.runtime.runner import Choices, DecodeBatch
 
 _MAX_TOP_K = 2**31 - 1
 # Settings become float32; so small a one may round, but not to 0, which means something else.

@@ -9,10 +9,10 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from antiphon.service.engine.cancellation import CancelCause
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
 from antiphon.service.engine.logit_edits import LogitEdits
 from antiphon.service.engine.stream import OutputStream, TokenSink
-from antiphon.service.request import Request, StopMatcher, Task, Timing
 
 # A token drawn from a narrowed distribution costs one part in so many more than another. Measured with the shipped
 # model, whose steps are so short that this is most of any: temperature alone 72 us of CPU a token, all filters 106.

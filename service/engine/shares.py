@@ -10,8 +10,8 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from antiphon.service.domain.request import Task
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.request import Task
 
 # One row in this number stays free of rows that one caller keeps to their end: others could not start otherwise.
 FIXED_RESERVE = 8

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from antiphon.service.domain.cancellation import CancelCause, Cancellations
+from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault
+from antiphon.service.domain.request import ANSWERED, FinishReason, Readout, TokenEvent
 from antiphon.service.engine.beam_rows import BeamRows
-from antiphon.service.engine.cancellation import CancelCause, Cancellations
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.commit import Ended, commit
-from antiphon.service.engine.kv_cache import BlockPool
 from antiphon.service.engine.outputs import beam_events, last_of, output_event, time_limit_events
 from antiphon.service.engine.preemption import Preemption
 from antiphon.service.engine.request_queue import RequestQueue
@@ -25,11 +27,9 @@ from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimit
 from antiphon.service.engine.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
 from antiphon.service.engine.stream import Item, OutputStream, Publisher, TokenSink
 from antiphon.service.engine.token_times import TokenTimes
-from antiphon.service.errors import AntiphonError, DeadlineExceeded, EngineFault
-from antiphon.service.graphs.readout import read_out
-from antiphon.service.graphs.runner import NOT_FINITE, Draw, Runner
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import ANSWERED, FinishReason, Readout, TokenEvent
+from antiphon.service.runtime.readout import read_out
+from antiphon.service.runtime.runner import NOT_FINITE, Draw, Runner
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from antiphon.model.tokenizer import IncrementalDecoder
-from antiphon.service.errors import InvalidArgument
+from antiphon.model.text.tokenizer import IncrementalDecoder
+from antiphon.service.domain.errors import InvalidArgument
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256

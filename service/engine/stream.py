@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Protocol, cast
 
-from antiphon.service.engine.cancellation import CancelCause
-from antiphon.service.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.request import FinishReason, TokenEvent, TokenLogprob
 
 Item = int | TokenLogprob
 """A new token: its id, and where log-probabilities are asked for, those too."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from antiphon.service.errors import InvalidArgument
+from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.call import Asked, Call
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.outlet import Outlet

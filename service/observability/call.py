@@ -11,18 +11,29 @@ import secrets
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from antiphon.service.engine.stream import OutputStream
-from antiphon.service.errors import AntiphonError
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import AntiphonError
+from antiphon.service.domain.request import FinishReason, Request, Timing, TokenEvent
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.observability.trace_context import TraceContext
-from antiphon.service.request import FinishReason, Request, Timing, TokenEvent
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_PARENT_KEY = "traceparent"
 MAX_REQUEST_ID_LEN = 128
 
 Text = str | bytes
+
+
+class Events(Protocol):
+    """Terminal events of one request, as the engine's stream gives them.
+
+    on_end: called with every terminal event; None after the last. cancel_cause: reason of a cancellation, if any.
+    """
+
+    on_end: Callable[[TokenEvent], None] | None
+    cancel_cause: CancelCause | None
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +44,7 @@ class Asked:
     """
 
     request: Request
-    stream: OutputStream
+    stream: Events
     finish_reasons: list[FinishReason] = field(default_factory=list)
     is_over: bool = False
     timing: Timing | None = None
@@ -85,7 +96,7 @@ class Call:
         """The id of its trace, if that is recorded; otherwise empty."""
         return self.trace.trace_id if self.trace is not None and self.trace.is_sampled else ""
 
-    def admitted(self, request: Request, stream: OutputStream) -> None:
+    def admitted(self, request: Request, stream: Events) -> None:
         """Note a request that an engine has admitted, and its ends as they come through its stream."""
         asked = Asked(request, stream)
         self.asked.append(asked)

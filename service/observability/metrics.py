@@ -8,22 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Protocol, get_args
+from typing import Protocol
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
-from antiphon.model.bundle import MemoryFit
+from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.engine.cancellation import CancelCause
-from antiphon.service.errors import Status, refusal_reasons
-from antiphon.service.graphs.runner import EncodeReport
-from antiphon.service.network.client_waits import ClientWaits, Stage
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import Status, refusal_reasons
+from antiphon.service.domain.request import ANSWERED, FinishReason, Priority, Task, Timing
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.workspace_by_length import WorkspaceByLength
-from antiphon.service.request import ANSWERED, FinishReason, Priority, Task, Timing
-from antiphon.service.security.reload import Result
+from antiphon.service.runtime.runner import EncodeReport
 
 STAGES = ("waiting", "encoding", "running")
 """Where a request may be when it ends: the values of SequenceState."""
@@ -76,53 +73,6 @@ class RpcMetrics:
     def refused(self, reason: str) -> None:
         """Count an RPC refused before it was known which model it is for."""
         self._families.requests_refused.labels("", reason).inc()
-
-
-class WaitMetrics:
-    """The metrics of calls that wait for their clients. For the event loop."""
-
-    def __init__(self, families: MetricFamilies) -> None:
-        self._given_up = {
-            (stage, cause): families.calls_given_up.labels(stage.value, cause)
-            for stage in Stage
-            for cause in ("timeout", "pressure")
-        }
-        self._families = families
-
-    def given_up(self, stage: Stage, cause: str) -> None:
-        """Count a call that was ended because its client kept it waiting."""
-        self._given_up[stage, cause].inc()
-
-    def watch(self, waits: ClientWaits) -> None:
-        """Show what waits at every scrape."""
-        self._families.unsent_bytes.set_function(lambda: waits.unsent_bytes)
-        for stage in Stage:
-            self._families.calls_waiting.labels(stage.value).set_function(partial(waits.num_waiting, stage))
-
-
-class FileMetrics:
-    """The metrics of files that are renewed under a running server. Thread-safe, as those who read files are."""
-
-    def __init__(self, families: MetricFamilies) -> None:
-        self._families = families
-        self._expiry: Gauge | None = None
-        for family in (families.tls_reloads, families.token_reloads):
-            for result in get_args(Result):
-                family.labels(result)
-
-    def count_tls(self, result: Result) -> None:
-        """Count certificates that were read again."""
-        self._families.tls_reloads.labels(result).inc()
-
-    def count_tokens(self, result: Result) -> None:
-        """Count a token file that was read again."""
-        self._families.token_reloads.labels(result).inc()
-
-    def set_certificate_expiry(self, expires_s: float) -> None:
-        """Report when the certificate in use expires, in Unix time."""
-        if self._expiry is None:
-            self._expiry = self._families.certificate_expiry()
-        self._expiry.set(expires_s)
 
 
 class WatchedQueue(Protocol):

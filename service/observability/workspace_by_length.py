@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from antiphon.service.graphs.runner import EncodeReport
 from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.runtime.runner import EncodeReport
 
 # Tokens; doubled each time, as a square would be quadrupled.
 LENGTH_BOUNDS = tuple(2**power for power in range(4, 14))

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from antiphon.client import AsyncClient, Connection, ServerError
-from antiphon.messages import Languages, unary_request
+from antiphon.client.messages import Languages, unary_request
 from antiphon.v1 import inference_pb2_grpc
 from tests.abuse.calls import SERVICE
 from tests.reliability.asking import Texts, ask, references, streamed, whole

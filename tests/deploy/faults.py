@@ -23,8 +23,8 @@ import grpc
 
 from antiphon.client import Client
 from antiphon.load.texts import EVERYDAY
-from antiphon.model.bundle import load_bundle, write_manifest
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.model.bundle.manifest import load_bundle, write_manifest
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, Pair, trusting
@@ -40,14 +40,14 @@ MAX_RESTARTS = 10
 # Runs the command after it, with a decoder that is faulty while a file exists.
 _FAULTY = """
 import os, sys, time
-from antiphon.service.graphs.native_runner import NativeRunner
+from antiphon.service.runtime.native_runner import NativeRunner
 decode, steps = NativeRunner.decode, []
 def faulty(self, batch):
     steps.append(batch)
     {fault}
     return decode(self, batch)
 NativeRunner.decode = faulty
-from antiphon.cli import main
+from antiphon.cli.main import main
 sys.exit(main(sys.argv[sys.argv.index("serve"):]))
 """
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from antiphon.cli import main
+from antiphon.cli.main import main
 from tests.deploy.manifests import DEPLOY, Manifest, kustomize, load, of_kind, pods, settings
 
 GUIDE = DEPLOY.parent / "docs" / "deploy.md"

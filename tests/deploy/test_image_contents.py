@@ -17,7 +17,9 @@ from tests.integration import process
 
 PRUNED = (ROOT / "deploy" / "prune.txt").read_text().split()
 # Run in place of `-m antiphon.cli`: whatever imports one of the names gets a ModuleNotFoundError.
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys({names!r})); from antiphon.cli import main; sys.exit(main())"
+WITHOUT = (
+    "import sys; sys.modules.update(dict.fromkeys({names!r})); from antiphon.cli.main import main; sys.exit(main())"
+)
 
 
 def locked(name: str) -> dict[str, str]:

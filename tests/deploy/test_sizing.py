@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from antiphon.cli import main
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.cli.main import main
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.deploy.manifests import kubectl
 from tests.deploy.tools import ROOT
 from tests.manifests import edit_manifest

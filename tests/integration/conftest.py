@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.bundle import Provenance
+from antiphon.model.bundle.manifest import Provenance
 from antiphon.model.config import preset
-from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
 from tests.integration.process import ServerProcess
 
 SENTENCES = [
@@ -27,9 +27,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with long limits: its greedy answers run to whatever length is asked for."""
     import torch
 
-    from antiphon.model.checkpoint import Checkpoint
-    from antiphon.model.export import export_bundle
-    from antiphon.model.transformer import Transformer
+    from antiphon.model.checkpoints.checkpoint import Checkpoint
+    from antiphon.model.export.export import export_bundle
+    from antiphon.model.transformer.transformer import Transformer
 
     folder = tmp_path_factory.mktemp("bundle")
     tokenizer = Tokenizer.train(SENTENCES, vocab_size=400)

@@ -14,7 +14,7 @@ from pathlib import Path
 # Runs the command after it, with a decoder that does something else once the model is warmed up.
 _FAULTY = """
 import sys, threading
-from antiphon.service.graphs.native_runner import NativeRunner
+from antiphon.service.runtime.native_runner import NativeRunner
 decode, steps = NativeRunner.decode, []
 {setup}
 def faulty(self, batch):
@@ -23,7 +23,7 @@ def faulty(self, batch):
         {fault}
     return decode(self, batch)
 NativeRunner.decode = faulty
-from antiphon.cli import main
+from antiphon.cli.main import main
 sys.exit(main(sys.argv[sys.argv.index("serve"):]))
 """
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle import load_bundle
-from antiphon.service.bench.setup import Setup
-from antiphon.service.bench.sources import everyday
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.service.tools.bench.setup import Setup
+from antiphon.service.tools.bench.sources import everyday
 from tests.integration.process import PATIENCE_S, antiphon, environment
 
 SENTENCES = "Eine Katze liest ein Buch.\nThe old man sees the bridge in the rain.\n"
@@ -45,7 +45,7 @@ def findings_of(tmp_path: Path, arguments: Sequence[str]) -> list[dict[str, Any]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random model, small: its bundle and checkpoint."""
     folder = tmp_path_factory.mktemp("made") / "random"
-    command = (sys.executable, "-m", "antiphon.service.bench.make", "random", "tiny", str(folder))
+    command = (sys.executable, "-m", "antiphon.service.tools.bench.make", "random", "tiny", str(folder))
     subprocess.run(command, check=True, timeout=PATIENCE_S, env=environment())
     return folder
 

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from antiphon.client import AsyncClient, Options
-from antiphon.model.bundle import FORMAT_VERSION, MANIFEST_NAME, file_entry
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, file_entry
+from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import SENTENCES
 from tests.integration.faulty_engine import HeldEngine, held_engine
@@ -291,13 +291,13 @@ def test_serve_refuses_a_cache_below_one_longest_sequence(bundle: Path) -> None:
 
 
 def test_command_says_that_standard_output_is_closed() -> None:
-    code = "import sys; sys.stdout = None; from antiphon.cli import main; sys.exit(main(['generate', 'x']))"
+    code = "import sys; sys.stdout = None; from antiphon.cli.main import main; sys.exit(main(['generate', 'x']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (2, "antiphon: standard output is closed\n")
 
 
 def test_server_never_imports_torch() -> None:
-    code = "import sys, antiphon.service.server; print(*sys.modules)"
+    code = "import sys, antiphon.service.server.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "onnx", "onnxscript", "transformers"}.isdisjoint(loaded)
 

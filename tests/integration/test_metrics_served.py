@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from antiphon.model.bundle import load_bundle
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ServerProcess, is_idle

@@ -14,9 +14,9 @@ import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from antiphon.admin_client import AdminClient, Limits
 from antiphon.client import AsyncClient, Client, Options, ServerError
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.client.admin_client import AdminClient, Limits
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon

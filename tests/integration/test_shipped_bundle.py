@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.cli import main
-from antiphon.model.bundle import Bundle, load_bundle
-from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.config import ServerConfig
-from antiphon.service.evaluation.evaluate_translations import run_engine
-from antiphon.service.graphs.runners import open_runner
+from antiphon.cli.main import main
+from antiphon.model.bundle.manifest import Bundle, load_bundle
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.runtime.runners import open_runner
+from antiphon.service.server.settings import ServerConfig
+from antiphon.service.tools.evaluation.evaluate_translations import run_engine
 
 BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
 DATA = os.environ.get("ANTIPHON_DATA")

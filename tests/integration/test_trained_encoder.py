@@ -15,17 +15,17 @@ import grpc
 import pytest
 import torch
 
-from antiphon.cli import main
-from antiphon.model.bundle import load_bundle
-from antiphon.model.checkpoint import Checkpoint, load_checkpoint
-from antiphon.model.export import export_bundle
+from antiphon.cli.main import main
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from antiphon.model.export.export import export_bundle
 from antiphon.model.head_config import Task
-from antiphon.model.recipe import FineTuneRecipe
-from antiphon.model.text_template import fill
-from antiphon.model.train import Trainer
-from antiphon.service.evaluation.evaluate_labels import evaluate_labels
-from antiphon.service.graphs.encoder_runner import EncoderRunner
-from antiphon.service.graphs.runners import open_runner
+from antiphon.model.text.template import fill
+from antiphon.model.training.recipe import FineTuneRecipe
+from antiphon.model.training.train import Trainer
+from antiphon.service.runtime.encoder_runner import EncoderRunner
+from antiphon.service.runtime.runners import open_runner
+from antiphon.service.tools.evaluation.evaluate_labels import evaluate_labels
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained

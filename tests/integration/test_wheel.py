@@ -63,7 +63,7 @@ def test_wheel_holds_stubs_types_licence_and_native_library(wheel: Path) -> None
 def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", site, wheel, cwd=tmp_path)
-    where = "import antiphon.client, antiphon.model.bundle as b; print(antiphon.__file__, b.__file__)"
+    where = "import antiphon.client, antiphon.model.bundle.manifest as b; print(antiphon.__file__, b.__file__)"
     for path in run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).split():
         assert Path(path).is_relative_to(site)
     assert "generate" in run(site / "bin" / "antiphon", "--help", cwd=tmp_path, PYTHONPATH=str(site))

@@ -19,26 +19,26 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-from antiphon.model.bundle import Bundle
-from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.bundle.native_stepper import NativeStepper
+from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.config import ModelConfig
-from antiphon.model.export import export_bundle
-from antiphon.model.layers import CrossAttention
-from antiphon.model.native_stepper import NativeStepper
-from antiphon.model.random_model import random_transformer
-from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.transformer import Transformer
+from antiphon.model.export.export import export_bundle
+from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.model.transformer.layers import CrossAttention
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
+from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
 from antiphon.service.engine.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step import StepParts, Stepper
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.graphs.native_runner import NativeRunner
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import Request, SamplingParams, TokenEvent
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.fakes import FakeClock
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.model.bundle import Bundle
-from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.checkpoints.checkpoint import Checkpoint
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 VARIANTS: dict[str, dict[str, object]] = {

@@ -7,22 +7,22 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
+from antiphon.service.domain.cancellation import CancelCause, Cancellations
+from antiphon.service.domain.request import (
+    Request,
+    TokenEvent,
+)
 from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.cancellation import CancelCause, Cancellations
-from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
 from antiphon.service.engine.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step import StepParts, Stepper
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.graphs.runner import DecodeBatch, Draw, Runner
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import (
-    Request,
-    TokenEvent,
-)
+from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.service.runtime.runner import DecodeBatch, Draw, Runner
 from tests.fakes import FakeClock
 
 

@@ -10,10 +10,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from antiphon.model.checkpoints.families.family import family_in, read_config
+from antiphon.model.checkpoints.settings import Settings
 from antiphon.model.config import ModelConfig
-from antiphon.model.families.family import family_in, read_config
-from antiphon.model.families.settings import Settings
-from antiphon.model.transformer import Transformer
+from antiphon.model.transformer.transformer import Transformer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "mat", "##s", "##ed", "big", "small", "red", "blue")

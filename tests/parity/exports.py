@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from antiphon.model.bundle import Bundle, Lowering, Precision
-from antiphon.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
+from antiphon.model.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.model.bundle.native_stepper import NativeStepper
+from antiphon.model.bundle.stepper import GraphStepper
+from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig
-from antiphon.model.export import export_bundle
-from antiphon.model.native_stepper import NativeStepper
-from antiphon.model.random_model import random_transformer
-from antiphon.model.stepper import GraphStepper
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.export.export import export_bundle
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.model.transformer.random_model import random_transformer
 
 # The alphabet of bytes, the special tokens and a few merges.
 VOCAB_SIZE = 272

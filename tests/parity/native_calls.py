@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.ops.cache_pool import BLOCK_SIZE, padded_width
-from antiphon.model.ops.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
 from tests.parity.native_nodes import ramp
 
 Rng = np.random.Generator

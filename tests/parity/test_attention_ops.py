@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.attention import attention, cached_attention
+from antiphon.model.export.contrib_lowering import LoweringError, lower_for_cpu
 from antiphon.model.ops import attention_ops
-from antiphon.model.ops.contrib_lowering import LoweringError, lower_for_cpu
+from antiphon.model.ops.attention import attention, cached_attention
 from antiphon.model.ops.onnx_schema import DOMAIN
 
 HEADS, WIDTH, SCALE = 4, 16, 0.3

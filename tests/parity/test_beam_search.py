@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from antiphon.service.domain.request import EarlyStopping, FinishReason
 from antiphon.service.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
-from antiphon.service.request import EarlyStopping, FinishReason
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 BOS_ID, EOS_ID, VOCAB = 1, 2, 40

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.model.bundle import load_bundle
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.model.bundle.native_stepper import NativeStepper
 from antiphon.model.config import ModelConfig
-from antiphon.model.native_stepper import NativeStepper
-from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.request import EarlyStopping, Request, SamplingParams, TokenEvent
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.fakes import request_of
 from tests.parity.answers_together import (
     answer,

@@ -11,11 +11,11 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from antiphon.model.checkpoints.families.family import family_of
 from antiphon.model.config import ModelConfig
-from antiphon.model.convert_tokenizer import convert_tokenizer
-from antiphon.model.families.family import family_of
-from antiphon.model.text_format import NoTokenizersFile, TokenizerError
-from antiphon.model.tokenizer import open_tokenizer
+from antiphon.model.importer.convert_tokenizer import convert_tokenizer
+from antiphon.model.text.format import NoTokenizersFile, TokenizerError
+from antiphon.model.text.tokenizer import open_tokenizer
 from tests.parity.tokenizer_checkpoints import TEXTS, pieces
 
 AWKWARD = ["", "the cat's  mat", "Größe über naïve café", "hello, WORLD!?", "der Hund läuft 🙂"]

@@ -6,12 +6,12 @@ import ctranslate2
 import pytest
 import torch
 
-from antiphon.model.checkpoint import Checkpoint, CheckpointError
+from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
 from antiphon.model.config import ModelConfig, preset
-from antiphon.model.ctranslate2_twin import save_twin, translate
-from antiphon.model.greedy import greedy
-from antiphon.model.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.transformer import Transformer
+from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.model.transformer.greedy import greedy
+from antiphon.model.transformer.transformer import Transformer
+from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate
 
 
 def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:

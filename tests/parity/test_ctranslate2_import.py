@@ -30,21 +30,21 @@ import pytest
 from ctranslate2.specs import common_spec, model_spec, transformer_spec
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.bundle import Bundle, Precision
+from antiphon.model.bundle.manifest import Bundle, Precision
+from antiphon.model.checkpoints.ctranslate2_file import ModelFile
+from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.config import preset
-from antiphon.model.ctranslate2_file import ModelFile
-from antiphon.model.ctranslate2_twin import save_twin, translate, twin_specification
-from antiphon.model.greedy import greedy
-from antiphon.model.importer import ImportOptions, _Source, _understand, import_checkpoint, load_model
-from antiphon.model.quantize import quantize_rows
-from antiphon.model.source_weights import SourceError
-from antiphon.model.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.model.export.quantize import quantize_rows
+from antiphon.model.importer.importer import ImportOptions, _Source, _understand, import_checkpoint, load_model
+from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.model.transformer.greedy import greedy
+from antiphon.service.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.graphs.runners import open_runner
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import EarlyStopping, Request, SamplingParams, TokenEvent
+from antiphon.service.runtime.runners import open_runner
+from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate, twin_specification
 from tests.parity.test_ctranslate2 import random_checkpoint
 
 NAMES = (

@@ -17,15 +17,15 @@ import torch
 import transformers
 
 from antiphon.client import Options, ServerError
-from antiphon.model.bundle import Bundle
-from antiphon.model.export import ExportError, export_bundle
-from antiphon.model.importer import ImportOptions, import_checkpoint
-from antiphon.model.random_model import random_transformer
-from antiphon.model.source_weights import SourceError
-from antiphon.model.verify import verify
-from antiphon.service.engine.kv_cache import CACHE_BLOCK_SIZE, blocks_for
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.request import Request, SamplingParams, Task, TokenEvent
+from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.export.export import ExportError, export_bundle
+from antiphon.model.export.verify import verify
+from antiphon.model.importer.importer import ImportOptions, import_checkpoint
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.service.domain.request import Request, SamplingParams, Task, TokenEvent
+from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.parity.answers_together import answer, one_torch_thread
@@ -238,7 +238,7 @@ def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> N
 
 def test_preempted_prompts_go_on_with_the_same_bits(bundle: Bundle) -> None:
     model, dice = bundle.manifest.model, random.Random(0)
-    longest = blocks_for(model.max_target_len, CACHE_BLOCK_SIZE)
+    longest = blocks_for(model.max_target_len, BLOCK_SIZE)
     tight = NativeRunner(bundle, max_rows=8, threads=2, num_blocks=2 * longest)
     roomy = NativeRunner(bundle, max_rows=1, threads=1)
     requests = [

@@ -11,16 +11,15 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model import export, graph_ports, profile, trace
-from antiphon.model.bundle import Bundle, Precision, load_bundle
-from antiphon.model.export import ExportError, export_bundle
-from antiphon.model.graph_ports import Port
+from antiphon.model.bundle.graph_ports import Port
+from antiphon.model.bundle.manifest import Bundle, Precision, graph_ports, load_bundle
+from antiphon.model.bundle.native_encoder import NativeEncoder
+from antiphon.model.export.export import ExportError, export, export_bundle, profile, trace
+from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.verify_encoder import verify_encoder
 from antiphon.model.head_config import Task
-from antiphon.model.native_encoder import NativeEncoder
-from antiphon.model.random_model import random_transformer
-from antiphon.model.transformer import Transformer
-from antiphon.model.verify import VerificationError
-from antiphon.model.verify_encoder import verify_encoder
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 ALONE: dict[str, object] = dict(architecture="encoder", decoder_layers=0)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-from antiphon.cli import main
-from antiphon.model.bundle import Bundle, load_bundle, write_manifest
-from antiphon.model.checkpoint import Checkpoint
+from antiphon.cli.main import main
+from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
+from antiphon.model.checkpoints.checkpoint import Checkpoint
 
 SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
 REFERENCES = ["eins zwei drei", "eine längere Zeile", "x", "something else", "eins zwei"]
@@ -130,5 +130,5 @@ def test_unequal_files_are_refused(bundle: Bundle, tmp_path: Path, capsys: pytes
 
 
 def test_evaluating_a_bundle_needs_no_torch() -> None:
-    code = "import sys, antiphon.service.evaluation.evaluate; sys.exit('torch' in sys.modules)"
+    code = "import sys, antiphon.service.tools.evaluation.evaluate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

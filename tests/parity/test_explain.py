@@ -15,20 +15,20 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model.bundle import Bundle, BundleError, Lowering, load_bundle
-from antiphon.model.checkpoint import Checkpoint
-from antiphon.model.explain_graph import ExplainModule, rounded, trace_explain, verify_explain
-from antiphon.model.explain_session import ExplainSession
-from antiphon.model.explain_weights import Layout, store_as
-from antiphon.model.export import export_bundle, write_graphs
-from antiphon.model.graph import GraphError
-from antiphon.model.random_model import random_transformer
-from antiphon.model.transformer import Transformer
-from antiphon.model.verify import VerificationError
-from antiphon.model.weights_file import WeightsFile
-from antiphon.service.errors import Unsupported
-from antiphon.service.evaluation import explain
-from antiphon.service.evaluation.explain import Explainer
+from antiphon.model.bundle.explain_session import ExplainSession
+from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
+from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.export.explain_graph import ExplainModule, rounded, trace_explain, verify_explain
+from antiphon.model.export.explain_weights import Layout, store_as
+from antiphon.model.export.export import export_bundle, write_graphs
+from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.weights_file import WeightsFile
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
+from antiphon.service.domain.errors import Unsupported
+from antiphon.service.runtime import explain
+from antiphon.service.runtime.explain import Explainer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
@@ -202,7 +202,7 @@ def test_load_bundle_refuses_a_damaged_explain_graph(bundle: Bundle, tmp_path: P
 
 def test_explainer_needs_neither_torch_nor_onnx() -> None:
     script = (
-        "import sys, antiphon.service.evaluation.explain as _; "
+        "import sys, antiphon.service.runtime.explain as _; "
         "print(sorted({'torch', 'onnx', 'onnx_ir'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)

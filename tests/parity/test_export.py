@@ -11,13 +11,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model import export, graph_ports, trace
-from antiphon.model.bundle import Bundle, Lowering, Precision, Provenance, load_bundle
-from antiphon.model.checkpoint import Checkpoint
-from antiphon.model.export import ExportError, export_bundle
-from antiphon.model.random_model import random_transformer
-from antiphon.model.transformer import Transformer
-from antiphon.model.verify import VerificationError
+from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, Provenance, graph_ports, load_bundle
+from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.export.export import ExportError, export, export_bundle, trace
+from antiphon.model.export.verify import VerificationError
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
 from tests.parity.exports import small_config
 
 

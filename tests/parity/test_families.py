@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.random_model import random_transformer
+from antiphon.model.transformer.random_model import random_transformer
 from tests.parity.exports import small_config
 
 # Of each family its settings as transformers calls them, and the choices of ModelConfig that say the same.

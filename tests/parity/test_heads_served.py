@@ -18,9 +18,9 @@ import torch
 import transformers
 
 from antiphon.client import AsyncClient, ServerError
-from antiphon.model.bundle import load_bundle
-from antiphon.model.importer import ImportOptions, import_checkpoint
-from antiphon.service.graphs.encoder_runner import EncoderRunner
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.model.importer.importer import ImportOptions, import_checkpoint
+from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.integration.process import antiphon

@@ -19,12 +19,11 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle import Bundle, Precision
-from antiphon.model.checkpoint import Checkpoint
-from antiphon.model.export import export_bundle
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.request import (
+from antiphon.model.bundle.manifest import Bundle, Precision
+from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.export.export import export_bundle
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import (
     MAX_SEED,
     EarlyStopping,
     FinishReason,
@@ -34,6 +33,7 @@ from antiphon.service.request import (
     Task,
     TokenEvent,
 )
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.fakes import request_of
 from tests.parity.crowd import Crowd
 

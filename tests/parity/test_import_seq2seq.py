@@ -14,12 +14,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from antiphon import cli
-from antiphon.model.bundle import Bundle, Precision, load_bundle
-from antiphon.model.native_stepper import native_session, run_native
-from antiphon.service.contract.model_defaults import own_defaults
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.request import Request, SamplingParams
+from antiphon.cli.main import main as cli
+from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
+from antiphon.model.bundle.native_stepper import native_session, run_native
+from antiphon.service.domain.request import Request, SamplingParams
+from antiphon.service.rpc.v1.model_defaults import own_defaults
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper
 from tests.parity.seq2seq_checkpoints import CHECKPOINTS, save

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import choose
+from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.logit_edits import LogitEdits
-from antiphon.service.request import SamplingParams
 from tests.batches import Choice, choices_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

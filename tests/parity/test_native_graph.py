@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.native_graph import PackedEncoder, PagedDecoder, PagedRows
-from antiphon.model.ops.cache_pool import blocks_for, pool_axes
-from antiphon.model.random_model import random_transformer
-from antiphon.model.transformer import Transformer
+from antiphon.model.export.native_graph import PackedEncoder, PagedDecoder, PagedRows
+from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 

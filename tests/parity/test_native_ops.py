@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.activations import ACTIVATIONS as ACTIVATIONS_BY_NAME
+from antiphon.model.export.packing import pack_float, pack_int8, unpack_int8
 from antiphon.model.ops import native_attention, native_linear
-from antiphon.model.ops.packing import pack_float, pack_int8, unpack_int8
+from antiphon.model.ops.activations import ACTIVATIONS as ACTIVATIONS_BY_NAME
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.native_stepper import settings_of
+from antiphon.model.bundle.native_stepper import settings_of
 from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.ops.cache_pool import read_positions, write_position
 from tests.batches import Choice, choices_of

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.export import ExportError, export_bundle
-from antiphon.model.random_model import random_transformer
-from antiphon.model.verify import verify
+from antiphon.model.export.export import ExportError, export_bundle
+from antiphon.model.export.verify import verify
+from antiphon.model.transformer.random_model import random_transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config, write_checkpoint
 

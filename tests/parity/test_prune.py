@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model import prune
-from antiphon.model.checkpoint import Checkpoint, load_checkpoint
+from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.config import ModelConfig
-from antiphon.model.data import Batch, Example, collate
-from antiphon.model.export import export_bundle
-from antiphon.model.head_importance import attentions, head_gates, head_importance, sentence_losses
-from antiphon.model.prune import PruneError, heads_to_keep, without_heads
-from antiphon.model.random_model import random_transformer
-from antiphon.model.transformer import Transformer
+from antiphon.model.export.export import export_bundle
+from antiphon.model.training import prune
+from antiphon.model.training.data import Batch, Example, collate
+from antiphon.model.training.head_importance import attentions, head_gates, head_importance, sentence_losses
+from antiphon.model.training.prune import PruneError, heads_to_keep, without_heads
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from antiphon.model.bundle import Bundle, GraphSet, Precision
-from antiphon.model.checkpoint import Checkpoint
+from antiphon.model.bundle.manifest import Bundle, GraphSet, Precision
+from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.export.verify import TOLERANCES, compare
+from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import Draw
-from antiphon.model.verify import TOLERANCES, compare
-from antiphon.service.engine.kv_cache import BlockPool, blocks_for
-from antiphon.service.graphs.model_runner import ModelRunner
-from antiphon.service.graphs.native_runner import NativeRunner
+from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.batches import Choice, Tables, batch_of, choices_of
 
 # float32 sums in another order, through two layers of width 64 and their norms.

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.random_model import random_transformer
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.request import Request, SamplingParams, TokenEvent
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.fakes import request_of
 from tests.parity.answers_together import answer, eager_logits, export_model, one_torch_thread, processor_options
 from tests.parity.transformers_reference import LogitsOf, Reference, next_scores

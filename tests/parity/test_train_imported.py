@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from antiphon.cli import main
-from antiphon.model.checkpoint import load_checkpoint
-from antiphon.model.export import export_bundle
-from antiphon.model.text_template import fill
+from antiphon.cli.main import main
+from antiphon.model.checkpoints.checkpoint import load_checkpoint
+from antiphon.model.export.export import export_bundle
+from antiphon.model.text.template import fill
 from tests.parity.encoder_checkpoints import write_checkpoint
 
 torch.set_num_threads(1)  # arrays this small lose time to threads

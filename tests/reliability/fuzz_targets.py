@@ -14,16 +14,16 @@ from pathlib import Path
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.model.text_format import Template, TextFormat
-from antiphon.model.text_template import LanguageIds, fill
-from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.config import SHIPPED_BUNDLE
-from antiphon.service.contract.combinations import check_combination
-from antiphon.service.contract.options import read_options
+from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.model.text.format import Template, TextFormat
+from antiphon.model.text.template import LanguageIds, fill
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.domain.combinations import check_combination
+from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.network.parsing import parser
+from antiphon.service.rpc.calls.parsing import parser
+from antiphon.service.rpc.v1.options import read_options
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field
 

@@ -5,7 +5,7 @@ Memory is for the long run to judge (make endurance): seconds say nothing of it.
 
 from __future__ import annotations
 
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
 from tests.reliability.endurance import Plan, complaints, endure
 from tests.reliability.sizes import size

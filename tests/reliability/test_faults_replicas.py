@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 import grpc
 
 from antiphon.client import AsyncClient, Connection, ServerError
-from antiphon.connection import RetryPolicy
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.client.connection import RetryPolicy
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
 from tests.reliability.asking import LASTING, Heard, Texts, references, streamed, whole
 from tests.reliability.sizes import size

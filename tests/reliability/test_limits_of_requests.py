@@ -9,9 +9,9 @@ import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.model.tokenizer import Tokenizer
-from antiphon.service.config import SHIPPED_BUNDLE
-from antiphon.service.contract.ranges import LONGEST, RANGES
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.domain.ranges import LONGEST, RANGES
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.reliability.answers import violation_of

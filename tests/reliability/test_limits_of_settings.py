@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from antiphon.cli import main
-from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
-from antiphon.service.hosting.model_settings import ModelSettings
+from antiphon.cli.main import main
+from antiphon.service.server.model_settings import ModelSettings
+from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
 
 # Whatever these hold can only be judged by what it names; other tests do.
 FREE_TEXTS = {"models", "caller_metadata_key", "otlp_endpoint"}

@@ -9,9 +9,10 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
+from antiphon.service.domain.cancellation import CancelCause, Cancellations
+from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.cancellation import CancelCause, Cancellations
-from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
 from antiphon.service.engine.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
@@ -19,7 +20,6 @@ from antiphon.service.engine.step import StepParts, Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent
 from tests.fakes import FakeClock, FakeRunner, request_of
 
 BLOCK_SIZE = 4

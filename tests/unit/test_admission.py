@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import Request, SamplingParams
 from antiphon.service.engine.admission import admit, limits_of
 from antiphon.service.engine.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.request import Request, SamplingParams
 from tests.fakes import FakeRunner, request_of, source_of
 
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.load.texts import EVERYDAY
-from antiphon.model.tokenizer import byte_bpe_format
-from antiphon.service.bench import command
-from antiphon.service.bench.arrivals import offer
-from antiphon.service.bench.batcher import Batcher, BatcherConfig
-from antiphon.service.bench.node_profile import summary
-from antiphon.service.bench.offline import Offline
-from antiphon.service.bench.report import (
+from antiphon.model.text.tokenizer import byte_bpe_format
+from antiphon.service.tools.bench import command
+from antiphon.service.tools.bench.arrivals import offer
+from antiphon.service.tools.bench.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.node_profile import summary
+from antiphon.service.tools.bench.offline import Offline
+from antiphon.service.tools.bench.report import (
     BenchError,
     BenchFailure,
     Case,
@@ -30,10 +30,10 @@ from antiphon.service.bench.report import (
     table,
     to_json,
 )
-from antiphon.service.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
-from antiphon.service.bench.static import translate_static
-from antiphon.service.bench.timing import alternate
-from antiphon.service.bench.twin import TwinSettings, decode_candidates, encode_candidates, layouts
+from antiphon.service.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
+from antiphon.service.tools.bench.static import translate_static
+from antiphon.service.tools.bench.timing import alternate
+from antiphon.service.tools.bench.twin import TwinSettings, decode_candidates, encode_candidates, layouts
 from tests.fakes import EOS_ID, FakeRunner, source_of
 from tests.serving import tiny_tokenizer
 
@@ -152,7 +152,7 @@ def test_tokenize_names_the_text_that_is_too_long() -> None:
 
 
 def test_alternate_changes_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.service.bench.timing.SETTLE_S", 0.0)
+    monkeypatch.setattr("antiphon.service.tools.bench.timing.SETTLE_S", 0.0)
     order: list[str] = []
 
     def run(side: str) -> str:

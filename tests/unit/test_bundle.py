@@ -13,9 +13,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from antiphon.model.bundle import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.model.external_data import NotAGraph, external_files
-from antiphon.service.config import SHIPPED_BUNDLE
+from antiphon.model.bundle.external_data import NotAGraph, external_files
+from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.manifests import edit_manifest
 
 GRAPH = "decoder.native.int8.onnx"
@@ -167,7 +167,7 @@ def test_external_data_is_found_wherever_a_graph_may_hide_it(tmp_path: Path) -> 
 
 
 def test_numbers_of_the_fields_are_onnx_own() -> None:
-    from antiphon.model import external_data
+    from antiphon.model.bundle.manifest import external_data
 
     kinds: dict[str, Any] = {
         "Model": onnx.ModelProto,

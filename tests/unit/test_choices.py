@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw, choose, greedy_choices
 from antiphon.model.ops.warpers import Warp
-from antiphon.service.request import MAX_SEED
+from antiphon.service.domain.request import MAX_SEED
 from tests.batches import Choice, choices_of
 from tests.unit.sampling_reference import Logits, log_softmax, logits_of, reference_probabilities
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError, TokenLogprob
-from antiphon.messages import as_delta, as_generations
-from antiphon.options import options_message
+from antiphon.client.messages import as_delta, as_generations
+from antiphon.client.options import options_message
 from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
@@ -288,7 +288,7 @@ def _model_name(target: str) -> str:
 
 
 def test_client_loads_nothing_but_grpcio_and_protobuf() -> None:
-    code = "import sys, antiphon.client, antiphon.generate, antiphon.cli; print(*sys.modules)"
+    code = "import sys, antiphon.client, antiphon.cli.generate, antiphon.cli.main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     served = {"antiphon.model", "antiphon.service", "google.rpc", "numpy", "onnxruntime", "prometheus_client"}
     assert served.isdisjoint(loaded)

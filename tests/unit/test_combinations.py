@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from antiphon.service.contract.combinations import RULES, Controls, check_combination, rules_as_markdown
-from antiphon.service.contract.options import default_options
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.request import EarlyStopping, SamplingParams
+from antiphon.service.domain.combinations import RULES, Controls, check_combination, rules_as_markdown
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import EarlyStopping, SamplingParams
+from antiphon.service.rpc.v1.options import default_options
 from antiphon.v1 import inference_pb2 as pb
 
 CONTROLS_MD = Path(__file__).resolve().parents[2] / "docs" / "CONTROLS.md"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service import config
-from antiphon.service.config import ConfigError, to_toml
+from antiphon.service.server.process import settings as config
+from antiphon.service.server.settings import ConfigError, to_toml
 from tests.unit.test_config import load
 
 TOML = """

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from antiphon.client import AsyncClient, Client, Connection, Priority, RetryPolicy, ServerError
-from antiphon.connection import is_loopback
+from antiphon.client.connection import is_loopback
 from tests.refusing import Context, recording, refuse
 from tests.serving import serving
 
@@ -306,7 +306,7 @@ def test_token_is_never_shown() -> None:
         ("unix:///run/antiphon", True),
         ("ipv4:127.0.0.1:1,127.0.0.1:2", True),
         ("ipv4:127.0.0.1:1,10.0.0.1:2", False),
-        ("dns:///antiphon.models.svc:50051", False),
+        ("dns:///antiphon.cli.models.svc:50051", False),
         ("10.0.0.1:50051", False),
     ],
 )

@@ -15,19 +15,19 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
-from antiphon.model.bundle import MANIFEST_NAME
+from antiphon.model.bundle.manifest import MANIFEST_NAME
 from antiphon.model.ops.workspace import _NativeStats
-from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig
-from antiphon.service.contract.pacing import Pacing
+from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
+from antiphon.service.domain.request import Request, SamplingParams
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
-from antiphon.service.hosting.control import Control
-from antiphon.service.hosting.loading import Shared, load
-from antiphon.service.hosting.memory import MemoryBudget
-from antiphon.service.hosting.model_settings import ModelPlan, ModelSettings
-from antiphon.service.hosting.models import Models, Served
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.request import Request, SamplingParams
+from antiphon.service.rpc.v1.models import Models, Served
+from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.server.control import Control
+from antiphon.service.server.loading import Shared, load
+from antiphon.service.server.memory import MemoryBudget
+from antiphon.service.server.model_settings import ModelPlan, ModelSettings
+from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.waits import client_waits
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING

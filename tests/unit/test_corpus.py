@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
-from antiphon.model.recipe import DataConfig, DataFile, RecipeError, load_recipe
+from antiphon.model.training.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
+from antiphon.model.training.recipe import DataConfig, DataFile, RecipeError, load_recipe
 
 DATA = os.environ.get("ANTIPHON_DATA")
 
@@ -94,7 +94,7 @@ def test_unknown_recipe_names_those_that_exist() -> None:
 
 
 def test_recipe_with_a_wrong_field_names_it(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "model/recipes/tatoeba-en-de.toml").read_text()
+    text = (Path(__file__).parents[2] / "model/training/recipes/tatoeba-en-de.toml").read_text()
     wrong = tmp_path / "wrong.toml"
     wrong.write_text(text.replace("label_smoothing = 0.1", "label_smoothing = 2"))
     with pytest.raises(RecipeError, match=r"train\.label_smoothing"):
@@ -102,7 +102,7 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path) -> None:
 
 
 def test_recipe_for_half_a_transformer_is_refused(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "model/recipes/tatoeba-en-de.toml").read_text()
+    text = (Path(__file__).parents[2] / "model/training/recipes/tatoeba-en-de.toml").read_text()
     half = tmp_path / "half.toml"
     half.write_text(text.replace('"encoder-decoder"', '"decoder"').replace("encoder_layers = 6", "encoder_layers = 0"))
     with pytest.raises(RecipeError, match=r"model\.architecture is 'decoder'"):

@@ -3,7 +3,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model.data import (
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.model.training.data import (
     IGNORED_LABEL,
     LENGTH_STEP,
     Example,
@@ -12,7 +13,6 @@ from antiphon.model.data import (
     plan_batches,
     rows_of,
 )
-from antiphon.model.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train([], vocab_size=260)
 

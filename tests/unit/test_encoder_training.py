@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-from antiphon.cli import main
-from antiphon.model.checkpoint import load_checkpoint, read_tensors
-from antiphon.model.data import IGNORED_LABEL
-from antiphon.model.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.cli.main import main
+from antiphon.model.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.model.head_config import FIRST_TOKEN_TASKS
-from antiphon.model.pretrain_task import PretrainTask
-from antiphon.model.recipe import RecipeError, load_any_recipe
-from antiphon.model.span_f1 import span_score
-from antiphon.model.text_files import Tagged
-from antiphon.model.text_template import fill
-from antiphon.model.train import Trainer, frozen
-from antiphon.model.training_task import Batches, RunFolders
-from antiphon.model.word_tags import first_tags, token_tags, words_of_tokens
+from antiphon.model.text.template import fill
+from antiphon.model.training.data import IGNORED_LABEL
+from antiphon.model.training.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.pretrain_task import PretrainTask
+from antiphon.model.training.recipe import RecipeError, load_any_recipe
+from antiphon.model.training.span_f1 import span_score
+from antiphon.model.training.text_files import Tagged
+from antiphon.model.training.train import Trainer, frozen
+from antiphon.model.training.training_task import Batches, RunFolders
+from antiphon.model.training.word_tags import first_tags, token_tags, words_of_tokens
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
@@ -225,7 +225,7 @@ def write_toml(folder: Path, text: str) -> str:
     ],
 )
 def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str, new: str, message: str) -> None:
-    text = (Path(__file__).parents[2] / f"model/recipes/{name}.toml").read_text()
+    text = (Path(__file__).parents[2] / f"model/training/recipes/{name}.toml").read_text()
     assert old in text
     with pytest.raises(RecipeError, match=message):
         load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))

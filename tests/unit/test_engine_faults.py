@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from antiphon.service.domain.errors import EngineFault, Unavailable
+from antiphon.service.domain.request import FinishReason
 from antiphon.service.engine.engine import MAX_FAILED_STEPS
-from antiphon.service.errors import EngineFault, Unavailable
-from antiphon.service.request import FinishReason
 from tests.fakes import EOS_ID, source_of
 from tests.unit.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from antiphon import cli
-from antiphon.alignment_plot import plot_alignment
-from antiphon.explain import END
+from antiphon.cli.alignment_plot import plot_alignment
+from antiphon.cli.explain import END
+from antiphon.cli.main import main as cli
 from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"
@@ -188,6 +188,8 @@ async def test_explain_says_what_installs_matplotlib(
 
 
 def test_explain_without_a_picture_imports_grpc_and_protobuf_only() -> None:
-    script = "import sys, antiphon.explain; print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
+    script = (
+        "import sys, antiphon.cli.explain; print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from antiphon.service.graphs.runner import DecodeBatch
+from antiphon.service.runtime.runner import DecodeBatch
 from tests.batches import Choice, batch_of, choices_of
 from tests.fakes import BOS_ID, EOS_ID, MEMORY_WIDTH, FakeRunner
 

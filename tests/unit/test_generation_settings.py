@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle import GenerationDefaults
+from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.model.config import preset
-from antiphon.model.generation_settings import generation_defaults
-from antiphon.model.text_format import TextFormat
-from antiphon.service.contract.ranges import RANGES
-from antiphon.service.request import SamplingParams
+from antiphon.model.importer.generation_settings import generation_defaults
+from antiphon.model.text.format import TextFormat
+from antiphon.service.domain.ranges import RANGES
+from antiphon.service.domain.request import SamplingParams
 
 CONFIG = preset("tiny")  # 96 tokens, at most 64 of a target
 TEXT = TextFormat(template=("$text", 2), languages={"en_XX": 9})

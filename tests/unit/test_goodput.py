@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
+from antiphon.service.domain.request import ANSWERED, SamplingParams
 from antiphon.service.engine.sequence import SequenceState
-from antiphon.service.errors import DeadlineExceeded, QueueFull, Unavailable
-from antiphon.service.request import ANSWERED, SamplingParams
 from tests.fakes import source_of
 from tests.unit.step_bench import Bench
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.model.head_config import HeadConfig, Scores
-from antiphon.service.errors import InvalidArgument, Unsupported
-from antiphon.service.graphs.readout import scores_of
-from antiphon.service.request import FinishReason, Pooling, Request, SamplingParams, Task
+from antiphon.service.domain.errors import InvalidArgument, Unsupported
+from antiphon.service.domain.request import FinishReason, Pooling, Request, SamplingParams, Task
+from antiphon.service.runtime.readout import scores_of
 from tests.fakes import EOS_ID, FIRST_WORD_ID, request_of, source_of
 from tests.parity.transformers_reference import Reference, generate
 from tests.unit.step_bench import Bench

@@ -15,15 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, RetryPolicy, ServerError
-from antiphon.service.config import ServerConfig
-from antiphon.service.contract import admin
-from antiphon.service.contract.admin import AdminServicer, build_admin_server
-from antiphon.service.network import listener
-from antiphon.service.network.listener import listening
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import FileMetrics
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.security.access import Access
+from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.server.access import Access
+from antiphon.service.server.admin import AdminServicer, build_admin_server
+from antiphon.service.server.listener import listening
+from antiphon.service.server.process import admin, listener
+from antiphon.service.server.settings import ServerConfig
 from tests.certificates import Authority, client_hello, trusting
 from tests.serving import SOURCE, serving
 from tests.waits import client_waits

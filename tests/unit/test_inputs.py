@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from antiphon.model.config import preset
-from antiphon.model.text_format import TextFormat
-from antiphon.model.tokenizer import byte_bpe_format
-from antiphon.service.contract.combinations import Controls
-from antiphon.service.contract.inputs import Inputs
-from antiphon.service.contract.languages import NO_LANGUAGES
-from antiphon.service.contract.long_texts import LongTexts
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.request import SamplingParams
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import byte_bpe_format
+from antiphon.service.domain.combinations import Controls
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import SamplingParams
+from antiphon.service.rpc.v1.inputs import Inputs
+from antiphon.service.rpc.v1.languages import NO_LANGUAGES
+from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import tiny_tokenizer
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from antiphon.interrupt import run_interruptible
+from antiphon.cli.interrupt import run_interruptible
 
 
 def test_result_is_that_of_the_coroutine() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.cli import main
+from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Connection
-from antiphon.files import read_regular
+from antiphon.client.files import read_regular
 from tests.certificates import Authority
 from tests.serving import SOURCE, serving
 

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from antiphon import cli
+from antiphon.cli.main import main as cli
 from antiphon.client import AsyncClient
-from antiphon.model.text_format import TextFormat
+from antiphon.model.text.format import TextFormat
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
 from tests.serving import SOURCE, Serving, details_of, refusal, serving, stub_of, tiny_tokenizer

@@ -14,8 +14,8 @@ from xds.service.orca.v3.orca_pb2 import OrcaLoadReportRequest
 
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
 from antiphon.service.engine.engine import EngineConfig
-from antiphon.service.network.load_report import LoadReports
 from antiphon.service.observability.call import Call
+from antiphon.service.server.load_report import LoadReports
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock

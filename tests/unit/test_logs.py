@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.errors import InvalidArgument
+from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.access_log import fields_of
 from antiphon.service.observability.call import Call, enter_call
 from antiphon.service.observability.logs import configure_logging, rfc3339, where_of

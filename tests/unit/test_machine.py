@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.errors import OverBudget
-from antiphon.service.hosting.connection_watch import ConnectionWatch, num_open_files
-from antiphon.service.hosting.machine import allow_files, check_memory, memory_bytes
-from antiphon.service.hosting.memory import ModelMemory
+from antiphon.service.domain.errors import OverBudget
+from antiphon.service.server.connection_watch import ConnectionWatch, num_open_files
+from antiphon.service.server.machine import allow_files, check_memory, memory_bytes
+from antiphon.service.server.memory import ModelMemory
 from tests.fakes import FakeClock
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.model.data import IGNORED_LABEL
-from antiphon.model.masking import Masking
-from antiphon.model.recipe import MaskingConfig
+from antiphon.model.training.data import IGNORED_LABEL
+from antiphon.model.training.masking import Masking
+from antiphon.model.training.recipe import MaskingConfig
 
 VOCAB = 60
 SPECIAL = (0, 1, 2, 3, 4, 17)

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.bundle import Bundle, MemoryFit, MemoryProfile, load_bundle
-from antiphon.service.config import SHIPPED_BUNDLE, ServerConfig
-from antiphon.service.contract.pacing import Pacing
-from antiphon.service.engine.kv_cache import blocks_for
+from antiphon.model.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bundle
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavailable
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.errors import InvalidArgument, OverBudget, Unavailable
-from antiphon.service.graphs.model_runner import ModelRunner
-from antiphon.service.graphs.native_encoder import RUN_TOKENS
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.hosting.loading import Shared, StartupError, load
-from antiphon.service.hosting.memory import (
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.runtime.native_encoder import RUN_TOKENS
+from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.service.server.loading import Shared, StartupError, load
+from antiphon.service.server.memory import (
     DEFAULT_WORKSPACE_BYTES,
     MemoryBudget,
     ModelMemory,
@@ -30,8 +30,8 @@ from antiphon.service.hosting.memory import (
     encode_budget,
     need_of,
 )
-from antiphon.service.hosting.model_settings import ModelPlan, ModelSettings
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.server.model_settings import ModelPlan, ModelSettings
+from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle

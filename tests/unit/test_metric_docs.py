@@ -8,12 +8,14 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from antiphon.model.bundle import MemoryFit
+from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.config import ServerConfig
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import FileMetrics, Metrics, RpcMetrics, WaitMetrics
+from antiphon.service.observability.metrics import Metrics, RpcMetrics
 from antiphon.service.observability.process_metrics import add_process_metrics
+from antiphon.service.rpc.calls.client_wait_metrics import WaitMetrics
+from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.server.settings import ServerConfig
 from tests.waits import client_waits
 
 DOCS = Path(__file__).parents[2] / "docs" / "OBSERVABILITY.md"

@@ -13,15 +13,15 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.model.bundle import MemoryFit
+from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.engine.cancellation import CancelCause
-from antiphon.service.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
-from antiphon.service.graphs.runner import EncodeReport
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
+from antiphon.service.domain.request import FinishReason, Timing
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import CacheUse, Metrics
 from antiphon.service.observability.workspace_by_length import KINDS, LENGTHS
-from antiphon.service.request import FinishReason, Timing
+from antiphon.service.runtime.runner import EncodeReport
 
 REPORT = EncodeReport(
     rows=3,

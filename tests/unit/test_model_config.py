@@ -3,7 +3,7 @@ import torch
 from pydantic import ValidationError
 
 from antiphon.model.config import ModelConfig, preset
-from antiphon.model.transformer import Transformer
+from antiphon.model.transformer.transformer import Transformer
 
 
 @pytest.mark.parametrize(("name", "millions"), [("base", 65), ("big", 213)])

@@ -6,13 +6,21 @@ import numpy as np
 import onnx
 import pytest
 
-from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
-from antiphon.model.exact_products import has_vnni
-from antiphon.model.graph import GraphError
+from antiphon.model.bundle.exact_products import has_vnni
+from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.manifest import (
+    Bundle,
+    BundleError,
+    MemoryFit,
+    MemoryProfile,
+    file_entry,
+    load_bundle,
+    write_manifest,
+)
 from antiphon.model.ops.choices import choose
-from antiphon.service.graphs.model_runner import ModelRunner
-from antiphon.service.graphs.warm_up import warm_up
-from antiphon.service.request import SamplingParams
+from antiphon.service.domain.request import SamplingParams
+from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.runtime.warm_up import warm_up
 from tests.batches import Choice, batch_of, choice_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from antiphon.model.bundle import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
-from antiphon.model.graph import GraphError
+from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.manifest import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
+from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
-from antiphon.service.engine.kv_cache import BlockPool, blocks_for
-from antiphon.service.graphs.model_runner import ModelRunner
-from antiphon.service.graphs.native_runner import NativeRunner
-from antiphon.service.graphs.runner import DecodeBatch
-from antiphon.service.graphs.runners import open_runner
-from antiphon.service.graphs.warm_up import warm_up
+from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.service.runtime.runner import DecodeBatch
+from antiphon.service.runtime.runners import open_runner
+from antiphon.service.runtime.warm_up import warm_up
 from tests.batches import Choice, batch_of, choices_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle

@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
+from antiphon.cli.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 from antiphon.client import Options
-from antiphon.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 
 
 def parsed(*arguments: str) -> Options:

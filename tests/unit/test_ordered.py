@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from antiphon.ordered import WINDOW_PER_CALL, ordered_map
+from antiphon.client.ordered import WINDOW_PER_CALL, ordered_map
 
 
 async def counting(stop: int, read: list[int] | None = None) -> AsyncIterator[int]:

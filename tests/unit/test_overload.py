@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from antiphon.service.domain.request import Priority
 from antiphon.service.engine.engine import EngineConfig
 from antiphon.service.engine.request_queue import MAX_RETRY_S, MIN_RETRY_S
 from antiphon.service.engine.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.request import Priority
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, request_of, source_of
 from tests.serving import Details, Serving, asking, asking_whole, details_of, refusal, serving, stub_of

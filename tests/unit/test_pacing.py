@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 from google.protobuf.empty_pb2 import Empty
 
-from antiphon.service.contract.pacing import Pacing
-from antiphon.service.errors import SlowReader
+from antiphon.service.domain.errors import SlowReader
+from antiphon.service.rpc.v1.pacing import Pacing
 from tests.waits import client_waits
 
 

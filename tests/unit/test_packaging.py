@@ -28,13 +28,13 @@ def locked(name: str) -> list[str]:
     return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
 
 
-@pytest.mark.parametrize("module", ["antiphon.client", "antiphon.cli", "antiphon.v1.inference_pb2_grpc"])
+@pytest.mark.parametrize("module", ["antiphon.client", "antiphon.cli.main", "antiphon.v1.inference_pb2_grpc"])
 def test_client_side_imports_nothing_of_the_server(module: str) -> None:
     assert loaded_by(module).isdisjoint(SERVING)
 
 
 def test_server_import_leaves_torch_unloaded() -> None:
-    assert loaded_by("antiphon.service.server").isdisjoint({"torch", "onnx", "onnxscript", "transformers"})
+    assert loaded_by("antiphon.service.server.process").isdisjoint({"torch", "onnx", "onnxscript", "transformers"})
 
 
 @pytest.mark.parametrize("package", ["model", "service"])
@@ -82,7 +82,7 @@ def test_project_states_build_requirements_and_torch_once_each() -> None:
     assert torch == f"torch=={project['tool']['uv']['dependency-metadata'][0]['version']}"
 
 
-@pytest.mark.parametrize("module", ["antiphon.service.server", "antiphon.model.profile"])
+@pytest.mark.parametrize("module", ["antiphon.service.server.process", "antiphon.model.export.profile"])
 def test_onnxruntime_keeps_no_identifier_and_reports_nothing(module: str, tmp_path: Path) -> None:
     # As soon as it is loaded it writes what it reports by below the home directory, where nobody forbids it.
     code = f"import {module}, onnxruntime; onnxruntime.InferenceSession"
@@ -99,4 +99,4 @@ def test_onnxruntime_is_imported_in_one_place() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"^\s*(import|from) onnxruntime\b", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }
-    assert importing == {"model/onnx_runtime.py"}
+    assert importing == {"model/bundle/onnx_runtime.py"}

@@ -14,12 +14,12 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from antiphon.service.network.listener import close_port, open_port
-from antiphon.service.security import port_certificates
-from antiphon.service.security.port_certificates import PortCertificates, _Offer
-from antiphon.service.security.reload import Reloading
-from antiphon.service.security.tls import Certificates, TlsFiles, read_certificates
-from antiphon.terms import SERVICE_NAME
+from antiphon.client.terms import SERVICE_NAME
+from antiphon.service.rpc.security import port_certificates
+from antiphon.service.rpc.security.port_certificates import PortCertificates, _Offer
+from antiphon.service.rpc.security.reload import Reloading
+from antiphon.service.rpc.security.tls import Certificates, TlsFiles, read_certificates
+from antiphon.service.server.listener import close_port, open_port
 from tests.certificates import Authority, Pair, as_pem, renew, trusting
 from tests.serving import serving
 

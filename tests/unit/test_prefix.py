@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.engine.kv_cache import blocks_for
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.request import FinishReason, SamplingParams
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import FinishReason, SamplingParams
 from tests.fakes import source_of
 from tests.unit.step_bench import BLOCK_SIZE, Bench, expected
 

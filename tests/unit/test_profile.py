@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model import profile
-from antiphon.model.bundle import Bundle, load_bundle
-from antiphon.model.memory_fit import Measurement, fit_memory
+from antiphon.model.bundle.manifest import Bundle, load_bundle
+from antiphon.model.bundle.memory_fit import Measurement, fit_memory
+from antiphon.model.export.export import profile
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.graphs.model_runner import ModelRunner
+from antiphon.service.runtime.model_runner import ModelRunner
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
 
 LONGEST = 512

@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.contract.reading import reading
+from antiphon.service.domain.errors import DeadlineExceeded
+from antiphon.service.domain.request import Request
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.errors import DeadlineExceeded
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.request import Request
+from antiphon.service.rpc.v1.reading import reading
 from tests.fakes import FakeClock, FakeRunner, request_of, source_of
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import FinishReason, Priority, Request, SamplingParams, TokenEvent
 from antiphon.service.engine.row_turns import CALM_STEPS, PATIENCE_STEPS
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.request import FinishReason, Priority, Request, SamplingParams, TokenEvent
 from tests.fakes import request_of, source_of
 from tests.unit.step_bench import Bench, expected
 from tests.unit.test_preemption import random_request, seen

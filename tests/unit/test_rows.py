@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.service.engine.kv_cache import BlockPool, blocks_for
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.service.domain.request import MAX_SEED, SamplingParams
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.rows import RunningRows
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.graphs.runner import DecodeBatch
-from antiphon.service.request import MAX_SEED, SamplingParams
+from antiphon.service.runtime.runner import DecodeBatch
 from tests.fakes import BOS_ID, request_of, source_of
 
 MAX_ROWS = 6

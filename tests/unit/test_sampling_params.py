@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from antiphon.service.contract.ranges import check_token_ids
-from antiphon.service.errors import InvalidArgument
-from antiphon.service.request import MAX_BEAM_WIDTH, MAX_NUM_LOGPROBS, MAX_SEED, EarlyStopping, SamplingParams
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.ranges import check_token_ids
+from antiphon.service.domain.request import MAX_BEAM_WIDTH, MAX_NUM_LOGPROBS, MAX_SEED, EarlyStopping, SamplingParams
 
 TOO_SMALL = math.nextafter(0, -1)
 

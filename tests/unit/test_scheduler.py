@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.engine.kv_cache import BlockPool
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, Batch, EncodeBudget, SchedulerLimits, schedule
 
 

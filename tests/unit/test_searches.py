@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.service.errors import EngineFault, InvalidArgument, Unsupported
-from antiphon.service.request import (
+from antiphon.service.domain.errors import EngineFault, InvalidArgument, Unsupported
+from antiphon.service.domain.request import (
     EarlyStopping,
     FinishReason,
     Pooling,

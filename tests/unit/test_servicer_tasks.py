@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.service.request import Pooling
+from antiphon.service.domain.request import Pooling
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
 from tests.serving import SOURCE, asking_whole, details_of, refusal, serving, stub_of

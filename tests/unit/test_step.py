@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from antiphon.service.engine.cancellation import CancelCause
-from antiphon.service.engine.kv_cache import blocks_for
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, QueueFull
+from antiphon.service.domain.request import FinishReason, SamplingParams
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from antiphon.service.errors import DeadlineExceeded, EngineFault, QueueFull
-from antiphon.service.request import FinishReason, SamplingParams
 from tests.fakes import source_of
 from tests.unit.step_bench import BLOCK_SIZE, Bench, expected
 

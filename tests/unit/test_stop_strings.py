@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from antiphon.model.tokenizer import Tokenizer
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
-from antiphon.service.errors import InvalidArgument
 
 TOKENIZER = Tokenizer.train(["ab ba abab aab", "bbb ä ab"] * 4, vocab_size=275)
 # Few letters, so that strings overlap each other and themselves; ä is two bytes, and so may be two tokens.

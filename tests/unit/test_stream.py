@@ -10,9 +10,9 @@ import weakref
 
 import pytest
 
+from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.call import Call
-from antiphon.service.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 
 LONG_S = 3600.0  # a window that no test outlives
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.recipe import LabelledData, RecipeError, TextFile
-from antiphon.model.text_files import (
+from antiphon.model.training.recipe import LabelledData, RecipeError, TextFile
+from antiphon.model.training.text_files import (
     Labelled,
     Tagged,
     is_held_out,

@@ -13,13 +13,13 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from antiphon.cli import main
+from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
-from antiphon.service.network.ports import serve_metrics
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import FileMetrics
-from antiphon.service.security.reload import FileProblem, Reloading
-from antiphon.service.security.tls import TlsFiles, read_certificates
+from antiphon.service.rpc.calls.ports import serve_metrics
+from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.rpc.security.reload import FileProblem, Reloading
+from antiphon.service.rpc.security.tls import TlsFiles, read_certificates
 from tests.certificates import Authority, Pair, as_pem, encrypt, renew, replace, trusting
 from tests.serving import SOURCE, Gate, Serving, serving
 

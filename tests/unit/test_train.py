@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.cli import main
-from antiphon.model.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
-from antiphon.model.greedy import greedy
-from antiphon.model.group import Group
-from antiphon.model.prune import prune
-from antiphon.model.recipe import Recipe, RecipeError, TrainConfig
-from antiphon.model.train import Trainer, learning_rate
-from antiphon.model.translation_task import TranslationTask
+from antiphon.cli.main import main
+from antiphon.model.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
+from antiphon.model.training.group import Group
+from antiphon.model.training.prune import prune
+from antiphon.model.training.recipe import Recipe, RecipeError, TrainConfig
+from antiphon.model.training.train import Trainer, learning_rate
+from antiphon.model.training.translation_task import TranslationTask
+from antiphon.model.transformer.greedy import greedy
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
 
@@ -31,10 +31,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from safetensors.torch import save_file
-from antiphon.model.checkpoint import weights_of
-from antiphon.model.recipe import Recipe
-from antiphon.model.group import Group
-from antiphon.model.train import Trainer
+from antiphon.model.checkpoints.checkpoint import weights_of
+from antiphon.model.training.recipe import Recipe
+from antiphon.model.training.group import Group
+from antiphon.model.training.train import Trainer
 
 folder = Path(sys.argv[1])
 recipe = Recipe.model_validate_json((folder / "recipe.json").read_text())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.counter_random import seed_of_output, uniform_at
 from antiphon.model.ops.warpers import Warp, distribution, ids_of_largest, invert
-from antiphon.service.request import MAX_SEED
+from antiphon.service.domain.request import MAX_SEED
 from tests.unit.sampling_reference import Logits, logits_of, reference_probabilities
 
 

@@ -11,15 +11,15 @@ import pytest
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.background import running_beside
 from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.heartbeat import Heartbeat
-from antiphon.service.hosting.models import Served
-from antiphon.service.network.probes import LIVENESS, Probes
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
-from antiphon.service.watchdog import LoopLag, Watchdog
+from antiphon.service.rpc.calls.background import running_beside
+from antiphon.service.rpc.calls.probes import LIVENESS, Probes
+from antiphon.service.rpc.v1.models import Served
+from antiphon.service.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, request_of, source_of
 from tests.serving import Gate

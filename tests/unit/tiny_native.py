@@ -14,9 +14,17 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from antiphon.model.bundle import Bundle, CacheType, GraphSet, Manifest, file_entry, load_bundle, write_manifest
+from antiphon.model.bundle.manifest import (
+    Bundle,
+    CacheType,
+    GraphSet,
+    Manifest,
+    file_entry,
+    load_bundle,
+    write_manifest,
+)
 from antiphon.model.config import ModelConfig
-from antiphon.model.text_format import TextFormat
+from antiphon.model.text.format import TextFormat
 from tests.unit.tiny_graphs import TinyModel
 
 PANEL = 16

@@ -15,11 +15,11 @@ import grpc
 import grpc.aio
 
 from antiphon.client import RetryPolicy
+from antiphon.client.messages import Languages, as_server_error, stream_request, unary_request
+from antiphon.client.options import Options
+from antiphon.client.terms import SERVICE_NAME, Terms
 from antiphon.load.plan import Ask, Plan
 from antiphon.load.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
-from antiphon.messages import Languages, as_server_error, stream_request, unary_request
-from antiphon.options import Options
-from antiphon.terms import SERVICE_NAME, Terms
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1 import inference_pb2_grpc
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
+from antiphon.cli.connection_flags import connection_problem
 from antiphon.client import ServerError
-from antiphon.connection_flags import connection_problem
 from antiphon.load.drive import DriveError
 from antiphon.load.drive import run as drive
 from antiphon.load.flags import add_load_flags, read_plan

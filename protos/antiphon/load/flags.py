@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from antiphon.cli.connection_flags import add_connection_flags, read_connection
+from antiphon.cli.lines import positive
 from antiphon.client import DEFAULT_TARGET
-from antiphon.connection_flags import add_connection_flags, read_connection
-from antiphon.lines import positive
 from antiphon.load.plan import Ask, Objective, Plan, PlanError
 from antiphon.load.texts import read_texts
 from antiphon.load.trace import Entry, read_trace

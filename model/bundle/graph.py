@@ -1,0 +1,113 @@
+"""One graph of a bundle in an ONNX Runtime session that runs it sparingly and counts what it works in.
+
+Owns the settings every session of this project shares: threads, spinning, the counting allocator. Refuses to know
+what the graph computes. Torch-free: the server, the profile and the export's own check run graphs through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.exact_products import keep_products_exact
+from antiphon.model.bundle.onnx_runtime import ort
+from antiphon.model.ops.workspace import Workspace
+
+# How long a worker of the intra-op pool looks for work before it sleeps. Long enough for the nodes of one run to find
+# it awake, too short for an idle server to notice: the pool's own default burns a core between two steps.
+_SPIN_US = 50
+
+
+class GraphError(Exception):
+    """A graph cannot be loaded or run; the message names the file and the graph.
+
+    It is one line: ONNX Runtime's own messages have several.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(line.strip() for line in message.splitlines()))
+
+
+class Graph:
+    """One ONNX file in a session; failures name the file.
+
+    kind is the graph's part in the bundle, for messages. Raises GraphError when the file cannot be loaded.
+    """
+
+    def __init__(self, path: Path, kind: str, threads: int, workspace: Workspace) -> None:
+        self._path = path
+        self._kind = kind
+        options = _session_options(threads)
+        workspace.attach(options)
+        self._workspace = workspace
+        previous = workspace.enter()
+        try:
+            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's exceptions share no narrower base
+            raise GraphError(f"{path}: the {kind} graph cannot be loaded: {error}") from error
+        finally:
+            workspace.leave(previous)
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of what the graph gives, in its order."""
+        return [tensor.name for tensor in self._session.get_outputs()]
+
+    def require(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Raise GraphError unless the graph has exactly these inputs and outputs."""
+        for what, wanted, held in (
+            ("inputs", inputs, self._session.get_inputs()),
+            ("outputs", outputs, self._session.get_outputs()),
+        ):
+            if difference := set(wanted) ^ {tensor.name for tensor in held}:
+                raise GraphError(
+                    f"{self._path}: {what} of the {self._kind} graph differ from the bundle's contract: "
+                    f"{', '.join(sorted(difference))}"
+                )
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[np.float32]]:
+        """Run once and return the named outputs, in ONNX Runtime's own memory. Raises GraphError."""
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, array)
+        for name in outputs:
+            binding.bind_output(name, "cpu")
+        self.run_bound(binding)
+        return [value.numpy() for value in binding.get_outputs()]
+
+    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> Any:
+        """Bind contiguous arrays by address: they must outlive the binding and stay in place."""
+        binding = self._session.io_binding()
+        for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, array in arrays.items():
+                if not array.flags.c_contiguous:
+                    raise ValueError(f"{name} is not contiguous in memory")
+                bind(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
+        return binding
+
+    def run_bound(self, binding: Any) -> None:
+        """Run with what is bound; the interpreter lock is free meanwhile. Raises GraphError."""
+        previous = self._workspace.enter()
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # onnxruntime's exceptions share no narrower base
+            raise GraphError(f"{self._path}: the {self._kind} graph failed: {error}") from error
+        finally:
+            self._workspace.leave(previous)
+
+
+def _session_options(threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # every failure is raised, and the log is ours
+    # A pattern is kept for every batch shape ever seen, and there are thousands; our allocator is as fast without.
+    options.enable_mem_pattern = False
+    # Of a pool per session, since the pool they could share cannot be told to stop spinning.
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
+    keep_products_exact(options)
+    return options

@@ -1,0 +1,138 @@
+"""What goes into and out of a bundle's graphs, as data: names, element types, axes of every lowering.
+
+The contract of `bundle.GraphSet`, in the form that tracing needs. Traces nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.model.bundle.manifest import Lowering
+from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.ops.cache_geometry import pool_axes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port:
+    """One tensor of a graph: its name, element type, and axes, a string where the size is free."""
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[int | str, ...]
+
+    def example(self, sizes: dict[str, int]) -> Tensor:
+        """A tensor of ones (valid as id, length and number) with the free axes sized."""
+        return torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in self.axes], dtype=self.dtype)
+
+
+def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What the encoder graph takes."""
+    if lowering != "native":
+        return [_ids("input_ids", "batch", "source")]
+    packed = [_ids("input_ids", "tokens"), _ints("positions", "tokens"), _ints("offsets", "offsets")]
+    if config.architecture == "encoder":
+        return [*packed, _ids("type_ids", "tokens")] if config.token_types else packed
+    return [*packed, _ints("block_tables", "rows", "table"), pool_port(config)]
+
+
+def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What the encoder graph gives: the source's keys and values for each decoder layer, or its states alone."""
+    if lowering != "native":
+        return cache_ports(config, "encoder", "source", "present")
+    memory = _floats("memory", "tokens", config.d_model)
+    return [memory] if config.architecture == "encoder" else [_ints("written", 1), memory]
+
+
+def head_inputs(config: ModelConfig) -> list[Port]:
+    """What the graph of any head takes: states of the tokens that its task reads."""
+    return [_floats("hidden", "states", config.d_model)]
+
+
+def head_outputs(config: ModelConfig, head: HeadConfig) -> list[Port]:
+    """What the graph of a head gives."""
+    widths = {"fill_mask": config.vocab_size, "pool": head.transform_width or config.d_model}
+    return [_floats("outputs", "states", widths.get(head.task, len(head.labels)))]
+
+
+def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What one decoder step takes."""
+    if lowering == "native":
+        return _paged_decoder_inputs(config)
+    return [
+        _ids("input_ids", "batch", 1),
+        _ints("past_lens", "batch"),
+        _ints("source_lens", "batch"),
+        *cache_ports(config, "decoder", "target_capacity", "past_key_values"),
+        *cache_ports(config, "encoder", "source_capacity", "past_key_values"),
+    ]
+
+
+def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
+    """What one decoder step gives: logits and grown self caches, or what each choice came to."""
+    if lowering != "native":
+        logits = _floats("logits", "batch", config.vocab_size)
+        return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
+    return [
+        _ids("token_ids", "choices"),
+        _floats("logprobs", "choices"),
+        _ids("top_ids", "choices", "top"),
+        _floats("top_logprobs", "choices", "top"),
+        _floats("top_scores", "choices", "top"),
+    ]
+
+
+def cache_ports(config: ModelConfig, side: str, capacity: str, prefix: str) -> list[Port]:
+    """Key and value caches of every decoder layer: side `decoder` (self attention) or `encoder` (cross)."""
+    axes = ("batch", config.num_heads, capacity, config.resolved_head_dim)
+    return [
+        _floats(f"{prefix}.{layer}.{side}.{half}", *axes)
+        for layer in range(config.decoder_layers)
+        for half in ("key", "value")
+    ]
+
+
+def pool_port(config: ModelConfig) -> Port:
+    """The pool of cache blocks (ops/cache_pool.py); traced as float32, retyped where a bundle holds it narrower."""
+    return _floats("cache", "num_blocks", *pool_axes(config))
+
+
+def _paged_decoder_inputs(config: ModelConfig) -> list[Port]:
+    return [
+        _ids("input_ids", "tokens"),
+        _ints("positions", "tokens"),
+        _ints("offsets", "offsets"),
+        _ints("self_tables", "rows", "self_table"),
+        _ints("cross_tables", "rows", "cross_table"),
+        _ints("source_lens", "rows"),
+        pool_port(config),
+        _ints("picks", "choices"),
+        _floats("temperatures", "choices"),
+        _ints("top_ks", "choices"),
+        _floats("top_ps", "choices"),
+        _floats("min_ps", "choices"),
+        _floats("typical_ps", "choices"),
+        _ids("seeds", "choices"),
+        _ids("given_ids", "choices"),
+        _ints("num_logprobs", "choices"),
+        _ints("is_normalized", "choices"),
+        _ints("is_exclusive", "choices"),
+        _ints("edit_offsets", "edit_offsets"),
+        _ints("edit_ids", "edits"),
+        _floats("edit_values", "edits", 3),
+    ]
+
+
+def _ids(name: str, *axes: int | str) -> Port:
+    return Port(name=name, dtype=torch.int64, axes=axes)
+
+
+def _ints(name: str, *axes: int | str) -> Port:
+    return Port(name=name, dtype=torch.int32, axes=axes)
+
+
+def _floats(name: str, *axes: int | str) -> Port:
+    return Port(name=name, dtype=torch.float32, axes=axes)

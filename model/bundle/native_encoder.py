@@ -1,0 +1,49 @@
+"""An encoder alone in plain ONNX Runtime: native graphs of sources to states, and of states to each head's outputs.
+
+For verification and tests, as native_stepper.py is where there is a decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.manifest import GraphSet
+from antiphon.model.bundle.native_stepper import native_session, run_native
+from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import Task
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+class NativeEncoder:
+    """Encoder and heads of a native graph set; `threads` is the size of each session's pool."""
+
+    def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
+        self._has_types = config.token_types > 0
+        self._encoder = native_session(str(directory / graphs.encoder_file), threads)
+        self._heads = {task: native_session(str(directory / name), threads) for task, name in graphs.heads.items()}
+
+    def encode(self, sources: Sequence[Ids], types: Sequence[Ids] | None = None) -> list[Floats]:
+        """The states [S, M] of each source [S], all encoded in one run; types None: every token has type 0."""
+        lens = [len(source) for source in sources]
+        offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": np.concatenate(sources),
+            "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),
+            "offsets": offsets,
+        }
+        if self._has_types:
+            inputs["type_ids"] = np.zeros(offsets[-1], np.int64) if types is None else np.concatenate(types)
+        (memory,) = run_native(self._encoder, inputs)
+        return np.split(memory, offsets[1:-1])
+
+    def read_out(self, task: Task, hidden: Floats) -> Floats:
+        """A head's outputs [K, O] of states [K, M]."""
+        (outputs,) = run_native(self._heads[task], {"hidden": hidden})
+        return outputs

@@ -1,0 +1,174 @@
+"""Native graphs run one step at a time in plain ONNX Runtime, every row's blocks and tokens the caller's.
+
+For verification and tests, as stepper.py is for the other lowerings. Blocks are dealt in shuffled order and the pool
+is full of NaN to begin with, so that a kernel that reads what no row wrote shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.manifest import GraphSet
+from antiphon.model.bundle.onnx_runtime import ort
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
+from antiphon.model.ops.choices import Choices, greedy_choices
+from antiphon.model.ops.workspace import LIBRARY, Workspace
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Lens = NDArray[np.int32]
+
+# What no block table may be read beyond its row's length shows as.
+_NOWHERE = np.iinfo(np.int32).max
+
+
+class StepError(Exception):
+    """A decoder graph contradicts itself; the message says in what."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """Encoded sources and room for their targets: tables [R, X] and [R, Y], source_lens [R], the pool, all int32.
+
+    Of a decoder alone nothing is encoded: source_lens are 0, and cross_tables point nowhere.
+    """
+
+    self_tables: Lens
+    cross_tables: Lens
+    source_lens: Lens
+    cache: NDArray[Any]
+
+    def rows(self, chosen: Sequence[int]) -> Sequences:
+        """Some of the sequences, in this order, over the same pool."""
+        return Sequences(
+            self_tables=self.self_tables[chosen],
+            cross_tables=self.cross_tables[chosen],
+            source_lens=self.source_lens[chosen],
+            cache=self.cache,
+        )
+
+
+class NativeStepper:
+    """Encoder and decoder of a native graph set, or a decoder alone; `threads` is the size of each session's pool."""
+
+    def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
+        self._config = config
+        self._cache_type = np.dtype(graphs.cache)
+        has_encoder = config.architecture != "decoder"
+        self._encoder = native_session(str(directory / graphs.encoder_file), threads) if has_encoder else None
+        self._decoder = native_session(str(directory / graphs.decoder_file), threads)
+
+    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
+        """Encode sources and give what runs a step of one token a row: (ids [R], positions [R]) -> [R, V]."""
+        sequences = self.encode(sources, capacity)
+        return lambda ids, positions: self.step(sequences, np.split(ids, len(ids)), positions)
+
+    def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
+        """Encode sources of any lengths in one run; each has blocks for `capacity` target tokens."""
+        lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
+        counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity)] * len(sources)
+        order = np.random.default_rng(0).permutation(sum(counts) + 1).astype(np.int32)
+        tables = np.split(order, np.cumsum(counts))[: len(counts)]
+        sequences = Sequences(
+            self_tables=_padded(tables[len(sources) :]),
+            cross_tables=_padded(tables[: len(sources)]),
+            source_lens=lens,
+            cache=np.full((len(order), *pool_axes(self._config)), np.nan, self._cache_type),
+        )
+        if self._encoder is None:
+            return sequences
+        inputs = {
+            "input_ids": np.concatenate(sources),
+            "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),
+            "offsets": _ramp(lens),
+            "block_tables": sequences.cross_tables,
+            "cache": sequences.cache,
+        }
+        run_native(self._encoder, inputs)
+        return sequences
+
+    def step(self, sequences: Sequences, tokens: Sequence[Ids], starts: Lens) -> Floats:
+        """Feed each row its tokens from position starts[r] on; returns log-probabilities [R, V] of what comes next.
+
+        Raises StepError when the graph's choice is not the likeliest token.
+        """
+        counts = [len(row) for row in tokens]
+        spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": np.concatenate(tokens),
+            "positions": np.concatenate(spans).astype(np.int32),
+            "offsets": _ramp(counts),
+            "self_tables": sequences.self_tables,
+            "cross_tables": sequences.cross_tables,
+            "source_lens": sequences.source_lens,
+            "cache": sequences.cache,
+            **settings_of(greedy_choices(np.cumsum(counts, dtype=np.int32) - 1)),
+            "num_logprobs": np.full(len(counts), self._config.vocab_size, np.int32),
+        }
+        token_ids, logprobs, top_ids, top_logprobs, top_scores = run_native(self._decoder, inputs)
+        if (token_ids < 0).any():
+            raise StepError(f"logits of rows {np.flatnonzero(token_ids < 0).tolist()} are not finite")
+        found = np.empty_like(top_logprobs)
+        np.put_along_axis(found, top_ids, top_logprobs, axis=1)
+        _check_choice(found, token_ids, logprobs)
+        if not np.array_equal(top_scores, top_logprobs):
+            raise StepError("scores of choices without edits are not their log-probabilities")
+        return found
+
+
+def settings_of(choices: Choices) -> dict[str, NDArray[Any]]:
+    """How a decoder graph chooses: the inputs that `Choices` are, seeds as int64 of the same bits."""
+    settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
+    return settings | {"seeds": choices.seeds.view(np.int64)}
+
+
+def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY) -> Any:
+    """A session that knows this project's operators; model is a path or a serialised graph."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    Workspace(library).attach(options)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    """Run on the arrays themselves: one that the graph changes in place is changed."""
+    binding = session.io_binding()
+    held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+    for name, value in held.items():
+        binding.bind_ortvalue_input(name, value)
+    for output in session.get_outputs():
+        binding.bind_output(output.name, "cpu")
+    session.run_with_iobinding(binding)
+    return [value.numpy().copy() for value in binding.get_outputs()]
+
+
+def _check_choice(logprobs: Floats, token_ids: Ids, chosen: Floats) -> None:
+    """The greedy token must be the likeliest and its log-probability the listed one: the graph found them apart."""
+    best = logprobs.argmax(axis=1)
+    if not np.array_equal(token_ids, best):
+        raise StepError(f"greedy tokens {token_ids.tolist()} are not the likeliest, {best.tolist()}")
+    listed = logprobs[np.arange(len(best)), best]
+    if not np.array_equal(chosen, listed):
+        raise StepError(
+            f"log-probabilities of the chosen tokens {chosen.tolist()} are not those listed, {listed.tolist()}"
+        )
+
+
+def _padded(tables: Sequence[Lens]) -> Lens:
+    """Tables as the rows of one array; what is beyond a row's blocks points nowhere."""
+    padded = np.full((len(tables), max(map(len, tables)) + 1), _NOWHERE, np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _ramp(counts: Sequence[int] | Lens) -> Lens:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

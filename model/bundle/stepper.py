@@ -1,0 +1,88 @@
+"""Contrib and eager graphs, run one step at a time in plain ONNX Runtime.
+
+For verification and tests: rows and caches are the caller's, nothing is scheduled, and speed does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.exact_products import keep_products_exact
+from antiphon.model.bundle.graph_ports import Port, decoder_inputs
+from antiphon.model.bundle.manifest import GraphSet
+from antiphon.model.bundle.onnx_runtime import ort
+from antiphon.model.config import ModelConfig
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Lens = NDArray[np.int32]
+
+
+class GraphStepper:
+    """Encoder and decoder of a graph set; `threads` is the size of each session's pool."""
+
+    def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
+        self._config = config
+        self._lowering = graphs.lowering
+        self._encoder = _session(directory / graphs.encoder_file, threads)
+        self._decoder = _session(directory / graphs.decoder_file, threads)
+
+    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
+        """Encode sources and give what runs a step of one token a row: (ids [B], positions [B]) -> logits [B, V]."""
+        source_lens = np.array([len(source) for source in sources], np.int32)
+        cross_kv = self.fill_cross(sources, int(source_lens.max()) + 2)
+        self_kv = self.caches("decoder", len(sources), capacity)
+        return lambda ids, positions: self.step(ids, positions, source_lens, self_kv, cross_kv)
+
+    def encode(self, ids: Ids) -> dict[str, Floats]:
+        """ids [B, S] -> the encoder's outputs by name, each [B, H, S, D]."""
+        names = [output.name for output in self._encoder.get_outputs()]
+        return dict(zip(names, self._encoder.run(names, {"input_ids": ids}), strict=True))
+
+    def fill_cross(self, sources: Sequence[Ids], capacity: int) -> dict[str, Floats]:
+        """Cross caches [B, H, capacity, D] of sources of any lengths, those of one length encoded together."""
+        caches = self.caches("encoder", len(sources), capacity)
+        lens = [len(source) for source in sources]
+        for length in sorted(set(lens)):
+            rows = [row for row, held in enumerate(lens) if held == length]
+            for name, output in self.encode(np.stack([sources[row] for row in rows])).items():
+                caches[name.replace("present", "past_key_values")][rows, :, :length] = output
+        return caches
+
+    def caches(self, side: str, rows: int, capacity: int) -> dict[str, Floats]:
+        """Caches no row has written yet, full of large numbers: what lies beyond a row's length must not matter."""
+        random = np.random.default_rng(0)
+        shape = (rows, self._config.num_heads, capacity, self._config.resolved_head_dim)
+        return {port.name: 50 * random.standard_normal(shape, np.float32) for port in self._cache_ports(side)}
+
+    def step(
+        self, ids: Ids, past_lens: Lens, source_lens: Lens, self_kv: dict[str, Floats], cross_kv: dict[str, Floats]
+    ) -> Floats:
+        """One token a row, ids [B]: returns logits [B, V] and writes the new keys and values into self_kv."""
+        inputs = {"input_ids": ids[:, None], "past_lens": past_lens, "source_lens": source_lens, **self_kv, **cross_kv}
+        logits = np.empty((len(ids), self._config.vocab_size), np.float32)
+        held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+        binding = self._decoder.io_binding()
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in self_kv:
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), held[name])
+        binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
+        self._decoder.run_with_iobinding(binding)
+        return logits
+
+    def _cache_ports(self, side: str) -> list[Port]:
+        return [port for port in decoder_inputs(self._config, self._lowering) if f".{side}." in port.name]
+
+
+def _session(path: Path, threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    keep_products_exact(options)
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: ours, and the tensors and settings of other libraries."""

@@ -1,0 +1,187 @@
+"""Checkpoints on disk: safetensors and JSON, never pickle.
+
+A directory of config.json, model.safetensors, tokenizer.json, of an encoder text.json (TextFormat) and, where known,
+provenance.json; written whole or not at all. A training run adds state.json and optimizer.safetensors to resume from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from antiphon.model.bundle.manifest import GenerationDefaults, Provenance
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format, open_tokenizer
+from antiphon.model.transformer.transformer import Transformer
+
+CHECKPOINT_VERSION = 1
+TEXT_NAME = "text.json"
+
+
+Described = TypeVar("Described", bound=BaseModel)
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message names the file or tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A model with everything needed to run it, in evaluation mode.
+
+    text_folder holds the files that `text` names.
+    """
+
+    config: ModelConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    text: TextFormat
+    text_folder: Path
+    provenance: Provenance | None
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, each tied one once (safetensors refuses shared storage)."""
+    seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.detach().contiguous()
+    return weights
+
+
+def save_checkpoint(
+    path: Path,
+    *,
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    text: TextFormat | None = None,
+    text_folder: Path | None = None,
+    provenance: Provenance | None = None,
+    extra: dict[str, dict[str, Tensor]] | None = None,
+    state: dict[str, object] | None = None,
+) -> None:
+    """Write a checkpoint directory; a reader sees the old one, the new one, or none.
+
+    text: how texts become tokens, where not as in our translation models (byte_bpe_format); text_folder holds the files
+        that it names, None where they are the tokenizer's own.
+    extra: further safetensors files by stem (optimiser state); state: progress of a run, as JSON.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    described = {"version": CHECKPOINT_VERSION, "model": config.model_dump()}
+    (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, temporary / "model.safetensors")
+    if text is None or text_folder is None:
+        tokenizer.save(temporary / "tokenizer.json")
+    else:
+        for name in text.files:
+            shutil.copyfile(text_folder / name, temporary / name)
+    if text is not None:
+        (temporary / TEXT_NAME).write_text(text.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    if provenance is not None:
+        (temporary / "provenance.json").write_text(provenance.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for stem, tensors in (extra or {}).items():
+        save_file(tensors, temporary / f"{stem}.safetensors")
+    if state is not None:
+        (temporary / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.replace(path)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint directory. Raises CheckpointError or TokenizerError naming the file."""
+    config = _read_config(path / "config.json")
+    model = Transformer(config)
+    load_weights(model, path / "model.safetensors")
+    text = _read_if_there(path / TEXT_NAME, TextFormat)
+    tokenizer = Tokenizer.load(path / "tokenizer.json") if text is None else open_tokenizer(path, text)
+    is_own = text is None or text.kind == "byte_bpe"  # vocabularies of others are padded at times
+    if tokenizer.vocab_size > config.vocab_size or (is_own and tokenizer.vocab_size != config.vocab_size):
+        raise CheckpointError(
+            f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, "
+            f"config.json says vocab_size={config.vocab_size}"
+        )
+    return Checkpoint(
+        config=config,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        text=text or byte_bpe_format(tokenizer),
+        text_folder=path,
+        provenance=_read_if_there(path / "provenance.json", Provenance),
+    )
+
+
+def _read_if_there(path: Path, kind: type[Described]) -> Described | None:
+    if not path.is_file():
+        return None
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        described = json.loads(path.read_bytes())
+        if described.get("version") != CHECKPOINT_VERSION:
+            raise CheckpointError(f"{path}: version is {described.get('version')!r}, expected {CHECKPOINT_VERSION}")
+        return ModelConfig.model_validate(described["model"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} is not a checkpoint: {path.name} is missing") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file. Raises CheckpointError naming it."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Fill a model from a safetensors file; every tensor must be there, or tied to one that is."""
+    weights = read_tensors(path)
+    expected = weights_of(model)
+    if expected.keys() != weights.keys():
+        missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+        raise CheckpointError(f"{path}: missing tensors {missing[:3]}, unknown tensors {unknown[:3]}")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            if tensor.shape != weights[name].shape:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
+                )
+            tensor.copy_(weights[name])
+
+
+def average_weights(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """Mean of the weights of several checkpoints of one run (Vaswani et al. 2017, section 6.1), summed in float64."""
+    if not paths:
+        raise CheckpointError("no checkpoint to average")
+    total: dict[str, Tensor] = {}
+    for path in paths:
+        for name, tensor in read_tensors(path / "model.safetensors").items():
+            total[name] = total.get(name, torch.zeros_like(tensor, dtype=torch.float64)) + tensor.double()
+    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}

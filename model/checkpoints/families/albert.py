@@ -1,0 +1,67 @@
+"""ALBERT (Lan et al. 2020): narrow embeddings, and one layer for all."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from antiphon.model.checkpoints.families import encoder_only
+from antiphon.model.checkpoints.families.encoder_only import EncoderNames, HeadNames
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.settings import Settings, refuse_unless, setting
+from antiphon.model.config import ModelConfig
+
+_NAMES = EncoderNames(
+    prefix="albert.",
+    widen="encoder.embedding_hidden_mapping_in",
+    layer="encoder.albert_layer_groups.0.albert_layers.{index}",
+    qkv=("attention.query", "attention.key", "attention.value"),
+    out="attention.dense",
+    attention_norm="attention.LayerNorm",
+    inner="ffn",
+    outer="ffn_output",
+    norm="full_layer_layer_norm",
+    heads=(
+        HeadNames(
+            task="fill_mask",
+            transform="predictions.dense",
+            norm="predictions.LayerNorm",
+            output="predictions.decoder",
+            output_biases=("predictions.decoder.bias", "predictions.bias"),
+        ),
+        # Pairs are told from the same two texts in the other order, section 3.1, where BERT's are from unrelated ones.
+        HeadNames(
+            task="next_sentence",
+            transform="pooler",
+            activation="tanh",
+            output="sop_classifier.classifier",
+            labels=("in_order", "swapped"),
+        ),
+        HeadNames(task="classify", transform="pooler", activation="tanh", output="classifier"),
+        HeadNames(task="tag", output="classifier"),
+        HeadNames(task="pool", transform="pooler", activation="tanh"),
+    ),
+)
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """BERT with what ALBERT shares; more than one group of layers, which no published model has, is refused."""
+    for name in ("num_hidden_groups", "inner_group_num"):
+        refuse_unless(settings, name, only=1, default=1)
+    return encoder_only.configure(
+        settings,
+        _NAMES,
+        **encoder_only.bert_fields(settings),
+        embedding_width=setting(settings, "embedding_size", int),
+        share_layers=True,
+    )
+
+
+FAMILY = Family(
+    name="ALBERT",
+    model_types=("albert",),
+    configure=configure,
+    settle=partial(encoder_only.settle, names=_NAMES),
+    load=partial(encoder_only.load, names=_NAMES),
+    text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
+    reference="AutoModel",
+)

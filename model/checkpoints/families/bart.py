@@ -1,0 +1,38 @@
+"""BART (Lewis et al. 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from antiphon.model.checkpoints.families import encoder_decoder
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import tokenizers_format
+from antiphon.model.checkpoints.settings import Settings
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+
+_UNKNOWN_ID = 3
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Learned positions from row 2 on, a norm behind the embeddings, norms behind the layers."""
+    ids = encoder_decoder.special_ids(settings, pad=1, begin=2, eos=2, unk=_UNKNOWN_ID)
+    return encoder_decoder.configure(
+        settings, **ids, positions="learned", positions_offset=2, embedding_norm=True, output_bias=True
+    )
+
+
+def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
+    """The begin token before a text and the end token behind it, as tokenizer.json says."""
+    return tokenizers_format(folder)
+
+
+FAMILY = Family(
+    name="BART",
+    model_types=("bart",),
+    configure=configure,
+    settle=encoder_decoder.settle_ties,
+    load=encoder_decoder.load,
+    text=text,
+    reference="AutoModelForSeq2SeqLM",
+)

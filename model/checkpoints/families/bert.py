@@ -1,0 +1,50 @@
+"""BERT (Devlin et al. 2019)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from antiphon.model.checkpoints.families import encoder_only
+from antiphon.model.checkpoints.families.encoder_only import EncoderNames, HeadNames
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.settings import Settings
+from antiphon.model.config import ModelConfig
+
+_NAMES = EncoderNames(
+    prefix="bert.",
+    heads=(
+        HeadNames(
+            task="fill_mask",
+            transform="cls.predictions.transform.dense",
+            norm="cls.predictions.transform.LayerNorm",
+            output="cls.predictions.decoder",
+            output_biases=("cls.predictions.decoder.bias", "cls.predictions.bias"),
+        ),
+        HeadNames(
+            task="next_sentence",
+            transform="pooler.dense",
+            activation="tanh",
+            output="cls.seq_relationship",
+            labels=("is_next", "not_next"),
+        ),
+        HeadNames(task="classify", transform="pooler.dense", activation="tanh", output="classifier"),
+        HeadNames(task="tag", output="classifier"),
+        HeadNames(task="pool", transform="pooler.dense", activation="tanh"),
+    ),
+)
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Learned positions and token types, a norm behind them, norms behind the layers."""
+    return encoder_only.configure(settings, _NAMES, **encoder_only.bert_fields(settings))
+
+
+FAMILY = Family(
+    name="BERT",
+    model_types=("bert",),
+    configure=configure,
+    settle=partial(encoder_only.settle, names=_NAMES),
+    load=partial(encoder_only.load, names=_NAMES),
+    text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
+    reference="AutoModel",
+)

@@ -1,0 +1,122 @@
+"""Vocabularies of a CTranslate2 directory: which files there are, and how texts become their ids.
+
+A vocabulary is a text file of a token a line, or a JSON list; CTranslate2 adds the unknown token where it is missing
+(src/vocabulary.cc). Texts are tokens between spaces, or are cut by SentencePiece models that lie beside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from antiphon.model.checkpoints.settings import Settings
+from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import Template, TextFormat
+
+Tokens = tuple[list[str], list[str]]
+_PIECES = (".spm", ".model")
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether sources and targets have one vocabulary."""
+    return _path(folder, "shared_vocabulary") is not None
+
+
+def read_vocabularies(folder: Path, settings: Settings, *, adds_begin: bool) -> Tokens:
+    """Tokens of sources and of targets, one list where they share it.
+
+    adds_begin: the model begins with a vector of zeros, so a token that no text has is added for it.
+    """
+    unknown = settings["unk_token"]
+    if (shared := _read(folder, "shared_vocabulary", unknown)) is not None:
+        source = target = shared
+    else:
+        sides = [_read(folder, f"{side}_vocabulary", unknown) for side in ("source", "target")]
+        if sides[0] is None or sides[1] is None:
+            raise SourceError(
+                f"{folder} has no shared_vocabulary, nor source_vocabulary and target_vocabulary (.json or .txt)"
+            )
+        source, target = sides[0], sides[1]
+    if adds_begin:
+        begin = next(name for name in ("<start>", "<zeros>", "<begin>") if name not in target)
+        target = [*target, begin]
+        source = target if shared is not None else source
+    return source, target
+
+
+def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+    """SentencePiece models where there are any, or else tokens between spaces."""
+    source, target = settings["tokens"]
+    names = _written(settings, "json" if (pieces := _pieces(folder)) else "txt")
+    common: dict[str, Any] = dict(
+        special_ids=tuple(sorted({config.pad_id, config.bos_id, config.eos_id})),
+        template=_template(source, settings),
+    )
+    if pieces:
+        common |= dict(source_vocabulary=names[0], target_vocabulary=names[-1])
+        return TextFormat(kind="sentencepiece", source=pieces[0], target=pieces[-1], **common)
+    for token in (*source, *target):
+        if "\n" in token:
+            raise SourceError(f"{folder}: the token {token!r} cannot stand in a text of tokens between spaces")
+    return TextFormat(kind="words", source=names[0], target=names[-1], **common)
+
+
+def write_text(folder: Path, settings: Settings, to: Path) -> None:
+    """The vocabularies as TextFormat knows them: a token a line, or of SentencePiece models the id of each piece."""
+    is_json = bool(_pieces(folder))
+    names = _written(settings, "json" if is_json else "txt")
+    for name, tokens in zip(names, settings["tokens"], strict=False):
+        ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
+        held = json.dumps(ids, ensure_ascii=False) if is_json else "".join(f"{token}\n" for token in tokens)
+        (to / name).write_text(held, encoding="utf-8", newline="\n")
+
+
+def _written(settings: Settings, suffix: str) -> list[str]:
+    source, target = settings["tokens"]
+    sides = ("shared",) if source is target else ("source", "target")
+    return [f"{side}_vocabulary.{suffix}" for side in sides]
+
+
+def _template(source: Sequence[str], settings: Settings) -> Template:
+    ids = {token: index for index, token in reversed(list(enumerate(source)))}
+    around: list[Template] = []
+    for flag, token in (("add_source_bos", settings["bos_token"]), ("add_source_eos", settings["eos_token"])):
+        if settings[flag] and token not in ids:
+            raise SourceError(f"{flag} is set, but the source vocabulary has no {token}")
+        around.append((ids[token],) if settings[flag] else ())
+    return (*around[0], "$text", *around[1])
+
+
+def _pieces(folder: Path) -> list[str]:
+    """SentencePiece models beside model.bin: the one of both sides, or the source's and the target's."""
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in _PIECES)
+    if len(found) <= 1 or (len(found) == 2 and found[0].startswith("source") and found[1].startswith("target")):
+        return found
+    raise SourceError(f"{folder} has several SentencePiece models: {', '.join(found)}; leave one, or source and target")
+
+
+def _path(folder: Path, stem: str) -> Path | None:
+    return next((path for path in (folder / f"{stem}.json", folder / f"{stem}.txt") if path.is_file()), None)
+
+
+def _read(folder: Path, stem: str, unknown: str) -> list[str] | None:
+    path = _path(folder, stem)
+    if path is None:
+        return None
+    try:
+        held = path.read_bytes().decode("utf-8")
+        tokens = json.loads(held) if path.suffix == ".json" else _lines(held)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise SourceError(f"{path} is not a list of tokens")
+    return tokens if unknown in tokens else [*tokens, unknown]
+
+
+def _lines(held: str) -> list[str]:
+    """Lines of a text; a carriage return at the end of each is none of a token's."""
+    lines = held.removesuffix("\n").split("\n")
+    return [line[:-1] for line in lines] if all(line.endswith("\r") for line in lines) else lines

@@ -1,0 +1,142 @@
+"""DeBERTa (He et al. 2021): BERT with disentangled attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from antiphon.model.checkpoints.families import encoder_only
+from antiphon.model.checkpoints.families.encoder_only import EncoderNames, HeadNames
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.settings import Settings, known_activation, refuse_unless, setting
+from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.config import Disentangled, ModelConfig
+from antiphon.model.transformer.layers import SelfAttention
+from antiphon.model.transformer.transformer import Transformer
+
+TABLE = "encoder.rel_embeddings.weight"
+# The head of masked tokens as its authors store it, and as transformers' own class of that name does.
+_AUTHORS = HeadNames(
+    task="fill_mask",
+    transform="lm_predictions.lm_head.dense",
+    norm="lm_predictions.lm_head.LayerNorm",
+    output="lm_predictions.lm_head",
+    output_biases=("lm_predictions.lm_head.bias",),
+)
+_LEGACY = HeadNames(
+    task="fill_mask",
+    transform="cls.predictions.transform.dense",
+    norm="cls.predictions.transform.LayerNorm",
+    output="cls.predictions.decoder",
+    output_biases=("cls.predictions.decoder.bias", "cls.predictions.bias"),
+)
+
+
+def names(settings: Settings | None = None) -> EncoderNames:
+    """Where its tensors are; the activation of the classifier's transform is a setting."""
+    pooling = setting(settings or {}, "pooler_hidden_act", str, default="gelu")
+    return EncoderNames(
+        prefix="deberta.",
+        ignored=("embeddings.position_ids", "embeddings.position_embeddings.weight", "mask_predictions.*"),
+        heads=(
+            _AUTHORS,
+            _LEGACY,
+            HeadNames(
+                task="classify",
+                transform="pooler.dense",
+                activation="tanh" if pooling == "tanh" else known_activation(pooling, "pooler_hidden_act"),
+                output="classifier",
+            ),
+            HeadNames(task="tag", output="classifier"),
+        ),
+    )
+
+
+def settle(settings: Settings, weights: SourceWeights) -> Settings:
+    """See encoder_only."""
+    return encoder_only.settle(settings, weights, names(settings))
+
+
+def describe(settings: Settings, **choices: Any) -> ModelConfig:
+    """BERT's parts with relative positions; absolute ones are added to the embeddings only by some."""
+    refuse_unless(settings, "relative_attention", only=True, default=False)
+    for name in ("embedding_size", "pooler_hidden_size"):
+        refuse_unless(settings, name, only=setting(settings, "hidden_size", int), default=settings["hidden_size"])
+    kinds = _kinds(settings)
+    relative: dict[str, Any] = dict(content_to_position="c2p" in kinds, position_to_content="p2c" in kinds)
+    absolute = setting(settings, "position_biased_input", bool, default=True)
+    return encoder_only.configure(
+        settings,
+        names(settings),
+        **encoder_only.bert_fields({"layer_norm_eps": 1e-7, **settings}),
+        positions="learned" if absolute else "none",
+        disentangled=Disentangled(**relative | choices),
+    )
+
+
+def max_distance(settings: Settings) -> int:
+    """Where relative positions end; none named, or -1, is the longest source."""
+    longest = setting(settings, "max_relative_positions", int, default=-1)
+    return longest if longest >= 1 else setting(settings, "max_position_embeddings", int)
+
+
+def _kinds(settings: Settings) -> list[str]:
+    """Terms of a score beside content to content."""
+    named = settings.get("pos_att_type") or []
+    kinds = [kind.strip() for kind in named.lower().split("|")] if isinstance(named, str) else list(named)
+    if not kinds or not {*kinds} <= {"c2p", "p2c"}:
+        raise SourceError(f"config.json: pos_att_type is {named!r}; c2p, p2c or both are supported")
+    return kinds
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Every distance has a row of its own, and positions projections of their own."""
+    refuse_unless(settings, "talking_head", only=False, default=False)
+    return describe(settings, span=max_distance(settings))
+
+
+def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+    """Fill the model."""
+    encoder_only.load(model, weights, settings, names(settings), _load_attention)
+    load_table(model, weights)
+
+
+def load_table(model: Transformer, weights: SourceWeights) -> None:
+    """Fill the table of relative positions, and its norm."""
+    assert model.encoder is not None
+    table = model.encoder.relative_positions
+    assert table is not None
+    weights.fill(table.weight, TABLE)
+    if table.norm is not None:
+        weights.fill_module(table.norm, "encoder.LayerNorm")
+
+
+def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: str) -> None:
+    """Their products lie head by head, query, key and value of each together; keys and position keys have no bias."""
+    theirs = f"{prefix}.attention.self"
+    heads, width = attention.heads
+    parts = attention.qkv.weight.detach().view(3, heads, width, -1)
+    weights.fill_view(parts.transpose(0, 1), f"{theirs}.in_proj.weight")
+    query, key, value = attention.qkv.bias.detach().chunk(3)
+    weights.fill(query, f"{theirs}.q_bias")
+    key.zero_()
+    weights.fill(value, f"{theirs}.v_bias")
+    assert attention.relative is not None
+    if attention.relative.key is not None:
+        weights.fill(attention.relative.key.weight, f"{theirs}.pos_proj.weight")
+        with torch.no_grad():
+            attention.relative.key.bias.zero_()
+    if attention.relative.query is not None:
+        weights.fill_module(attention.relative.query, f"{theirs}.pos_q_proj")
+
+
+FAMILY = Family(
+    name="DeBERTa",
+    model_types=("deberta",),
+    configure=configure,
+    settle=settle,
+    load=load,
+    text=lambda folder, _, config: encoder_only.text(folder, config, "[MASK]"),
+    reference="AutoModel",
+)

@@ -1,0 +1,71 @@
+"""DeBERTa v2 and v3 (He et al. 2021, 2023): logarithmic buckets of distances, positions projected as contents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from antiphon.model.checkpoints.families import deberta, encoder_only
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import sentencepiece_format
+from antiphon.model.checkpoints.settings import Settings, refuse_unless, setting
+from antiphon.model.checkpoints.source_weights import SourceWeights
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+from antiphon.model.transformer.layers import SelfAttention
+from antiphon.model.transformer.transformer import Transformer
+
+_PIECES = "spm.model"
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """v1 with what v2 adds. The convolution of the largest v2 models is not among it."""
+    refuse_unless(settings, "conv_kernel_size", only=0, default=0)
+    longest, buckets = deberta.max_distance(settings), setting(settings, "position_buckets", int, default=-1)
+    norms = setting(settings, "norm_rel_ebd", str, default="none").lower().split("|")
+    return deberta.describe(
+        settings,
+        span=buckets if buckets > 0 else longest,
+        max_distance=longest if buckets > 0 else None,
+        share_projections=setting(settings, "share_att_key", bool, default=False),
+        norm="layer_norm" in [norm.strip() for norm in norms],
+    )
+
+
+def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+    """Fill the model."""
+    encoder_only.load(model, weights, settings, deberta.names(settings), _load_attention)
+    deberta.load_table(model, weights)
+
+
+def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: str) -> None:
+    theirs = f"{prefix}.attention.self"
+    weights.fill_module(attention.qkv, *(f"{theirs}.{part}_proj" for part in ("query", "key", "value")))
+    assert attention.relative is not None
+    if attention.relative.key is not None:
+        weights.fill_module(attention.relative.key, f"{theirs}.pos_key_proj")
+    if attention.relative.query is not None:
+        weights.fill_module(attention.relative.query, f"{theirs}.pos_query_proj")
+
+
+def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
+    """tokenizer.json, or the SentencePiece model that most of these checkpoints have alone."""
+    if (folder / "tokenizer.json").is_file() or not (folder / _PIECES).is_file():
+        return encoder_only.text(folder, config, "[MASK]")
+    return sentencepiece_format(
+        folder,
+        _PIECES,
+        template=("[CLS]", "$text", "[SEP]"),
+        pair_template=("[CLS]", "$text", "[SEP]", "$pair", "[SEP]"),
+        special_tokens=("[MASK]",),
+    )
+
+
+FAMILY = Family(
+    name="DeBERTa v2",
+    model_types=("deberta-v2",),
+    configure=configure,
+    settle=deberta.settle,
+    load=load,
+    text=text,
+    reference="AutoModel",
+)

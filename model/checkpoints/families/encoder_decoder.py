@@ -1,0 +1,123 @@
+"""What BART's relatives share: the names of their tensors, and which settings of config.json mean what.
+
+Marian, BART, mBART, PEGASUS and M2M-100 are one architecture (Lewis et al. 2020, section 2) with a choice of positions,
+norm placement and activation; a family's file says its choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unequal, setting
+from antiphon.model.checkpoints.source_weights import SourceWeights
+from antiphon.model.config import ModelConfig
+from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.model.transformer.transformer import Stack, Transformer
+
+SHARED = "shared.weight"
+OUTPUT = "lm_head.weight"
+
+
+def settle_ties(settings: Settings, weights: SourceWeights) -> Settings:
+    """Which embeddings are one, as the tensors say: a file may hold a tied tensor once, or under every name.
+
+    transformers ties by equality too; what config.json says of it is often wrong.
+    """
+    weights.strip_prefix("model.")
+    source, target = (weights.first_of(f"{side}.embed_tokens.weight", SHARED) for side in ("encoder", "decoder"))
+    return {
+        **settings,
+        "share_encoder_decoder_embeddings": not weights.differ(source, target),
+        "tie_word_embeddings": not weights.differ(target, OUTPUT),
+    }
+
+
+def common_fields(settings: Settings) -> dict[str, Any]:
+    """Fields of ModelConfig that these families name alike."""
+    refuse_unequal(settings, "encoder_attention_heads", "decoder_attention_heads")
+    refuse_unequal(settings, "encoder_ffn_dim", "decoder_ffn_dim")
+    longest = setting(settings, "max_position_embeddings", int)
+    return dict(
+        vocab_size=setting(settings, "vocab_size", int),
+        d_model=setting(settings, "d_model", int),
+        encoder_layers=setting(settings, "encoder_layers", int),
+        decoder_layers=setting(settings, "decoder_layers", int),
+        num_heads=setting(settings, "encoder_attention_heads", int),
+        d_ff=setting(settings, "encoder_ffn_dim", int),
+        activation=activation(settings, "activation_function"),
+        scale_embeddings=setting(settings, "scale_embedding", bool, default=False),
+        tie_source_target=setting(settings, "share_encoder_decoder_embeddings", bool, default=True),
+        tie_output=setting(settings, "tie_word_embeddings", bool, default=True),
+        dropout=setting(settings, "dropout", float, default=0.1),
+        max_source_len=longest,
+        max_target_len=longest,
+    )
+
+
+def special_ids(settings: Settings, *, pad: int | None, begin: int | None, eos: int, unk: int) -> dict[str, int]:
+    """Special tokens as config.json says them, or as the family has them; `begin` is the first decoder input."""
+    ends = settings.get("eos_token_id", eos)
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    return dict(
+        pad_id=setting(settings, "pad_token_id", int, default=pad),
+        bos_id=setting(settings, "decoder_start_token_id", int, default=begin),
+        eos_id=setting({"eos_token_id": end}, "eos_token_id", int, default=eos),
+        unk_id=unk,
+    )
+
+
+def configure(settings: Settings, **choices: Any) -> ModelConfig:
+    """ModelConfig of the common settings and a family's choices."""
+    return describe(**{**common_fields(settings), **choices})
+
+
+def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
+    """Fill the model; names as BartForConditionalGeneration's, with or without `model.` before them."""
+    assert model.encoder is not None
+    assert model.decoder is not None
+    config = model.config
+    weights.strip_prefix("model.")
+    source = ["encoder.embed_tokens.weight", SHARED]
+    target = ["decoder.embed_tokens.weight", SHARED] + ([OUTPUT] if config.tie_output else [])
+    if config.tie_source_target:
+        target += source
+    else:
+        weights.fill_tied(model.encoder.embedding.weight, *source)
+    weights.fill_tied(model.decoder.embedding.weight, *target)
+    if not config.tie_output:
+        weights.fill(model.output.weight, OUTPUT)
+    if config.output_bias and "final_logits_bias" in weights:
+        weights.fill(model.output.bias[None], "final_logits_bias")
+    weights.ignore("*coder.version")  # fairseq's mark in old files
+    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        _load_stack(stack, weights, name, config)
+
+
+def _load_stack(stack: Stack, weights: SourceWeights, name: str, config: ModelConfig) -> None:
+    if config.positions == "learned" and stack.positions.table is not None:
+        weights.fill_start(stack.positions.table, f"{name}.embed_positions.weight")
+    else:
+        weights.ignore(f"{name}.embed_positions.weight*")  # sines and cosines, which some files store
+    if config.embedding_norm:
+        weights.fill_module(stack.embedding_norm, f"{name}.layernorm_embedding")
+    if config.norm_placement == "pre":
+        weights.fill_module(stack.final_norm, f"{name}.layer_norm")
+    for index, layer in enumerate(stack.layers):
+        assert isinstance(layer, EncoderLayer | DecoderLayer)
+        _load_layer(layer, weights, f"{name}.layers.{index}")
+
+
+def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name: str) -> None:
+    attention, theirs = layer.self_attention, f"{name}.self_attn"
+    weights.fill_module(attention.qkv, *(f"{theirs}.{part}_proj" for part in "qkv"))
+    weights.fill_module(attention.out, f"{theirs}.out_proj")
+    weights.fill_module(layer.self_residual.norm, f"{name}.self_attn_layer_norm")
+    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None and layer.cross_residual is not None:
+        cross, theirs = layer.cross_attention, f"{name}.encoder_attn"
+        weights.fill_module(cross.query, f"{theirs}.q_proj")
+        weights.fill_module(cross.kv, f"{theirs}.k_proj", f"{theirs}.v_proj")
+        weights.fill_module(cross.out, f"{theirs}.out_proj")
+        weights.fill_module(layer.cross_residual.norm, f"{name}.encoder_attn_layer_norm")
+    weights.fill_module(layer.feed_forward.inner, f"{name}.fc1")
+    weights.fill_module(layer.feed_forward.outer, f"{name}.fc2")
+    weights.fill_module(layer.feed_forward_residual.norm, f"{name}.final_layer_norm")

@@ -1,0 +1,102 @@
+"""GPT-2: a decoder alone with learned positions and norms before its sublayers (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import tokenizers_format
+from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unless, setting
+from antiphon.model.checkpoints.source_weights import SourceWeights
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+from antiphon.model.transformer.layers import DecoderLayer
+from antiphon.model.transformer.transformer import Transformer
+
+_EMBEDDING, _OUTPUT = "wte.weight", "lm_head.weight"
+
+
+def settle(settings: Settings, weights: SourceWeights) -> Settings:
+    """Whether the output product is the embedding, as the tensors say."""
+    weights.strip_prefix("transformer.")
+    return {**settings, "tie_word_embeddings": not weights.differ(_EMBEDDING, _OUTPUT)}
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """A text begins with the token that ends one; there is no padding and nothing unknown."""
+    for name, only in (("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+        refuse_unless(settings, name, only=only, default=only)
+    width = setting(settings, "n_embd", int)
+    eos_id = setting(settings, "eos_token_id", int, default=50256)
+    return describe(
+        architecture="decoder",
+        vocab_size=setting(settings, "vocab_size", int),
+        d_model=width,
+        encoder_layers=0,
+        decoder_layers=setting(settings, "n_layer", int),
+        num_heads=setting(settings, "n_head", int),
+        d_ff=setting(settings, "n_inner", int, default=4 * width),
+        norm_placement="pre",
+        norm_eps=setting(settings, "layer_norm_epsilon", float, default=1e-5),
+        activation=activation(settings, "activation_function"),
+        positions="learned",
+        attention_scale=None if setting(settings, "scale_attn_weights", bool, default=True) else 1.0,
+        scale_embeddings=False,
+        tie_output=setting(settings, "tie_word_embeddings", bool, default=True),
+        dropout=setting(settings, "resid_pdrop", float, default=0.1),
+        max_target_len=setting(settings, "n_positions", int),
+        pad_id=setting(settings, "pad_token_id", int, default=eos_id),
+        bos_id=setting(settings, "bos_token_id", int, default=eos_id),
+        eos_id=eos_id,
+        unk_id=eos_id,
+    )
+
+
+def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
+    """Fill the model; names as GPT2LMHeadModel's, with or without `transformer.` before them."""
+    decoder = model.decoder
+    assert decoder is not None
+    assert decoder.positions.table is not None
+    weights.strip_prefix("transformer.")
+    weights.ignore("h.*.attn.bias")  # the causal mask, which old files store
+    weights.ignore("h.*.attn.masked_bias")
+    weights.fill_tied(decoder.embedding.weight, _EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
+    if not model.config.tie_output:
+        weights.fill(model.output.weight, _OUTPUT)
+    weights.fill_start(decoder.positions.table, "wpe.weight")
+    weights.fill_module(decoder.final_norm, "ln_f")
+    for index, layer in enumerate(decoder.blocks):
+        _load_layer(layer, weights, f"h.{index}")
+
+
+def _load_layer(layer: DecoderLayer, weights: SourceWeights, name: str) -> None:
+    weights.fill_module(layer.self_residual.norm, f"{name}.ln_1")
+    _fill_transposed(layer.self_attention.qkv, weights, f"{name}.attn.c_attn")
+    _fill_transposed(layer.self_attention.out, weights, f"{name}.attn.c_proj")
+    weights.fill_module(layer.feed_forward_residual.norm, f"{name}.ln_2")
+    _fill_transposed(layer.feed_forward.inner, weights, f"{name}.mlp.c_fc")
+    _fill_transposed(layer.feed_forward.outer, weights, f"{name}.mlp.c_proj")
+
+
+def _fill_transposed(ours: nn.Linear, weights: SourceWeights, name: str) -> None:
+    """Their Conv1D holds [inputs, outputs]."""
+    weights.fill(ours.weight.data.T, f"{name}.weight")  # a view: what is copied into it arrives
+    weights.fill(ours.bias, f"{name}.bias")
+
+
+def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+    """Byte-level BPE; nothing is put around a prompt unless tokenizer.json says so."""
+    return tokenizers_format(folder)
+
+
+FAMILY = Family(
+    name="GPT-2",
+    model_types=("gpt2",),
+    configure=configure,
+    settle=settle,
+    load=load,
+    text=text,
+    reference="AutoModelForCausalLM",
+)

@@ -1,0 +1,183 @@
+"""Llama and its relatives: a decoder alone with rotary positions, RMSNorm and a gated feed-forward.
+
+Touvron et al. 2023, with the scaled rotary positions of Llama 3.1 and linear ones; Mistral within its window (Jiang et
+al. 2023), Qwen2 with biases on queries, keys and values.
+Grouped-query attention (Ainslie et al. 2023): each key and value head is repeated for the query heads that share it, so
+that caches and projections take as much as without grouping: heads over key-value heads times what they need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import tokenizers_format
+from antiphon.model.checkpoints.settings import Settings, activation, describe, setting
+from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig
+from antiphon.model.text.format import TextFormat
+from antiphon.model.transformer.layers import DecoderLayer
+from antiphon.model.transformer.transformer import Transformer
+
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_MAX_LEN = 65536  # the longest that a ModelConfig takes
+_DEFAULT_LEN = 2048
+_SCALED: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
+
+
+def settle(settings: Settings, weights: SourceWeights) -> Settings:
+    """Whether the output product is the embedding, and whether any product has a bias, as the tensors say."""
+    weights.strip_prefix("model.")
+    has_bias = any(name.endswith("_proj.bias") for name in weights.names)
+    return {**settings, "tie_word_embeddings": not weights.differ(_EMBEDDING, _OUTPUT), "has_bias": has_bias}
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Biases are all or none here: those that a checkpoint lacks beside others are zeros."""
+    rotation = _rotation(settings)
+    width, heads = setting(settings, "hidden_size", int), setting(settings, "num_attention_heads", int)
+    eos_id = _first(settings, "eos_token_id", default=2)
+    return describe(
+        architecture="decoder",
+        vocab_size=setting(settings, "vocab_size", int),
+        d_model=width,
+        encoder_layers=0,
+        decoder_layers=setting(settings, "num_hidden_layers", int),
+        num_heads=heads,
+        head_dim=setting(settings, "head_dim", int, default=width // heads),
+        d_ff=setting(settings, "intermediate_size", int),
+        norm="rmsnorm",
+        norm_placement="pre",
+        norm_eps=setting(settings, "rms_norm_eps", float, default=1e-6),
+        activation=activation(settings, "hidden_act"),
+        gated=True,
+        positions="rope",
+        rope_theta=rotation["rope_theta"],
+        rope_scaling=_scaling(settings, rotation),
+        scale_embeddings=False,
+        tie_output=setting(settings, "tie_word_embeddings", bool, default=False),
+        bias=setting(settings, "has_bias", bool, default=False),
+        dropout=0.0,
+        max_target_len=_longest(settings),
+        pad_id=_first(settings, "pad_token_id", default=eos_id),
+        bos_id=_first(settings, "bos_token_id", default=eos_id),
+        eos_id=eos_id,
+        unk_id=0,
+    )
+
+
+def _rotation(settings: Settings) -> Settings:
+    """`rope_scaling` of older files or `rope_parameters` of transformers 5, which reads the former where both are."""
+    found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise SourceError(f"config.json: rope_scaling or rope_parameters is {found!r}, expected an object")
+    factor = found.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    if factor != 1.0:
+        raise SourceError(f"config.json: partial_rotary_factor is {factor!r}; only 1.0 is supported")
+    return {"rope_theta": setting(settings, "rope_theta", float, default=10000.0)} | found
+
+
+def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None:
+    """RopeScaling's fields, as far as they are there; the length trained on first may stand in three places."""
+    kind = rotation.get("rope_type", rotation.get("type", "default"))
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in _SCALED:
+        known = ", ".join(map(repr, ("default", *_SCALED)))
+        raise SourceError(f"config.json: rope scaling is of type {kind!r}; supported are {known}")
+    name = "original_max_position_embeddings"
+    length = settings.get("max_position_embeddings", _DEFAULT_LEN)
+    held = {**rotation, "kind": kind, name: settings.get(name, rotation.get(name, length))}
+    return {key: held[key] for key in _SCALED[kind].model_fields if key in held}
+
+
+def _longest(settings: Settings) -> int:
+    """Within a sliding window attention is the same with and without one."""
+    longest = setting(settings, "max_position_embeddings", int, default=_DEFAULT_LEN)
+    window = setting(settings, "sliding_window", int, default=longest)
+    is_used = setting(settings, "use_sliding_window", bool, default=True)
+    return min(longest, window if is_used else longest, _MAX_LEN)
+
+
+def _first(settings: Settings, name: str, default: int) -> int:
+    """A special token, or the first of several."""
+    held = settings.get(name)
+    return setting({name: held[0] if isinstance(held, list) and held else held}, name, int, default=default)
+
+
+def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+    """Fill the model; names as LlamaForCausalLM's, with or without `model.` before them."""
+    decoder = model.decoder
+    assert decoder is not None
+    weights.strip_prefix("model.")
+    weights.ignore("layers.*.self_attn.rotary_emb.inv_freq")
+    weights.fill_tied(decoder.embedding.weight, _EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
+    if not model.config.tie_output:
+        weights.fill(model.output.weight, _OUTPUT)
+    weights.fill_module(decoder.final_norm, "norm")
+    heads = model.config.num_heads
+    key_heads = setting(settings, "num_key_value_heads", int, default=heads)
+    if heads % key_heads:
+        raise SourceError(
+            f"config.json: num_key_value_heads is {key_heads}, which does not divide num_attention_heads, {heads}"
+        )
+    for index, layer in enumerate(decoder.blocks):
+        _load_layer(layer, weights, f"layers.{index}", key_heads)
+
+
+def _load_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_heads: int) -> None:
+    attention, feed_forward = layer.self_attention, layer.feed_forward
+    weights.fill_module(layer.self_residual.norm, f"{name}.input_layernorm")
+    for part, ours in _parts(attention.qkv):
+        query, *repeated = ours.chunk(3)
+        _fill(query, weights, f"{name}.self_attn.q_proj.{part}")
+        for letter, half in zip("kv", repeated, strict=True):
+            _fill_repeated(half, weights, f"{name}.self_attn.{letter}_proj.{part}", attention.heads, key_heads)
+    for part, ours in _parts(attention.out):
+        _fill(ours, weights, f"{name}.self_attn.o_proj.{part}")
+    weights.fill_module(layer.feed_forward_residual.norm, f"{name}.post_attention_layernorm")
+    for part, ours in _parts(feed_forward.inner):
+        for theirs, half in zip(("gate", "up"), ours.chunk(2), strict=True):
+            _fill(half, weights, f"{name}.mlp.{theirs}_proj.{part}")
+    for part, ours in _parts(feed_forward.outer):
+        _fill(ours, weights, f"{name}.mlp.down_proj.{part}")
+
+
+def _parts(layer: torch.nn.Linear) -> list[tuple[str, Tensor]]:
+    return [(name, parameter.data) for name, parameter in layer.named_parameters()]
+
+
+def _fill(ours: Tensor, weights: SourceWeights, name: str) -> None:
+    """A weight as it is; a bias as it is, or zeros where the checkpoint has none."""
+    if name.endswith(".bias") and name not in weights:
+        ours.zero_()
+    else:
+        weights.fill(ours, name)
+
+
+def _fill_repeated(ours: Tensor, weights: SourceWeights, name: str, heads: tuple[int, int], key_heads: int) -> None:
+    """Each of their key or value heads for every query head of its group; ours [H * D] or [H * D, M]."""
+    num_heads, width = heads
+    grouped = torch.empty(key_heads * width, *ours.shape[1:], device=ours.device)
+    _fill(grouped, weights, name)
+    by_head = grouped.reshape(key_heads, width, *ours.shape[1:])
+    ours.copy_(by_head.repeat_interleave(num_heads // key_heads, dim=0).reshape(ours.shape))
+
+
+def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+    """As tokenizer.json says: most of them put the begin token before a prompt."""
+    return tokenizers_format(folder)
+
+
+FAMILY = Family(
+    name="Llama",
+    model_types=("llama", "mistral", "qwen2"),
+    configure=configure,
+    settle=settle,
+    load=load,
+    text=text,
+    reference="AutoModelForCausalLM",
+)

@@ -1,0 +1,57 @@
+"""M2M-100 (Fan et al. 2020) and NLLB (NLLB team 2022), which share an architecture and differ in their tokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from antiphon.model.checkpoints.families import encoder_decoder
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import Languages, sentencepiece_format, tokenizers_format
+from antiphon.model.checkpoints.settings import Settings, read_json, with_default_languages
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+
+_UNKNOWN_ID = 3
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """fairseq's sines from row 2 on, norms before the layers."""
+    ids = encoder_decoder.special_ids(settings, pad=1, begin=2, eos=2, unk=_UNKNOWN_ID)
+    return encoder_decoder.configure(settings, **ids, sinusoids="fairseq", positions_offset=2, norm_placement="pre")
+
+
+def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
+    """The source's language, the text, the end token; the target's language is its first token."""
+    template, languages = ("$source_language", "$text", "</s>"), Languages(place="first")
+    forced = settings.get("forced_bos_token_id")
+    if not (folder / "vocab.json").is_file():
+        nllb = tokenizers_format(folder, template=template, languages=languages)
+        return with_default_languages(nllb, "eng_Latn", forced)
+    found = sentencepiece_format(
+        folder,
+        "sentencepiece.bpe.model",
+        vocabulary="vocab.json",
+        template=template,
+        special_tokens=("<s>", "<pad>", "</s>", "<unk>", *_language_tokens(folder)),
+        languages=languages,
+    )
+    return with_default_languages(found, "en", forced)
+
+
+def _language_tokens(folder: Path) -> list[str]:
+    """M2M-100's, whose ids are those behind vocab.json's, in the order of fairseq's list."""
+    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
+
+    named = read_json(folder / "tokenizer_config.json").get("language_codes") or "m2m100"
+    return [f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES[named]]
+
+
+FAMILY = Family(
+    name="M2M-100 and NLLB",
+    model_types=("m2m_100",),
+    configure=configure,
+    settle=encoder_decoder.settle_ties,
+    load=encoder_decoder.load,
+    text=text,
+    reference="AutoModelForSeq2SeqLM",
+)

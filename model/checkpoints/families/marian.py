@@ -1,0 +1,59 @@
+"""Marian: the translation models of OPUS-MT (Junczys-Dowmunt et al. 2018)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from antiphon.model.checkpoints.families import encoder_decoder
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import Languages, sentencepiece_format
+from antiphon.model.checkpoints.settings import Settings, setting
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+
+_UNKNOWN_ID = 1
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Sines in one half and cosines in the other, norms behind; source and target may have vocabularies of their own.
+
+    `vocab_size` is the source's then, and `decoder_vocab_size` the target's.
+    """
+    fields = encoder_decoder.common_fields(settings)
+    target = settings.get("decoder_vocab_size")
+    if target not in (None, fields["vocab_size"]) and not fields["tie_source_target"]:
+        fields |= dict(source_vocab_size=fields["vocab_size"], vocab_size=setting(settings, "decoder_vocab_size", int))
+    ids = encoder_decoder.special_ids(settings, pad=None, begin=None, eos=0, unk=_UNKNOWN_ID)
+    return encoder_decoder.configure(settings, **fields, **ids, sinusoids="halves", output_bias=True)
+
+
+def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
+    """A SentencePiece model a side; vocab.json gives the ids of both, or target_vocab.json the target's.
+
+    Models of several target languages have >>xxx<< before the text.
+    """
+    own = "target_vocab.json" if (folder / "target_vocab.json").is_file() else "vocab.json"
+    found = sentencepiece_format(
+        folder,
+        "source.spm",
+        target_model="target.spm",
+        vocabulary="vocab.json",
+        target_vocabulary=own,
+        template=("$text", "</s>"),
+        special_tokens=("</s>", "<unk>", "<pad>"),
+        languages=Languages(),
+    )
+    if not found.languages:
+        return found
+    return found.model_copy(update=dict(template=("$target_language", *found.template)))
+
+
+FAMILY = Family(
+    name="Marian",
+    model_types=("marian",),
+    configure=configure,
+    settle=encoder_decoder.settle_ties,
+    load=encoder_decoder.load,
+    text=text,
+    reference="AutoModelForSeq2SeqLM",
+)

@@ -1,0 +1,45 @@
+"""PEGASUS (Zhang et al. 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from antiphon.model.checkpoints.families import encoder_decoder
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import sentencepiece_format, tokenizers_format
+from antiphon.model.checkpoints.settings import Settings
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+
+# Before the pieces of its SentencePiece model come padding, end, two masks and 99 tokens without use.
+_OFFSET = 103
+_UNKNOWN_ID = _OFFSET + 2
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Sines in one half and cosines in the other, norms before the layers."""
+    ids = encoder_decoder.special_ids(settings, pad=0, begin=0, eos=1, unk=0)
+    fields = encoder_decoder.common_fields(settings)
+    ids["unk_id"] = min(_UNKNOWN_ID, fields["vocab_size"] - 1)
+    return encoder_decoder.configure(settings, **ids, sinusoids="halves", norm_placement="pre", output_bias=True)
+
+
+def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
+    """The end token behind a text."""
+    template = ("$text", "</s>")
+    if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
+        return tokenizers_format(folder, template=template)
+    names = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, _OFFSET - 2)))
+    added = {name: index for index, name in enumerate(names)}
+    return sentencepiece_format(folder, "spiece.model", template=template, id_offset=_OFFSET, added_tokens=added)
+
+
+FAMILY = Family(
+    name="PEGASUS",
+    model_types=("pegasus",),
+    configure=configure,
+    settle=encoder_decoder.settle_ties,
+    load=encoder_decoder.load,
+    text=text,
+    reference="AutoModelForSeq2SeqLM",
+)

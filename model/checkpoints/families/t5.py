@@ -1,0 +1,151 @@
+"""T5 (Raffel et al. 2020), T5 1.1, FLAN-T5, mT5 and ByT5: relative positions, RMS norms, no biases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from antiphon.model.checkpoints.families.encoder_decoder import OUTPUT, SHARED, special_ids
+from antiphon.model.checkpoints.families.family import Family
+from antiphon.model.checkpoints.families.text_formats import bytes_format, sentencepiece_format, tokenizers_format
+from antiphon.model.checkpoints.settings import Settings, describe, known_activation, read_json, setting
+from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.open_text import read_pieces
+from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.model.transformer.transformer import Stack, Transformer
+
+_UNKNOWN_ID = 2
+# Relative positions have no end. These are what a bundle takes unless the importer is told otherwise.
+_SOURCE_LEN, _TARGET_LEN = 1024, 512
+
+
+def settle(settings: Settings, weights: SourceWeights) -> Settings:
+    """Whether the output is the embedding, as the tensors say, and whether it is scaled, as config.json does.
+
+    T5 1.1 and its heirs say `tie_word_embeddings: false` and mean that nothing is scaled; transformers writes that as
+    `scale_decoder_outputs`, and of mT5 does not scale whatever its config.json says.
+    """
+    scales = setting(settings, "tie_word_embeddings", bool, default=True)
+    if settings.get("model_type") == "t5":
+        scales = setting(settings, "scale_decoder_outputs", bool, default=scales)
+    else:
+        scales = False
+    embedding = weights.first_of(SHARED, "decoder.embed_tokens.weight")
+    tied = not weights.differ(embedding, OUTPUT)
+    return {**settings, "scale_decoder_outputs": scales, "tie_word_embeddings": tied}
+
+
+def configure(settings: Settings) -> ModelConfig:
+    """Scores unscaled, embeddings unscaled, heads of a width of their own."""
+    kind, _, name = setting(settings, "feed_forward_proj", str, default="relu").rpartition("-")
+    if kind not in ("", "gated"):
+        raise SourceError(
+            f"config.json: feed_forward_proj is {settings['feed_forward_proj']!r}; expected gated-NAME or NAME"
+        )
+    name = "gelu_new" if (kind, name) == ("gated", "gelu") else name
+    layers = setting(settings, "num_layers", int)
+    return describe(
+        vocab_size=setting(settings, "vocab_size", int),
+        d_model=setting(settings, "d_model", int),
+        encoder_layers=layers,
+        decoder_layers=setting(settings, "num_decoder_layers", int, default=layers),
+        num_heads=setting(settings, "num_heads", int),
+        head_dim=setting(settings, "d_kv", int),
+        d_ff=setting(settings, "d_ff", int),
+        norm="rmsnorm",
+        norm_placement="pre",
+        norm_eps=setting(settings, "layer_norm_epsilon", float, default=1e-6),
+        activation=known_activation(name, "feed_forward_proj"),
+        gated=kind == "gated",
+        positions="t5_relative",
+        relative_buckets=setting(settings, "relative_attention_num_buckets", int, default=32),
+        relative_max_distance=setting(settings, "relative_attention_max_distance", int, default=128),
+        attention_scale=1.0,
+        bias=False,
+        scale_embeddings=False,
+        tie_output=setting(settings, "tie_word_embeddings", bool, default=True),
+        dropout=setting(settings, "dropout_rate", float, default=0.1),
+        max_source_len=_SOURCE_LEN,
+        max_target_len=_TARGET_LEN,
+        **special_ids(settings, pad=0, begin=0, eos=1, unk=_UNKNOWN_ID),
+    )
+
+
+def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+    """Fill the model. The factor d_model ** -0.5 of a scaled output goes into the norm before it."""
+    assert model.encoder is not None
+    assert model.decoder is not None
+    names = (SHARED, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    weights.fill_tied(model.decoder.embedding.weight, *names, *((OUTPUT,) if model.config.tie_output else ()))
+    if not model.config.tie_output:
+        weights.fill(model.output.weight, OUTPUT)
+    weights.ignore("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight")  # in old files; not read
+    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        _load_stack(stack, weights, name)
+    if settings["scale_decoder_outputs"]:
+        assert isinstance(model.decoder.final_norm, nn.RMSNorm)
+        with torch.no_grad():
+            model.decoder.final_norm.weight.mul_(model.config.d_model**-0.5)
+
+
+def _load_stack(stack: Stack, weights: SourceWeights, name: str) -> None:
+    bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    weights.fill(stack.relative_bias.weight, bias)
+    weights.fill_module(stack.final_norm, f"{name}.final_layer_norm")
+    for index, layer in enumerate(stack.layers):
+        assert isinstance(layer, EncoderLayer | DecoderLayer)
+        _load_layer(layer, weights, f"{name}.block.{index}.layer")
+
+
+def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name: str) -> None:
+    attention = layer.self_attention
+    theirs = f"{name}.0.SelfAttention"
+    weights.fill_module(attention.qkv, *(f"{theirs}.{part}" for part in "qkv"))
+    weights.fill_module(attention.out, f"{theirs}.o")
+    weights.fill_module(layer.self_residual.norm, f"{name}.0.layer_norm")
+    last = 1
+    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None and layer.cross_residual is not None:
+        theirs, last = f"{name}.1.EncDecAttention", 2
+        weights.fill_module(layer.cross_attention.query, f"{theirs}.q")
+        weights.fill_module(layer.cross_attention.kv, f"{theirs}.k", f"{theirs}.v")
+        weights.fill_module(layer.cross_attention.out, f"{theirs}.o")
+        weights.fill_module(layer.cross_residual.norm, f"{name}.1.layer_norm")
+    theirs = f"{name}.{last}.DenseReluDense"
+    inner = ("wi_0", "wi_1") if layer.feed_forward.gated else ("wi",)
+    weights.fill_module(layer.feed_forward.inner, *(f"{theirs}.{part}" for part in inner))
+    weights.fill_module(layer.feed_forward.outer, f"{theirs}.wo")
+    weights.fill_module(layer.feed_forward_residual.norm, f"{name}.{last}.layer_norm")
+
+
+def text(folder: Path, settings: Settings, _: ModelConfig) -> TextFormat:
+    """The end token behind a text. ByT5's tokens are bytes, behind padding, end and unknown."""
+    described = read_json(folder / "tokenizer_config.json")
+    if "ByT5" in str(described.get("tokenizer_class", settings.get("tokenizer_class", ""))):
+        return bytes_format(folder)
+    template = ("$text", "</s>")
+    if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
+        return tokenizers_format(folder, template=template)
+    last = read_pieces(folder / "spiece.model").get_piece_size() + described.get("extra_ids", 100) - 1
+    sentinels = {f"<extra_id_{index}>": last - index for index in range(described.get("extra_ids", 100))}
+    return sentencepiece_format(
+        folder,
+        "spiece.model",
+        template=template,
+        added_tokens=sentinels,
+        special_tokens=("<pad>", "</s>", "<unk>"),
+    )
+
+
+FAMILY = Family(
+    name="T5",
+    model_types=("t5", "mt5"),
+    configure=configure,
+    settle=settle,
+    load=load,
+    text=text,
+    reference="AutoModelForSeq2SeqLM",
+)

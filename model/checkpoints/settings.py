@@ -1,0 +1,107 @@
+"""Settings of a config.json, read with their types checked, and what most families' settings have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.config import Activation, ModelConfig
+from antiphon.model.text.format import TextFormat
+
+Settings = Mapping[str, Any]
+_T = TypeVar("_T", int, float, bool, str)
+
+# The names of transformers' ACT2FN that mean a function of ours; gelu_fast is gelu_new in other words.
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. Raises SourceError naming it."""
+    try:
+        held = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+    if not isinstance(held, dict):
+        raise SourceError(f"{path} is not a JSON object")
+    return held
+
+
+def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = None) -> _T:
+    """One setting of this type; `default` where it is absent or null. Raises SourceError naming it."""
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise SourceError(f"config.json: {name} is missing")
+    if kind is float and type(value) is int:
+        return kind(value)
+    if type(value) is not kind:
+        raise SourceError(f"config.json: {name} is {value!r}, expected {kind.__name__}")
+    return value
+
+
+def activation(settings: Settings, name: str) -> Activation:
+    """The activation that a setting names. Raises SourceError with those there are."""
+    return known_activation(setting(settings, name, str), name)
+
+
+def known_activation(value: str, name: str) -> Activation:
+    """Our name of transformers' activation `value`, which the setting `name` holds. Raises SourceError."""
+    if value not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        raise SourceError(f"config.json: {name} is {value!r}; supported are {known}")
+    return _ACTIVATIONS[value]
+
+
+def refuse_unless(settings: Settings, name: str, only: object, default: object) -> None:
+    """Raise SourceError where a setting is anything but what our model computes; absent is `default`."""
+    if (value := settings.get(name, default)) != only:
+        raise SourceError(f"config.json: {name} is {value!r}; only {only!r} is supported")
+
+
+def refuse_unequal(settings: Settings, first: str, second: str) -> None:
+    """Raise SourceError where two settings differ that our model has one of."""
+    if settings.get(first) != settings.get(second):
+        raise SourceError(
+            f"config.json: {first} is {settings.get(first)!r} and {second} {settings.get(second)!r}; "
+            "only equal ones are supported"
+        )
+
+
+def describe(**fields: Any) -> ModelConfig:
+    """ModelConfig of these fields. Raises SourceError naming the first that does not fit."""
+    try:
+        return ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "model"
+        raise SourceError(f"config.json does not describe a model: {where}: {first['msg']}") from None
+
+
+def with_default_languages(text: TextFormat, source: str, forced_id: object) -> TextFormat:
+    """Languages of requests that name none: what the files say, else `source` and the language of a forced token."""
+    codes = {index: code for code, index in text.languages.items()}
+    target = codes.get(forced_id) if isinstance(forced_id, int) else None
+    known = source if source in text.languages else None
+    return text.model_copy(
+        update=dict(
+            default_source_language=text.default_source_language or known,
+            default_target_language=text.default_target_language or target,
+        )
+    )

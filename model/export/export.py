@@ -1,0 +1,319 @@
+"""`antiphon export`: a checkpoint becomes a bundle, verified against the model before it appears.
+
+Owns the order of work and the directory. Tracing, quantisation, storage and verification are modules of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+from tqdm import tqdm
+
+from antiphon.model.bundle.manifest import (
+    MANIFEST_NAME,
+    NAME_PATTERN,
+    Bundle,
+    BundleError,
+    CacheType,
+    GraphSet,
+    Lowering,
+    Manifest,
+    Precision,
+    Provenance,
+    file_entry,
+    load_bundle,
+    write_manifest,
+)
+from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.model.config import ModelConfig, Part
+from antiphon.model.export.contrib_lowering import LoweringError
+from antiphon.model.export.explain_graph import trace_explain, verify_explain
+from antiphon.model.export.explain_weights import Layout, store_as
+from antiphon.model.export.packing import pack_weights
+from antiphon.model.export.quantize import quantize
+from antiphon.model.export.trace import trace_decoder, trace_encoder, trace_head
+from antiphon.model.export.verify import VerificationError, verify
+from antiphon.model.export.verify_encoder import verify_encoder
+from antiphon.model.export.weights_file import WeightsFile
+from antiphon.model.head_config import Task
+from antiphon.model.text.tokenizer import TokenizerError
+from antiphon.model.transformer.transformer import Transformer
+
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # what a bundle holds unless told otherwise
+ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4")
+LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
+CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
+
+
+class ExportError(Exception):
+    """A checkpoint cannot be exported; the message names what is in the way."""
+
+
+def export_bundle(
+    checkpoint: Checkpoint,
+    target: Path,
+    *,
+    precisions: Sequence[Precision] = PRECISIONS,
+    lowerings: Sequence[Lowering] = ("native",),
+    cache: CacheType | None = None,
+    explain: bool = True,
+    name: str | None = None,
+    overwrite: bool = False,
+) -> Bundle:
+    """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
+
+    cache is what native graphs hold keys and values in; None is float32, float16 where the weights are integers.
+    explain adds a graph of attention weights for each precision but int4. name defaults to the directory's.
+    A target that is not empty is refused; with `overwrite`, unless it is a bundle.
+    Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
+    """
+    target = target.resolve()
+    name = target.name if name is None else name
+    _check_lowerings(checkpoint.config, lowerings, precisions)
+    check_target(target, name, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        work.chmod(0o755)
+        graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
+        _verify(checkpoint.model, work, graphs)
+        _describe(checkpoint, work, graphs, name)
+        manifest = load_bundle(work).manifest
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return Bundle(path=target, manifest=manifest)
+
+
+def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
+    """Compare every graph with the model, one that sets share once. Raises VerificationError."""
+    check = verify_encoder if model.config.architecture == "encoder" else verify
+    for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
+        check(directory, graph_set, model)
+    for name, precision in {graph_set.explain: graph_set.precision for graph_set in graphs}.items():
+        if name is not None:
+            verify_explain(directory / name, model, precision)
+
+
+def check_target(target: Path, name: str, *, overwrite: bool) -> None:
+    """Raise ExportError where no bundle of this name may be written."""
+    if not re.match(NAME_PATTERN, name):
+        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name chooses another than the directory's")
+    if target.exists() and not target.is_dir():
+        raise ExportError(f"{target} exists and is not a directory")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise ExportError(f"{target} exists and is not empty; --overwrite replaces a bundle")
+        if not (target / MANIFEST_NAME).is_file():
+            raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
+
+
+def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
+    """Only our own operators run one half alone, or read 4-bit weights."""
+    if "int4" in precisions and (others := [name for name in lowerings if name != "native"]):
+        raise ExportError(f"precision='int4' does not fit lowering={others[0]!r}: it has native graphs only")
+    if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
+        raise ExportError(
+            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: one half alone has native "
+            "graphs only"
+        )
+
+
+def write_graphs(
+    model: Transformer,
+    directory: Path,
+    precisions: Sequence[Precision],
+    lowerings: Sequence[Lowering],
+    cache: CacheType | None = None,
+    *,
+    explain: bool = False,
+) -> list[GraphSet]:
+    """Trace the model and write its graphs and weights; arguments as of `export_bundle`. Verifies nothing."""
+    traced = {
+        (lowering, part): _trace(model, part, lowering)
+        for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
+        for part in _graphs_of(model.config)
+    }
+    # Attention maps are those of a source and its target.
+    explaining = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
+    sets = []
+    for precision in precisions:
+        explained: str | None = None
+        for layout, sharing in _by_layout(lowerings).items():
+            with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
+                written = [_graph_set(model.config, lowering, precision, cache) for lowering in sharing]
+                for graphs in written:
+                    for part in _graphs_of(model.config):
+                        finished = _finished(traced[graphs.lowering, part], graphs)
+                        weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
+                if explaining is not None and explained is None and precision != "int4":
+                    explained = f"explain.{precision}.onnx"
+                    weights.save(_stored(explaining, layout, precision), directory / explained)
+            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
+    return sets
+
+
+def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
+    """Lowerings that store weights alike share a file: packed for our own kernels, or plain."""
+    layouts: dict[Layout, list[Lowering]] = {}
+    for lowering in lowerings:
+        layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
+    return layouts
+
+
+def _graphs_of(config: ModelConfig) -> tuple[Part | Task, ...]:
+    """What has a graph of its own."""
+    return (*config.parts, *(head.task for head in config.heads))
+
+
+def _trace(model: Transformer, part: Part | Task, lowering: Lowering) -> ir.Model:
+    if part == "encoder":
+        return trace_encoder(model, lowering)
+    return trace_decoder(model, lowering) if part == "decoder" else trace_head(model, part)
+
+
+def _graph_name(part: Part | Task, *, lowering: Lowering, at: Precision) -> str:
+    return f"{part}.{lowering}.{at}.onnx"
+
+
+def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
+    names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
+    held: CacheType | None = None
+    if lowering == "native" and "decoder" in names:
+        held = cache or ("float32" if precision == "float32" else "float16")
+    return GraphSet(
+        precision=precision,
+        lowering=lowering,
+        encoder=names.get("encoder"),
+        decoder=names.get("decoder"),
+        heads={head.task: names[head.task] for head in config.heads},
+        cache=held,
+    )
+
+
+def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
+    """A copy of a traced graph at the precision of its set."""
+    copy = model.clone()
+    if graphs.lowering == "native":
+        pack_weights(copy, graphs.precision)
+        if graphs.cache is not None:
+            _hold_cache(copy, graphs.cache)
+    elif graphs.precision == "int8":
+        quantize(copy)
+    return copy
+
+
+def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
+    """A copy of the explain graph that reads weights as graphs of this layout and precision store them."""
+    copy = explaining.clone()
+    store_as(copy, layout, precision)
+    return copy
+
+
+def _hold_cache(model: ir.Model, cache: CacheType) -> None:
+    """Give the pool its element type; operators take it as it comes."""
+    pool = next(value for value in model.graph.inputs if value.name == "cache")
+    pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
+
+
+def _describe(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
+    """Add the tokenizer, the notice and the manifest to the graphs."""
+    for file in checkpoint.text.files:
+        shutil.copyfile(checkpoint.text_folder / file, directory / file)
+    if checkpoint.provenance is not None:
+        (directory / "NOTICE").write_text(_notice(checkpoint.provenance), encoding="utf-8")
+    files = {path.name: file_entry(path) for path in sorted(directory.iterdir())}
+    manifest = Manifest(
+        name=name,
+        model=checkpoint.config,
+        text=checkpoint.text,
+        generation=checkpoint.generation,
+        graphs=tuple(graphs),
+        files=files,
+        provenance=checkpoint.provenance,
+    )
+    write_manifest(directory, manifest)
+
+
+def _notice(provenance: Provenance) -> str:
+    origin = "were trained on" if provenance.recipe is not None else "come from"
+    return (
+        f"The weights in this directory {origin}: {provenance.source}\n"
+        f"Licence: {provenance.licence}\n"
+        f"{provenance.attribution}\n"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that `antiphon train` wrote")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
+    parser.add_argument(
+        "--precision", nargs="+", choices=ALL_PRECISIONS, default=list(PRECISIONS), help="default: float32 int8"
+    )
+    parser.add_argument(
+        "--lowering",
+        nargs="+",
+        choices=LOWERINGS,
+        default=["native"],
+        help="native: our own operators, the fastest here (default); contrib: operators that ship in ONNX Runtime; "
+        "eager: the score matrix in plain sight, the baseline that `antiphon profile` measures against",
+    )
+    parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
+    parser.add_argument("--eager", action="store_true", help="add eager graphs")
+    parser.add_argument(
+        "--cache-type",
+        choices=CACHE_TYPES,
+        help="what native graphs keep keys and values in (default: float16 beside integer weights, else float32)",
+    )
+    parser.add_argument(
+        "--no-explain", dest="explain", action="store_false", help="leave out the graph that shows attention weights"
+    )
+    parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
+    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
+
+
+def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
+    """What was asked for, each once, in the order of LOWERINGS."""
+    asked = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
+    return tuple(lowering for lowering in LOWERINGS if lowering in asked)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export; 0 when the bundle is written, 2 with one line on standard error when it cannot be."""
+    try:
+        bundle = export_bundle(
+            load_checkpoint(args.checkpoint),
+            args.bundle,
+            precisions=tuple(dict.fromkeys(args.precision)),
+            lowerings=_lowerings(args),
+            cache=args.cache_type,
+            explain=args.explain,
+            name=args.name,
+            overwrite=args.overwrite,
+        )
+    except (
+        ExportError,
+        CheckpointError,
+        TokenizerError,
+        BundleError,
+        LoweringError,
+        VerificationError,
+        OSError,
+    ) as error:
+        print(f"antiphon export: {error}", file=sys.stderr)
+        return 2
+    size = sum(entry.size for entry in bundle.manifest.files.values())
+    held = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
+    print(f"{bundle.path}: {held}; {size / 1e6:.1f} MB, verified against the checkpoint")
+    return 0

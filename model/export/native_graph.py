@@ -1,0 +1,324 @@
+"""The Transformer's encoder, decoder and heads as the native lowering runs them: packed tokens, caches in a block pool.
+
+Each module takes the submodules of a Transformer, sharing their weights, and says its forward pass again by the
+operators of ops/native_*.py: no padding, no layouts but the operators' own, a residual sum and the norm behind it in
+one. Equal to the Transformer's own forward for every ModelConfig; tests hold them together.
+
+Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states
+that a head reads, O its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops import native_attention, native_linear, native_select
+from antiphon.model.ops.disentangled import RelativePositions
+from antiphon.model.transformer.heads import Head
+from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
+from antiphon.model.transformer.positions import rotary_table
+from antiphon.model.transformer.transformer import Stack, Transformer
+
+Sublayer = Callable[[Tensor], Tensor]
+
+
+def _rotary_table(config: ModelConfig, max_len: int) -> Tensor:
+    return rotary_table(max_len, config.resolved_head_dim, config.rope_theta, config.rope_scaling)
+
+
+class _PackedStack(nn.Module):
+    """What both halves share: a Stack's weights and its tables, and its residual stream over packed tokens."""
+
+    bias_table: Tensor | None
+    slopes: Tensor | None
+    rotary_table: Tensor | None
+
+    def __init__(self, config: ModelConfig, stack: Stack, max_len: int) -> None:
+        super().__init__()
+        self.config = config
+        self.stack = stack
+        relative = stack.relative_bias
+        table = relative.by_distance(min(config.relative_max_distance, max_len))
+        slopes = relative.get_buffer("slopes") if config.positions == "alibi" else None
+        rotary = _rotary_table(config, max_len) if config.positions == "rope" else None
+        self.register_buffer("bias_table", table, persistent=False)
+        self.register_buffer("slopes", slopes, persistent=False)
+        self.register_buffer("rotary_table", rotary, persistent=False)
+
+    def embed(self, input_ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
+        """input_ids [N] int64, positions [N] int32, type_ids [N] int64 where tokens have types -> [N, M]."""
+        stack = self.stack
+        embedded: Tensor = native_linear.embed(
+            input_ids, positions, stack.embedding.weight, stack.positions.vectors, scale=stack.embedding_scale
+        )
+        types = stack.token_types(type_ids) if stack.token_types is not None else None
+        if self.config.embedding_norm:
+            embedded, _ = self.add_norm(embedded, types, stack.embedding_norm)
+        elif types is not None:
+            embedded = embedded + types
+        return linear(embedded, stack.widen) if isinstance(stack.widen, nn.Linear) else embedded
+
+    def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
+        """Every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""
+        norms = [residual.norm for _, residual in sublayers]
+        pre, reads, stream = self.config.norm_placement == "pre", hidden, hidden
+        if pre:
+            reads, _ = self.add_norm(hidden, None, norms[0])
+            norms = [*norms[1:], self.stack.final_norm]
+        for (sublayer, _), norm in zip(sublayers, norms, strict=True):
+            reads, total = self.add_norm(sublayer(reads), stream, norm)
+            stream = total if pre else reads
+        return reads
+
+    def add_norm(self, update: Tensor, stream: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """norm(stream + update), and the sum itself; both [N, M]."""
+        return add_norm(update, stream, norm, self.config.norm_eps)
+
+    def feed_forward(self, part: FeedForward) -> Sublayer:
+        """The feed-forward sublayer."""
+
+        def forward(hidden: Tensor) -> Tensor:
+            if not self.config.gated:
+                return linear(linear(hidden, part.inner, self.config.activation), part.outer)
+            return linear(native_linear.gate(linear(hidden, part.inner), activation=self.config.activation), part.outer)
+
+        return forward
+
+    def project(self, attention: SelfAttention, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Queries, keys and values [N, 3 H D], turned where positions are rotary."""
+        qkv = linear(hidden, attention.qkv)
+        if self.rotary_table is None:
+            return qkv
+        turned: Tensor = native_linear.rotary(qkv, positions, self.rotary_table, num_heads=self.config.num_heads)
+        return turned
+
+
+def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
+    """activation(layer(x)) as one operator; [N, K] -> [N, O]."""
+    return native_linear.linear(  # type: ignore[no-any-return]
+        x, layer.weight, layer.bias, activation=activation
+    )
+
+
+def add_norm(update: Tensor, stream: Tensor | None, norm: nn.Module, epsilon: float) -> tuple[Tensor, Tensor]:
+    """norm(stream + update), and the sum itself, as one operator; both [N, M]."""
+    kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
+    bias = getattr(norm, "bias", None)
+    normed, total = native_linear.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
+    return normed, total
+
+
+class PackedStates(_PackedStack):
+    """Sources into states: all there is of an encoder alone."""
+
+    def __init__(self, model: Transformer) -> None:
+        assert model.encoder is not None
+        super().__init__(model.config, model.encoder, model.config.max_source_len)
+        self.blocks = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
+        relative, max_len = model.encoder.relative_positions, model.config.max_source_len
+        self.relative = nn.ModuleList(
+            _RelativeTables(layer.self_attention, relative, max_len) for layer in self.blocks if relative is not None
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
+        """The memory [N, M] of B packed sources.
+
+        input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; type_ids [N] int64, None where tokens have no
+        types.
+        """
+        sublayers: list[tuple[Sublayer, Residual]] = []
+        for index, layer in enumerate(self.blocks):
+            attend = self._attend_relative if self.relative else self._attend
+            sublayers.append((attend(index, positions, offsets), layer.self_residual))
+            sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
+        return self.run(self.embed(input_ids, positions, type_ids), sublayers)
+
+    def _attend(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
+        attention = self.blocks[layer].self_attention
+
+        def forward(hidden: Tensor) -> Tensor:
+            mixed = native_attention.packed_attention(
+                self.project(attention, hidden, positions),
+                offsets,
+                self.bias_table,
+                self.slopes,
+                num_heads=self.config.num_heads,
+                scale=attention.scale,
+                causal=False,
+            )
+            return linear(mixed, attention.out)
+
+        return forward
+
+    def _attend_relative(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
+        attention, tables = self.blocks[layer].self_attention, self.relative[layer]
+        assert isinstance(tables, _RelativeTables)
+
+        def forward(hidden: Tensor) -> Tensor:
+            mixed = native_attention.disentangled_attention(
+                self.project(attention, hidden, positions),
+                offsets,
+                tables.rows,
+                tables.keys,
+                tables.queries,
+                num_heads=self.config.num_heads,
+                scale=attention.scale,
+            )
+            return linear(mixed, attention.out)
+
+        return forward
+
+
+class _RelativeTables(nn.Module):
+    """What disentangled attention reads in one layer: keys and queries of positions, constants once it is trained.
+
+    rows [2 * reach + 1] int32; keys, queries [P, H D] or None.
+    """
+
+    rows: Tensor
+    keys: Tensor | None
+    queries: Tensor | None
+
+    def __init__(self, attention: SelfAttention, positions: RelativePositions, max_len: int) -> None:
+        assert attention.relative is not None
+        super().__init__()
+        table, _ = positions(1)
+        keys, queries = attention.relative(table, attention.qkv)
+        self.register_buffer("rows", positions.by_distance(max_len), persistent=False)
+        self.register_buffer("keys", None if keys is None else keys.detach(), persistent=False)
+        self.register_buffer("queries", None if queries is None else queries.detach(), persistent=False)
+
+
+class PackedHead(nn.Module):
+    """States of the tokens that a task reads into its outputs."""
+
+    def __init__(self, head: Head, epsilon: float) -> None:
+        super().__init__()
+        self.head = head
+        self.epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [K, M] -> [K, O]."""
+        head = self.head
+        if head.transform is not None:
+            hidden = linear(hidden, head.transform, head.config.activation)
+        if head.norm is not None:
+            hidden, _ = add_norm(hidden, None, head.norm, self.epsilon)
+        return hidden if head.output is None else linear(hidden, head.output)
+
+
+class PackedEncoder(nn.Module):
+    """Sources into states, and into cross caches: the keys and values of every decoder layer, written to the pool."""
+
+    def __init__(self, model: Transformer) -> None:
+        assert model.decoder is not None
+        super().__init__()
+        self.num_heads = model.config.num_heads
+        self.states = PackedStates(model)
+        blocks = model.decoder.blocks
+        self.cross = nn.ModuleList(block.cross_attention.kv for block in blocks if block.cross_attention is not None)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, offsets: Tensor, block_tables: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode B packed sources and write them from position 0 of their blocks.
+
+        input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; block_tables [B, X] int32; cache as in
+        ops/cache_pool.py. Returns (written [1] int32: N, memory [N, M], the cache).
+        """
+        memory = self.states(input_ids, positions, offsets)
+        written: Tensor | None = None
+        for layer, kv_projection in enumerate(self.cross):
+            assert isinstance(kv_projection, nn.Linear)
+            kv = linear(memory, kv_projection)
+            written, cache = native_attention.paged_write(
+                kv, cache, block_tables, offsets, written, num_heads=self.num_heads, layer=layer
+            )
+        assert written is not None
+        return written, memory, cache
+
+
+@dataclass(kw_only=True, slots=True)
+class PagedRows:
+    """The rows of one decoder step: their new tokens, and where their caches lie.
+
+    positions [N] int32, of each token in its row; offsets [R + 1] int32: the new tokens of row r; self_tables [R, X],
+    cross_tables [R, Y], source_lens [R] int32; cache as in ops/cache_pool.py, replaced as layers append to it.
+    """
+
+    positions: Tensor
+    offsets: Tensor
+    self_tables: Tensor
+    cross_tables: Tensor
+    source_lens: Tensor
+    cache: Tensor
+
+
+class PagedDecoder(_PackedStack):
+    """One step of every row: any number of new tokens appended to its caches; what follows the picked ones, chosen."""
+
+    def __init__(self, model: Transformer) -> None:
+        assert model.decoder is not None
+        super().__init__(model.config, model.decoder, model.config.max_target_len)
+        self.blocks = model.decoder.blocks
+        self.output = model.output
+
+    def forward(self, input_ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """One step.
+
+        input_ids [N] int64; then the fields of PagedRows, and the settings of `select`, each in their order.
+        Returns what `select` does, and the cache.
+        """
+        rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
+        hidden = self.step(input_ids, rows)
+        settings = tensors[len(PagedRows.__slots__) :]
+        chosen = native_select.select(hidden, self.output.weight, self.output.bias, rows.positions, *settings)
+        return (*chosen, rows.cache)
+
+    def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:
+        """Hidden states [N, M] of the new tokens; the rows' cache is replaced."""
+        sublayers: list[tuple[Sublayer, Residual]] = []
+        for index, layer in enumerate(self.blocks):
+            sublayers.append((self._attend(layer.self_attention, rows, index), layer.self_residual))
+            if layer.cross_attention is not None and layer.cross_residual is not None:
+                sublayers.append((self._attend_source(layer.cross_attention, rows, index), layer.cross_residual))
+            sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
+        return self.run(self.embed(input_ids, rows.positions), sublayers)
+
+    def _attend(self, attention: SelfAttention, rows: PagedRows, layer: int) -> Sublayer:
+        def forward(hidden: Tensor) -> Tensor:
+            mixed, rows.cache = native_attention.paged_self_attention(
+                self.project(attention, hidden, rows.positions),
+                rows.cache,
+                rows.self_tables,
+                rows.offsets,
+                rows.positions,
+                self.bias_table,
+                self.slopes,
+                num_heads=self.config.num_heads,
+                scale=attention.scale,
+                layer=layer,
+            )
+            return linear(mixed, attention.out)
+
+        return forward
+
+    def _attend_source(self, attention: CrossAttention, rows: PagedRows, layer: int) -> Sublayer:
+        def forward(hidden: Tensor) -> Tensor:
+            mixed = native_attention.paged_cross_attention(
+                linear(hidden, attention.query),
+                rows.cache,
+                rows.cross_tables,
+                rows.offsets,
+                rows.source_lens,
+                num_heads=self.config.num_heads,
+                scale=attention.scale,
+                layer=layer,
+            )
+            return linear(mixed, attention.out)
+
+        return forward

@@ -1,0 +1,1 @@
+"""From a checkpoint of another library to a bundle."""

@@ -1,0 +1,165 @@
+"""An imported model beside the original: both on random tokens, before anything is exported.
+
+The original runs in transformers, in float32 on the CPU, and never with code of the checkpoint's own. It is run first
+and let go, so that at no time two models lie in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.export.verify import TOLERANCES, VerificationError
+from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
+from antiphon.model.transformer.transformer import Transformer
+
+# Where an output of transformers holds what a head of ours gives; the first that there is.
+_HEAD_OUTPUTS: dict[Task, tuple[str, ...]] = {
+    "fill_mask": ("prediction_logits", "logits"),
+    "classify": ("logits",),
+    "tag": ("logits",),
+    "next_sentence": ("seq_relationship_logits", "sop_logits", "logits"),
+    "pool": ("pooler_output",),
+}
+_CASES = (((1,), 3), ((14, 3, 9), 7), ((31, 30, 5, 17), 12))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Random tokens: source [B, S] int64 with lens [B] int32 valid, target [B, T] int64; no token is padding.
+
+    types [B, S] int64: token types of the source, None where the model has none.
+    """
+
+    source: Tensor
+    lens: Tensor
+    target: Tensor
+    types: Tensor | None
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, S] bool, True where a source token is valid."""
+        return torch.arange(self.source.shape[1])[None] < self.lens[:, None]
+
+
+def random_batches(config: ModelConfig, seed: int = 0) -> list[Batch]:
+    """A few batches of unequal lengths, within the model's limits."""
+    random = np.random.default_rng(seed)
+    return [_batch(config, lens, steps, random) for lens, steps in _CASES]
+
+
+def _batch(config: ModelConfig, lens: tuple[int, ...], steps: int, random: np.random.Generator) -> Batch:
+    lengths = torch.tensor([min(length, config.max_source_len) for length in lens], dtype=torch.int32)
+    longest, steps = int(lengths.max()), min(steps, config.max_target_len)
+    source = _ids(config.resolved_source_vocab_size, config.pad_id, (len(lens), longest), random)
+    source[torch.arange(longest)[None] >= lengths[:, None]] = config.pad_id
+    target = _ids(config.vocab_size, config.pad_id, (len(lens), steps), random)
+    types = torch.from_numpy(random.integers(0, config.token_types, source.shape)) if config.token_types else None
+    return Batch(source=source, lens=lengths, target=target, types=types)
+
+
+def _ids(vocab_size: int, pad_id: int, shape: tuple[int, int], random: np.random.Generator) -> Tensor:
+    """Any ids but padding's, which some models give no position."""
+    ids = random.integers(0, vocab_size - 1, shape)
+    return torch.from_numpy(ids + (ids >= pad_id))
+
+
+@torch.no_grad()
+def run_original(folder: Path, reference: str, config: ModelConfig, batches: list[Batch]) -> list[dict[str, Tensor]]:
+    """What the original, of this class of transformers, computes of each batch: its outputs by name, see `_ours`."""
+    import transformers
+
+    with _quiet_transformers():
+        original = getattr(transformers, reference).from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, attn_implementation="eager"
+        )
+        outputs = [_theirs(original.eval(), config, batch) for batch in batches]
+    del original
+    gc.collect()
+    return outputs
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _theirs(original: Any, config: ModelConfig, batch: Batch) -> dict[str, Tensor]:
+    mask = batch.mask.long()
+    if config.architecture == "decoder":
+        return {"logits": original(input_ids=batch.target).logits}
+    if config.architecture == "encoder":
+        types = {} if batch.types is None else {"token_type_ids": batch.types}
+        made = original(input_ids=batch.source, attention_mask=mask, output_hidden_states=True, **types)
+        outputs = {"encoder states": made.hidden_states[-1][batch.mask]}
+        for head in config.heads:
+            name = next((name for name in _HEAD_OUTPUTS[head.task] if name in made), None)
+            if name is not None:
+                outputs[head.task] = _read(made[name], head.task, batch)
+        return outputs
+    encoded = original.get_encoder()(input_ids=batch.source, attention_mask=mask)
+    decoded = original(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=batch.target)
+    return {"encoder states": encoded.last_hidden_state[batch.mask], "logits": decoded.logits}
+
+
+def _read(output: Tensor, task: Task, batch: Batch) -> Tensor:
+    """Of an output of every token, those that are no padding."""
+    return output if task in FIRST_TOKEN_TASKS else output[batch.mask]
+
+
+@torch.no_grad()
+def _ours(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+    """Encoder states [N, M] of the N valid tokens, logits [B, T, V]; of an encoder alone what each head gives."""
+    if model.config.architecture == "decoder":
+        return {"logits": model.logits(model.decode(batch.target, None))}
+    memory = model.encode(batch.source, batch.lens, batch.types)
+    outputs = {"encoder states": memory[batch.mask]}
+    for head in model.config.heads:
+        first = head.task in FIRST_TOKEN_TASKS
+        outputs[head.task] = model.read_out(head.task, memory[:, 0] if first else memory[batch.mask])
+    if model.config.architecture == "encoder-decoder":
+        hidden = model.decode(batch.target, model.project_memory(memory), batch.lens)
+        outputs["logits"] = model.logits(hidden)
+    return outputs
+
+
+def compare_with_original(
+    model: Transformer, batches: list[Batch], expected: list[dict[str, Tensor]]
+) -> Mapping[str, float]:
+    """Largest error of each output, in units of its largest value or of 1 if that is smaller.
+
+    Raises VerificationError where one is beyond what float32 sums in another order explain.
+    """
+    worst: dict[str, float] = {}
+    for batch, outputs in zip(batches, expected, strict=True):
+        found = _ours(model, batch)
+        for name in outputs.keys() & found.keys():
+            error = (found[name] - outputs[name]).abs().max() / outputs[name].abs().max().clamp(min=1.0)
+            worst[name] = float(np.max([worst.get(name, 0.0), float(error)]))  # nan counts
+    limit = TOLERANCES["float32"].max_error
+    for name, largest in worst.items():
+        if not largest <= limit:
+            raise VerificationError(
+                f"the imported model is not the original: its {name} are off by {largest:.1e}, "
+                f"at most {limit:.0e} is allowed"
+            )
+    return worst

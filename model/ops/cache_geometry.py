@@ -1,0 +1,38 @@
+"""Geometry of the cache: how many tokens one block holds, how many blocks tokens take, and the axes of the pool.
+
+The pool is one tensor `cache [num_blocks, L, 2, H, 16 * Dp]` for self and cross caches, Dp = D rounded up to 16.
+Index 2 selects keys (0) or values (1). Inside one (block, layer, head) keys lie transposed, [Dp, 16], so that one
+vector holds the same component of 16 positions, values as [16, Dp]; what is beyond D is unused. Block b of a
+sequence's table holds its positions 16 b to 16 b + 15 (paged attention: Kwon et al. 2023, section 4). No torch.
+
+Axes: L layers, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from antiphon.model.config import ModelConfig
+
+BLOCK_SIZE = 16
+"""Tokens of a block. The native operators are compiled for it."""
+_LANES = 16
+
+
+def blocks_for(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """Return the number of blocks that `num_tokens` tokens take, the last one perhaps in part."""
+    return -(-num_tokens // block_size)
+
+
+def blocks_of_longest(max_source_len: int, max_target_len: int, block_size: int = BLOCK_SIZE) -> int:
+    """Return the number of blocks that one sequence of the longest source and the longest target takes."""
+    return blocks_for(max_source_len, block_size) + blocks_for(max_target_len, block_size)
+
+
+def padded_width(width: int) -> int:
+    """Return Dp, the width of a head as the pool stores it."""
+    return -(-width // _LANES) * _LANES
+
+
+def pool_axes(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Return every axis of the pool but the number of blocks: L, 2, H, 16 * Dp."""
+    block = BLOCK_SIZE * padded_width(config.resolved_head_dim)
+    return (config.decoder_layers, 2, config.num_heads, block)

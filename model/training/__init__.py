@@ -1,0 +1,1 @@
+"""Training: recipes, data, tasks, losses and pruning."""

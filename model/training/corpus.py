@@ -1,0 +1,150 @@
+"""Sentence pairs: read, verified, and split so that no sentence is in two parts. Torch-free; knows text only."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from antiphon.model.bundle.manifest import file_entry
+from antiphon.model.training.recipe import DataConfig, DataFile, RecipeError
+
+Pair = tuple[str, str]
+
+HELD_OUT_SALT = "antiphon-held-out-v1|"
+HELD_OUT_MAX_GROUP = 12
+TEST_PER_MILLE = 10
+VALID_PER_MILLE = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Pairs of source and target text."""
+
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+
+
+def load_corpus(config: DataConfig, folder: Path) -> Corpus:
+    """Read the recipe's files below `folder`, checked against their SHA-256. Raises RecipeError naming the file."""
+    if config.pairs is not None:
+        corpus = held_out_rule(_split_tabs(_read_lines(folder, config.pairs), folder / config.pairs.path))
+    elif config.train and config.valid and config.test:
+        corpus = Corpus(
+            train=_read_parallel(folder, config.train),
+            valid=_read_parallel(folder, config.valid),
+            test=_read_parallel(folder, config.test),
+        )
+    else:
+        raise RecipeError("data: name either pairs, or train, valid and test")
+    if config.preprocess == "moses-lower":
+        corpus = _moses_lower(corpus, config)
+    return corpus
+
+
+def read_verified(folder: Path, file: DataFile) -> bytes:
+    """A data file's contents, unzipped where its name ends in .gz. Raises RecipeError naming the file."""
+    path = folder / file.path
+    if not path.is_file():
+        raise RecipeError(f"{path} is missing; give the folder that holds it with --data")
+    found = file_entry(path).sha256
+    if found != file.sha256:
+        raise RecipeError(f"{path} has sha256 {found[:12]}..., the recipe names {file.sha256[:12]}...")
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def _read_lines(folder: Path, file: DataFile) -> list[str]:
+    raw = read_verified(folder, file)
+    return raw.decode("utf-8").split("\n")[: -1 if raw.endswith(b"\n") else None]
+
+
+def _split_tabs(lines: list[str], path: Path) -> list[Pair]:
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        source, tab, rest = line.partition("\t")
+        if not tab:
+            raise RecipeError(f"{path}: line {number} has no tab between source and target")
+        pairs.append((source, rest.partition("\t")[0]))
+    return pairs
+
+
+def _read_parallel(folder: Path, files: tuple[DataFile, DataFile]) -> list[Pair]:
+    source, target = (_read_lines(folder, file) for file in files)
+    if len(source) != len(target):
+        raise RecipeError(f"{files[0].path} has {len(source)} lines, {files[1].path} has {len(target)}")
+    return list(zip(source, target, strict=True))
+
+
+def _moses_lower(corpus: Corpus, config: DataConfig) -> Corpus:
+    from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+    def tool(language: str) -> tuple[MosesPunctNormalizer, MosesTokenizer]:
+        return MosesPunctNormalizer(lang=language), MosesTokenizer(lang=language)
+
+    sides = (tool(config.source_language), tool(config.target_language))
+
+    def clean(text: str, side: int) -> str:
+        normalizer, tokenizer = sides[side]
+        tokens: str = tokenizer.tokenize(normalizer.normalize(text), return_str=True, escape=False)
+        return tokens.lower()
+
+    def clean_all(pairs: list[Pair]) -> list[Pair]:
+        return [(clean(source, 0), clean(target, 1)) for source, target in pairs]
+
+    return Corpus(train=clean_all(corpus.train), valid=clean_all(corpus.valid), test=clean_all(corpus.test))
+
+
+def _match_key(text: str) -> str:
+    """NFKC, lower case, letters and digits only: what makes two sentences the same for the split."""
+    folded = unicodedata.normalize("NFKC", text).lower()
+    return " ".join("".join(char if char.isalnum() else " " for char in folded).split())
+
+
+def held_out_rule(pairs: Sequence[Pair]) -> Corpus:
+    """Split pairs so that no sentence, on either side, is in two parts.
+
+    Pairs that share a source or a target sentence (compared without case and punctuation) form a group, and so do
+    groups linked through them. A group of at most 12 pairs goes to test or validation by the hash of its smallest
+    source: sha256(salt + source), first 8 bytes, big endian, modulo 1000: below 10 is test, below 16 validation.
+    The rule reads nothing but the text, so it holds for any order and any later edition of the data.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, root in enumerate(_connected([(_match_key(s), _match_key(t)) for s, t in pairs])):
+        groups.setdefault(root, []).append(index)
+    parts: dict[str, list[int]] = {"train": [], "valid": [], "test": []}
+    for members in groups.values():
+        parts[_part_of(min(_match_key(pairs[i][0]) for i in members), len(members))].extend(members)
+    train, valid, test = ([pairs[i] for i in sorted(parts[name])] for name in ("train", "valid", "test"))
+    return Corpus(train=train, valid=valid, test=test)
+
+
+def _part_of(smallest_source: str, group_size: int) -> str:
+    if group_size > HELD_OUT_MAX_GROUP:
+        return "train"
+    digest = hashlib.sha256((HELD_OUT_SALT + smallest_source).encode()).digest()
+    draw = int.from_bytes(digest[:8], "big") % 1000
+    if draw < TEST_PER_MILLE:
+        return "test"
+    return "valid" if draw < TEST_PER_MILLE + VALID_PER_MILLE else "train"
+
+
+def _connected(keys: Sequence[tuple[str, str]]) -> list[int]:
+    """Root index of each pair's connected component, by union-find with path halving."""
+    parent = list(range(len(keys)))
+
+    def find(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    first: dict[tuple[int, str], int] = {}
+    for index, pair in enumerate(keys):
+        for side_key in enumerate(pair):
+            root = find(first.setdefault(side_key, index))
+            parent[max(root, find(index))] = min(root, find(index))
+    return [find(index) for index in range(len(keys))]

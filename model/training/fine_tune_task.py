@@ -1,0 +1,168 @@
+"""Teaching a trained encoder labels, of whole texts (classify) or of words (tag).
+
+Devlin et al. 2019, sections 3.2 and 5.3. The encoder learns along, or is frozen and only the new head learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from antiphon.model.bundle.manifest import Provenance
+from antiphon.model.checkpoints.checkpoint import CheckpointError
+from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.ops.attention import Backend
+from antiphon.model.text.template import fill, num_before
+from antiphon.model.training.data import IGNORED_LABEL, plan_lengths
+from antiphon.model.training.encoder_data import EncoderBatch, EncoderExample, collate
+from antiphon.model.training.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.recipe import FineTuneRecipe, RecipeError
+from antiphon.model.training.span_f1 import span_score
+from antiphon.model.training.text_files import Labelled, Part, Parts, Tagged, read_labelled, read_parts, read_tagged
+from antiphon.model.training.training_task import RunFolders, provenance_of, run_tokenizer
+from antiphon.model.training.word_tags import OUTSIDE, first_tags, inside, token_tags, words_of_tokens
+from antiphon.model.transformer.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledBatches:
+    """Planned batches of one epoch of labelled texts."""
+
+    examples: Sequence[EncoderExample]
+    plan: list[list[int]]
+    config: ModelConfig
+    batch_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> EncoderBatch:
+        chosen = [self.examples[i] for i in self.plan[index]]
+        task = self.config.heads[0].task
+        return collate(chosen, [task], self.config.pad_id, self.batch_tokens, self.config.max_source_len)
+
+
+class FineTuneTask:
+    """A TrainingTask whose model is the initial checkpoint's encoder under one new head."""
+
+    num_losses = 1
+
+    def __init__(self, recipe: FineTuneRecipe, folders: RunFolders) -> None:
+        init = folders.init
+        if init is None:
+            raise RecipeError(f"recipe {recipe.name!r} has task {recipe.task!r}: --init must name the encoder to train")
+        if init.config.architecture != "encoder":
+            raise CheckpointError(f"--init: architecture={init.config.architecture!r}; it must be 'encoder'")
+        self.recipe = recipe
+        self.folders = folders
+        self.init = init
+        self.text = init.text
+        self.tokenizer = run_tokenizer(folders, lambda: init.tokenizer)
+        parts: Parts[Labelled] | Parts[Tagged]
+        if recipe.task == "classify":
+            parts = read_parts(folders.data, recipe.data, read_labelled)
+        else:
+            parts = read_parts(folders.data, recipe.data, read_tagged)
+        self.items: dict[Part, Sequence[Labelled | Tagged]] = {
+            "train": parts.train,
+            "valid": parts.valid,
+            "test": parts.test,
+        }
+        self.labels = self._labels()
+        self.config = self._config()
+        self.examples = {part: [self._encode(item) for item in items] for part, items in self.items.items()}
+
+    def _labels(self) -> tuple[str, ...]:
+        """Labels of the training part, in order; O first. Raises RecipeError for one that only another part has."""
+        labels = {part: {label for item in items for label in _labels_of(item)} for part, items in self.items.items()}
+        for part, found in labels.items():
+            if unknown := sorted(found - labels["train"]):
+                raise RecipeError(f"data.{part} has labels that data.train does not have: {', '.join(unknown[:5])}")
+        return tuple(sorted(labels["train"], key=lambda label: (label != OUTSIDE, label)))
+
+    def _config(self) -> ModelConfig:
+        config = self.init.config
+        transform = dict(transform_width=config.d_model, activation="tanh") if self.recipe.task == "classify" else {}
+        head = HeadConfig.model_validate(dict(task=self.recipe.task, labels=self.labels, **transform))
+        return ModelConfig.model_validate({**config.model_dump(), "heads": (head,)})
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a text that the model has places for."""
+        return self.config.max_source_len - len(self.text.template) + 1
+
+    def _encode(self, item: Labelled | Tagged) -> EncoderExample:
+        """A text as the model reads it, cut to the model's length; labels of its tokens, or of itself."""
+        room = self._room
+        if isinstance(item, Labelled):
+            ids, type_ids = fill(self.text, self.tokenizer.encode(item.text)[:room])
+            return EncoderExample(ids=ids, type_ids=type_ids, labels={"classify": self.labels.index(item.label)})
+        encoding = self.tokenizer.encode_source(item.text)
+        ids, type_ids = fill(self.text, encoding.ids[:room])
+        before = num_before(self.text)
+        labels = [IGNORED_LABEL] * len(ids)
+        for place, tag in enumerate(token_tags(item, encoding.offsets)[:room], start=before):
+            if tag is not None:
+                labels[place] = self.labels.index(tag)
+        return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": labels})
+
+    @property
+    def provenance(self) -> Provenance:
+        """As in TrainingTask."""
+        return provenance_of(self.recipe, self.init)
+
+    def make_model(self, backend: Backend) -> Transformer:
+        """As in TrainingTask; the head is always new."""
+        model = Transformer(self.config, attention_backend=backend)
+        if self.folders.keep_weights:
+            assert model.encoder is not None
+            assert self.init.model.encoder is not None
+            model.encoder.load_state_dict(self.init.model.encoder.state_dict())
+        return model
+
+    def make_loss(self, model: Transformer) -> nn.Module:
+        """As in TrainingTask."""
+        return EncoderLoss(model, freeze_encoder=self.recipe.freeze_encoder)
+
+    def batches(self, part: Part, seed: int) -> LabelledBatches:
+        """As in TrainingTask."""
+        examples, batch_tokens = self.examples[part], self.recipe.train.batch_tokens
+        plan = plan_lengths([(len(e.ids), 0) for e in examples], batch_tokens, seed)
+        return LabelledBatches(examples=examples, plan=plan, config=self.config, batch_tokens=batch_tokens)
+
+    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
+        """Accuracy of texts; of words' entities precision, recall and F1 (span_f1.py)."""
+        batches = self.batches(part, 0)
+        if self.recipe.task == "classify":
+            accuracy = label_accuracy(model, (batches[index] for index in range(len(batches))))
+            return {"accuracy": accuracy["classify_accuracy"], "texts": len(self.items[part])}
+        pairs = list(self._tags(model, part, batches))
+        score = span_score([expected for expected, _ in pairs], [found for _, found in pairs])
+        return {"precision": score.precision, "recall": score.recall, "f1": score.f1, "entities": score.expected}
+
+    @torch.no_grad()
+    def _tags(
+        self, model: Transformer, part: Part, batches: LabelledBatches
+    ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+        """Tags of each sentence, and those that the model gives its words; words cut off are outside."""
+        device = next(model.parameters()).device
+        before, room = num_before(self.text), self._room
+        for number, members in enumerate(batches.plan):
+            batch = batches[number].to(device)
+            states = model.encode(batch.ids, batch.lens, batch.type_ids)
+            chosen = model.read_out("tag", states).argmax(dim=-1).tolist()
+            for row, index in enumerate(members):
+                item = self.items[part][index]
+                assert isinstance(item, Tagged)
+                words = words_of_tokens(item.words, self.tokenizer.encode_source(item.text).offsets)[:room]
+                tags = [self.labels[label] for label in chosen[row][before : before + len(words)]]
+                yield item.tags, first_tags(words, tags, len(item.words))
+
+
+def _labels_of(item: Labelled | Tagged) -> tuple[str, ...]:
+    """Labels that the item needs: of a tag that begins a span also the one that goes on with it."""
+    return (item.label,) if isinstance(item, Labelled) else (*item.tags, *(inside(tag) for tag in item.tags))

@@ -1,0 +1,383 @@
+"""`antiphon train`: from a recipe to a checkpoint, resumable at any kill, on one device or several through torchrun.
+
+A run folder holds the tokenizer, `checkpoints/step-*` (the newest can be resumed from), metrics.jsonl, loss.png and,
+when training ends, `averaged/`: the mean of the last checkpoints, which is what `antiphon export` wants. What is
+learned is the recipe's task: training_task.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from antiphon.model.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    average_weights,
+    load_checkpoint,
+    load_weights,
+    read_tensors,
+    save_checkpoint,
+    weights_of,
+)
+from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.ops.attention import Backend
+from antiphon.model.text.tokenizer import TokenizerError
+from antiphon.model.training.fine_tune_task import FineTuneTask
+from antiphon.model.training.group import Group
+from antiphon.model.training.pretrain_task import PretrainTask
+from antiphon.model.training.recipe import (
+    AnyRecipe,
+    FineTuneRecipe,
+    PretrainRecipe,
+    Recipe,
+    RecipeError,
+    TrainConfig,
+    load_any_recipe,
+)
+from antiphon.model.training.training_task import AnyBatch, RunFolders, TrainingTask
+from antiphon.model.training.translation_task import TranslationTask
+
+RESUMABLE_STATE = ("state.json", "optimizer.safetensors")
+
+
+@dataclass
+class Progress:
+    """Where a run stands; written with every checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    batch_in_epoch: int = 0
+    best_loss: float = math.inf
+    bad_validations: int = 0
+
+
+def learning_rate(step: int, config: TrainConfig, d_model: int) -> float:
+    """Linear warm-up, then the recipe's schedule (section 5.3), linear cool-down if any; step counts from 1."""
+    peak: float = config.peak_lr or (d_model * config.warmup_steps) ** -0.5
+    remaining = config.max_steps - step + 1
+    if config.schedule == "linear":
+        factor = min(step / config.warmup_steps, remaining / max(1, config.max_steps - config.warmup_steps), 1.0)
+    else:
+        factor = min(step / config.warmup_steps, math.sqrt(config.warmup_steps / step))
+    if config.cooldown_steps:
+        factor *= min(1.0, remaining / config.cooldown_steps)
+    return peak * factor
+
+
+def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask:
+    """The recipe's task with its data read. Raises RecipeError, CheckpointError or TokenizerError."""
+    if isinstance(recipe, Recipe):
+        return TranslationTask(recipe, folders)
+    if isinstance(recipe, PretrainRecipe):
+        return PretrainTask(recipe, folders)
+    return FineTuneTask(recipe, folders)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Adam over what learns; weights of products and embeddings decay, biases and norms do not."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in learning if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in learning if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), eps=config.adam_epsilon, fused=True)
+
+
+class Trainer:
+    """One run of one recipe in one folder."""
+
+    def __init__(
+        self,
+        recipe: AnyRecipe,
+        data_folder: Path,
+        run_folder: Path,
+        group: Group,
+        *,
+        init: Checkpoint | None = None,
+        keep_weights: bool = True,
+    ) -> None:
+        # oneDNN keeps 1,024 compiled kernels unless told otherwise, too few for every shape of batch.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+        self.recipe = recipe
+        self.folder = run_folder
+        self.group = group
+        self.progress = Progress()
+        folders = RunFolders(data=data_folder, run=run_folder, group=group, init=init, keep_weights=keep_weights)
+        self.task = open_task(recipe, folders)
+        self.model_config = self.task.config
+        self.config = self._config()
+        torch.manual_seed(self.config.seed)
+        # On a CPU and short sentences PyTorch's fused kernel makes a step half as fast as plain products do.
+        backend: Backend = "sdpa" if group.device.type == "cuda" else "eager"
+        self.model = self.task.make_model(backend).to(group.device)
+        self.model.checkpoint_layers(self.config.gradient_checkpointing)
+        self.batch_loss: nn.Module = self.task.make_loss(self.model)
+        if group.size > 1:
+            # The buffers are constants. Sending them at every forward would be a collective that processes with unequal
+            # numbers of validation batches do not all take part in.
+            self.batch_loss = DistributedDataParallel(self.batch_loss, forward_sync_buffers=False)
+        self.optimizer = make_optimizer(self.model, self.config)
+
+    def _config(self) -> TrainConfig:
+        """The recipe's settings, max_steps no more than its epochs have. Raises RecipeError where they have none."""
+        config = self.recipe.train
+        per_epoch = len(self.task.batches("train", 0)) // self.group.size
+        if per_epoch < 1:
+            raise RecipeError("data: the training part fills no batch for each process")
+        return config.model_copy(update={"max_steps": min(config.max_steps, per_epoch * config.max_epochs)})
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders of this run, oldest first."""
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        found = self.checkpoints()
+        if not found:
+            return
+        newest = found[-1]
+        load_weights(self.model, newest / "model.safetensors")
+        saved = read_tensors(newest / "optimizer.safetensors")
+        state = self.optimizer.state_dict()
+        state["state"] = {
+            index: {part: saved[f"{index}.{part}"] for part in ("step", "exp_avg", "exp_avg_sq")}
+            for settings in state["param_groups"]
+            for index in settings["params"]
+            if f"{index}.step" in saved  # not of what no label reached
+        }
+        self.optimizer.load_state_dict(state)
+        self.progress = Progress(**json.loads((newest / "state.json").read_text()))
+
+    def save(self) -> None:
+        """Write a checkpoint to resume from; older ones keep weights only, and only as many as are averaged."""
+        if self.group.rank:
+            return
+        state = self.optimizer.state_dict()["state"]
+        optimizer = {f"{index}.{part}": value for index, parts in state.items() for part, value in parts.items()}
+        older = self.checkpoints()
+        self._write(
+            self.folder / "checkpoints" / f"step-{self.progress.step:07d}",
+            weights_of(self.model),
+            extra={"optimizer": optimizer},
+            state=asdict(self.progress),
+        )
+        for path in older:
+            for name in RESUMABLE_STATE:
+                (path / name).unlink(missing_ok=True)
+        for path in self.checkpoints()[: -self.config.average_last]:
+            shutil.rmtree(path)
+
+    def _write(
+        self,
+        path: Path,
+        weights: dict[str, Tensor],
+        extra: dict[str, dict[str, Tensor]] | None = None,
+        state: dict[str, object] | None = None,
+    ) -> None:
+        save_checkpoint(
+            path,
+            config=self.model_config,
+            weights=weights,
+            tokenizer=self.task.tokenizer,
+            text=self.task.text,
+            text_folder=self.folder,
+            provenance=self.task.provenance,
+            extra=extra,
+            state=state,
+        )
+
+    def loss(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+        """Summed cross entropy of each kind of label, in nats, and their numbers, [K] each; smoothed in training."""
+        smoothing = self.config.label_smoothing if self.batch_loss.training else 0.0
+        with torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=self.config.bf16):
+            return self.batch_loss(batch, smoothing), batch.counts
+
+    def train_step(self, batch: AnyBatch) -> float:
+        """One update; returns the loss per label over the group, kinds of labels added up."""
+        step = self.progress.step + 1
+        # Dropout is keyed by the step, so that a resumed run draws what the uninterrupted one would have drawn.
+        torch.manual_seed(hash((self.config.seed, step, self.group.rank)))
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = learning_rate(step, self.config, self.model_config.d_model)
+        sums, counts = self.loss(batch)
+        totals = self.group.sum(torch.stack([sums.detach().double(), counts]))
+        # DistributedDataParallel takes the mean over processes; the update wants the mean over labels.
+        (sums * (self.group.size / totals[1].clamp(min=1))).sum().backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step = step
+        return float((totals[0] / totals[1].clamp(min=1)).sum())
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Cross entropy per label of the validation part, in nats, without smoothing; kinds of labels added up."""
+        self.batch_loss.eval()
+        batches = self.task.batches("valid", 0)
+        sums = torch.zeros(2, self.task.num_losses, dtype=torch.float64, device=self.group.device)
+        for index in range(self.group.rank, len(batches), self.group.size):
+            losses, counts = self.loss(batches[index].to(self.group.device))
+            sums += torch.stack([losses.double(), counts])
+        self.batch_loss.train()
+        self.group.sum(sums)
+        return float((sums[0] / sums[1].clamp(min=1)).sum())
+
+    def run(self) -> Path | None:
+        """Train to the end; returns the averaged checkpoint (None on ranks other than 0)."""
+        self.resume()
+        self.batch_loss.train()
+        with tqdm(total=self.config.max_steps, initial=self.progress.step, unit="step", disable=self._quiet()) as bar:
+            while not self._finished():
+                self._run_epoch(bar)
+        return self._average() if self.group.rank == 0 else None
+
+    def _quiet(self) -> bool:
+        return self.group.rank > 0 or not sys.stderr.isatty()
+
+    def _finished(self) -> bool:
+        progress, config = self.progress, self.config
+        return progress.step >= config.max_steps or progress.bad_validations >= config.patience
+
+    def _run_epoch(self, bar: tqdm[NoReturn]) -> None:
+        progress = self.progress
+        batches = self.task.batches("train", self.config.seed * 1_000_003 + progress.epoch)
+        rounds = len(batches) // self.group.size
+        while progress.batch_in_epoch < rounds and not self._finished():
+            batch = batches[progress.batch_in_epoch * self.group.size + self.group.rank]
+            loss = self.train_step(batch.to(self.group.device))
+            progress.batch_in_epoch += 1
+            bar.update()
+            bar.set_postfix(epoch=progress.epoch, loss=f"{loss:.3f}")
+            if progress.step % self.config.checkpoint_every_steps == 0 or progress.step == self.config.max_steps:
+                self._checkpoint(loss)
+        if progress.batch_in_epoch >= rounds:
+            progress.epoch += 1
+            progress.batch_in_epoch = 0
+
+    def _checkpoint(self, train_loss: float) -> None:
+        valid_loss = self.validate()
+        progress = self.progress
+        if valid_loss < progress.best_loss:
+            progress.best_loss, progress.bad_validations = valid_loss, 0
+        else:
+            progress.bad_validations += 1
+        self.save()
+        if self.group.rank == 0:
+            record = {"time": time.time(), "step": progress.step, "epoch": progress.epoch, "train_loss": train_loss}
+            self.batch_loss.eval()
+            scores = self.task.scores(self.model, "valid")
+            self.batch_loss.train()
+            with (self.folder / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps({**record, "valid_loss": valid_loss, **scores}) + "\n")
+            plot_losses(self.folder / "metrics.jsonl", self.folder / "loss.png")
+
+    def _average(self) -> Path:
+        target = self.folder / "averaged"
+        self._write(target, average_weights(self.checkpoints()[-self.config.average_last :]))
+        averaged = copy.deepcopy(self.model).eval()
+        load_weights(averaged, target / "model.safetensors")
+        if scores := self.task.scores(averaged, "test"):
+            (target / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+        return target
+
+
+def plot_losses(metrics: Path, target: Path) -> None:
+    """Draw training and validation loss, nats per label, against steps."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, label in (("train_loss", "training (label-smoothed)"), ("valid_loss", "validation")):
+        axes.plot([r["step"] for r in records], [r[name] for r in records], label=label)
+    axes.set(xlabel="step", ylabel="nats per label")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(target, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `antiphon train`."""
+    parser.add_argument(
+        "recipe", help="a recipe's name (tatoeba-en-de, mlm-small, snips...) or the path of a TOML file"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds the files the recipe names")
+    parser.add_argument("--output", type=Path, help="run folder; resumes the run found there (default runs/RECIPE)")
+    parser.add_argument("--init", type=Path, metavar="CHECKPOINT", help="start from its weights, shape and tokenizer")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="of --init take shape and tokenizer only: the baseline to compare"
+    )
+    parser.add_argument("--freeze-encoder", action="store_true", help="fine-tuning: train the new head alone")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of `antiphon train`; returns the exit code."""
+    try:
+        averaged = _trainer(args).run()
+    except (RecipeError, CheckpointError, SourceError, TokenizerError, OSError) as error:
+        print(f"antiphon train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("antiphon train: interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
+    if averaged is not None:
+        print(averaged)
+        if (scores := averaged / "scores.json").is_file():
+            print(scores.read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def _trainer(args: argparse.Namespace) -> Trainer:
+    if args.threads is not None:
+        if args.threads < 1:
+            raise RecipeError(f"--threads is {args.threads}; it must be at least 1")
+        torch.set_num_threads(args.threads)
+    recipe = load_any_recipe(args.recipe)
+    if args.random_weights and args.init is None:
+        raise RecipeError("--random-weights needs --init, whose shape and tokenizer it takes")
+    if args.freeze_encoder:
+        recipe = frozen(recipe)
+    folder = args.output or Path("runs") / recipe.name
+    # Texts of other people's checkpoints may have to be written anew; what the run needs is copied to its own folder.
+    with tempfile.TemporaryDirectory() as texts:
+        init = None if args.init is None else open_init(args.init, Path(texts))
+        return Trainer(recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights)
+
+
+def open_init(path: Path, text_folder: Path) -> Checkpoint:
+    """A checkpoint of ours, or of the Hugging Face libraries. Raises CheckpointError, SourceError or TokenizerError."""
+    config = path / "config.json"
+    if config.is_file() and b'"model_type"' in config.read_bytes():
+        from antiphon.model.importer.importer import open_original
+
+        return open_original(str(path), text_folder)
+    return load_checkpoint(path)
+
+
+def frozen(recipe: AnyRecipe) -> AnyRecipe:
+    """The same recipe with its encoder frozen. Raises RecipeError where it trains more than a head."""
+    if not isinstance(recipe, FineTuneRecipe):
+        raise RecipeError(
+            f"--freeze-encoder needs a recipe of task classify or tag; {recipe.name!r} is {recipe.task!r}"
+        )
+    return recipe.model_copy(update={"freeze_encoder": True})

@@ -1,0 +1,1 @@
+"""The Transformer in PyTorch: layers, positions, heads and greedy decoding."""

@@ -1,0 +1,55 @@
+"""Greedy decoding in PyTorch, batched and cached: the reference that exported graphs are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from antiphon.model.transformer.layers import KV
+from antiphon.model.transformer.transformer import Transformer
+
+
+def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:
+    """Self-attention caches of zero tokens: per decoder layer keys and values, each [rows, H, capacity, D] float32."""
+    config = model.config
+    shape = (rows, config.num_heads, capacity, config.resolved_head_dim)
+    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.decoder_layers)]
+
+
+@torch.no_grad()
+def greedy(model: Transformer, sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """The likeliest next token, again and again, for sources (end token included) of any lengths, together.
+
+    Returns target ids, begin and end tokens left out; at most max_new_tokens each, the end token counted.
+    """
+    config = model.config
+    lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
+    padded = torch.zeros((len(sources), int(lens.max())), dtype=torch.int64)  # any id: what pads is masked
+    for row, source in enumerate(sources):
+        padded[row, : len(source)] = torch.tensor(source)
+    cross_kv = model.project_memory(model.encode(padded, lens))
+    produced = _decode(model, cross_kv, lens, min(max_new_tokens, config.max_target_len))
+    return [_until_end(row.tolist(), config.eos_id) for row in produced]
+
+
+def _decode(model: Transformer, cross_kv: Sequence[KV], lens: Tensor, limit: int) -> Tensor:
+    rows = lens.shape[0]
+    self_kv: Sequence[KV] = empty_cache(model, rows, limit)
+    token = torch.full((rows, 1), model.config.bos_id)
+    ended = torch.zeros(rows, dtype=torch.bool)
+    produced = []
+    for step in range(limit):
+        past = torch.full((rows,), step, dtype=torch.int32)
+        hidden, self_kv = model.step(token, past, self_kv, cross_kv, lens)
+        token = model.logits(hidden).argmax(dim=-1)
+        produced.append(token)
+        ended |= token[:, 0] == model.config.eos_id
+        if ended.all():
+            break
+    return torch.cat(produced, dim=1)
+
+
+def _until_end(ids: list[int], eos_id: int) -> list[int]:
+    return ids[: ids.index(eos_id)] if eos_id in ids else ids

@@ -1,0 +1,46 @@
+"""What is read out of an encoder's states: the heads of BERT and its relatives, as head_config.py describes them.
+
+A head sees states of the tokens that its task reads and nothing of the others; which those are is the caller's.
+
+Axes: K states read out, M model width, O outputs (labels, or V of fill_mask).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.ops.activations import ACTIVATIONS
+
+
+class Head(nn.Module):
+    """dense, activation, norm, then a product over the outputs (Devlin et al. 2019, sections 3.1 and 4)."""
+
+    def __init__(self, config: ModelConfig, head: HeadConfig, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.config = head
+        width = head.transform_width or config.d_model
+        self.transform = nn.Linear(config.d_model, width) if head.transform_width is not None else None
+        self.activation = ACTIVATIONS[head.activation]
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps) if head.norm else None
+        self.dropout = nn.Dropout(config.dropout if head.labels else 0.0)
+        self.output: nn.Linear | None = None
+        if head.task != "pool":
+            outputs = config.vocab_size if head.task == "fill_mask" else len(head.labels)
+            self.output = nn.Linear(width, outputs, bias=head.bias)
+            if head.tied:
+                self.output.weight = embedding.weight
+
+    def transformed(self, hidden: Tensor) -> Tensor:
+        """hidden [K, M]; returns what the output product reads, [K, M] or as wide as the transform."""
+        if self.transform is not None:
+            hidden = self.activation(self.transform(hidden))
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return self.dropout(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [K, M]; returns [K, O], of pool its transform [K, M]."""
+        hidden = self.transformed(hidden)
+        return hidden if self.output is None else self.output(hidden)

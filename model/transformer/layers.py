@@ -1,0 +1,234 @@
+"""The layers of the Transformer of Vaswani et al. 2017 and its common variants, chosen by ModelConfig.
+
+Normalisation, feed-forward, the two kinds of attention layer, the residual around each, and the layers of encoder and
+decoder made of them. Attention itself is one function behind a backend name: the eager reference, PyTorch's fused
+kernel for training, or this project's operators. Knows nothing of embeddings and stacks.
+
+Axes: B batch, S source, T target, M model width, H heads, D head width, C cache capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.activations import ACTIVATIONS
+from antiphon.model.ops.attention import Backend, attention, cached_attention, sdpa_attention
+from antiphon.model.ops.disentangled import PositionProjections, position_scores
+from antiphon.model.transformer.positions import rotary_tables, rotate
+
+KV = tuple[Tensor, Tensor]
+Relative = tuple[Tensor, Tensor] | None
+
+
+def _attend(backend: Backend) -> Callable[..., Tensor]:
+    if backend == "fused":
+        from antiphon.model.ops.attention_ops import attention as fused
+
+        return fused
+    return sdpa_attention if backend == "sdpa" else attention
+
+
+def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    if backend == "fused":
+        from antiphon.model.ops.attention_ops import cached_attention as fused
+
+        return fused
+    return cached_attention
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over a width, by default M."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(width or config.d_model, eps=config.norm_eps)
+
+
+class FeedForward(nn.Module):
+    """act(x W1) W2, or gated act(x W1) * (x V) W2 with W1 and V as one product; [..., M] -> [..., M]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.gated
+        self.inner = nn.Linear(config.d_model, config.d_ff * (2 if config.gated else 1), bias=config.bias)
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = nn.Dropout(config.dropout if config.activation_dropout else 0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., M]; returns the same shape."""
+        inner = self.inner(hidden)
+        if self.gated:
+            gate, linear = inner.chunk(2, dim=-1)
+            return self.outer(self.dropout(self.activation(gate) * linear))  # type: ignore[no-any-return]
+        return self.outer(self.dropout(self.activation(inner)))  # type: ignore[no-any-return]
+
+
+class SelfAttention(nn.Module):
+    """Attention of a sequence over itself; queries, keys and values are one product of width 3 H D."""
+
+    def __init__(self, config: ModelConfig, *, causal: bool, backend: Backend) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.resolved_head_dim)
+        self.scale = config.resolved_attention_scale
+        self.causal = causal
+        self.rope_theta = config.rope_theta if config.positions == "rope" else None
+        self.rope_scaling = config.rope_scaling
+        self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
+        self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
+        self._attend = _attend(backend)
+        self._attend_cached = _attend_cached(backend)
+
+    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (part.unflatten(-1, self.heads) for part in self.qkv(hidden).chunk(3, dim=-1))
+        if self.rope_theta is not None:
+            cos, sin = rotary_tables(positions, self.heads[1], self.rope_theta, self.rope_scaling)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return query, key, value
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+    ) -> Tensor:
+        """hidden [B, T, M]; positions [1, T]; lens [B] int32 or None; bias as in `attention`. Returns [B, T, M].
+
+        relative: of disentangled attention the table [P, M] and its rows [T, T], see disentangled.py.
+        """
+        query, key, value = self._project(hidden, positions)
+        if self.relative is not None and relative is not None:
+            table, rows = relative
+            position_keys, position_queries = self.relative(table, self.qkv)
+            bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
+        mixed = self._attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
+        """hidden [B, 1, M]; cache two of [B, H, C, D]. Returns [B, 1, M] and the cache with the token appended."""
+        query, key, value = self._project(hidden, past_lens[:, None])
+        mixed, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
+        return self.out(mixed.flatten(-2)), (present[0], present[1])
+
+
+class CrossAttention(nn.Module):
+    """Attention of the target over the encoded source, whose keys and values are projected once."""
+
+    def __init__(self, config: ModelConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.resolved_head_dim)
+        self.scale = config.resolved_attention_scale
+        self.query = nn.Linear(config.d_model, config.attention_width, bias=config.bias)
+        self.kv = nn.Linear(config.d_model, 2 * config.attention_width, bias=config.bias)
+        self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self._attend = _attend(backend)
+        self._attend_cached = _attend_cached(backend)
+
+    def project_memory(self, memory: Tensor) -> KV:
+        """memory [B, S, M] -> keys and values, each [B, H, S, D]: the layout of the cache."""
+        key, value = (part.unflatten(-1, self.heads).transpose(1, 2) for part in self.kv(memory).chunk(2, dim=-1))
+        return key, value
+
+    def forward(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor | None) -> Tensor:
+        """hidden [B, T, M]; cross_kv two of [B, H, S, D]; source_lens [B] int32 or None. Returns [B, T, M]."""
+        query = self.query(hidden).unflatten(-1, self.heads)
+        key, value = (part.transpose(1, 2) for part in cross_kv)
+        mixed = self._attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
+        """hidden [B, 1, M]; cross_kv two of [B, H, C, D], of which source_lens are valid. Returns [B, 1, M]."""
+        query = self.query(hidden).unflatten(-1, self.heads)
+        nothing = query[:, :0]  # no new keys: the cache is read only
+        mixed, _, _ = self._attend_cached(query, nothing, nothing, *cross_kv, source_lens, None, scale=self.scale)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm, section 3.1), with dropout on f's output."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.pre = config.norm_placement == "pre"
+        self.dropout = nn.Dropout(config.dropout)
+
+    def before(self, hidden: Tensor) -> Tensor:
+        """What the sublayer reads."""
+        return self.norm(hidden) if self.pre else hidden
+
+    def after(self, hidden: Tensor, update: Tensor) -> Tensor:
+        """What the next sublayer receives."""
+        added: Tensor = hidden + self.dropout(update)
+        return added if self.pre else self.norm(added)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward; [B, S, M] -> [B, S, M]."""
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config, causal=False, backend=backend)
+        self.feed_forward = FeedForward(config)
+        self.self_residual = Residual(config)
+        self.feed_forward_residual = Residual(config)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+    ) -> Tensor:
+        """hidden [B, S, M]; the rest as in SelfAttention."""
+        residual = self.self_residual
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, lens, bias, relative))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention where there is a source, feed-forward."""
+
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config, causal=True, backend=backend)
+        self.feed_forward = FeedForward(config)
+        self.self_residual = Residual(config)
+        self.feed_forward_residual = Residual(config)
+        has_source = config.architecture == "encoder-decoder"
+        self.cross_attention = CrossAttention(config, backend=backend) if has_source else None
+        self.cross_residual = Residual(config) if has_source else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        bias: Tensor | None,
+        cross_kv: KV | None,
+        source_lens: Tensor | None,
+    ) -> Tensor:
+        """Teacher forcing over [B, T, M]; source_lens None when no source row is padded."""
+        residual = self.self_residual
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, None, bias))
+        if self.cross_attention is not None and self.cross_residual is not None and cross_kv is not None:
+            residual = self.cross_residual
+            hidden = residual.after(hidden, self.cross_attention(residual.before(hidden), cross_kv, source_lens))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden)))
+
+    def step(
+        self,
+        hidden: Tensor,
+        past_lens: Tensor,
+        bias: Tensor | None,
+        self_kv: KV,
+        cross_kv: KV | None,
+        source_lens: Tensor | None,
+    ) -> tuple[Tensor, KV]:
+        """One token a row, [B, 1, M]; returns the new hidden state and the layer's grown self cache."""
+        residual = self.self_residual
+        update, present = self.self_attention.step(residual.before(hidden), past_lens, self_kv, bias)
+        hidden = residual.after(hidden, update)
+        if self.cross_attention is not None and self.cross_residual is not None:
+            assert cross_kv is not None
+            assert source_lens is not None
+            residual = self.cross_residual
+            hidden = residual.after(hidden, self.cross_attention.step(residual.before(hidden), cross_kv, source_lens))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden))), present

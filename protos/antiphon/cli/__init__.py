@@ -1,0 +1,1 @@
+"""The `antiphon` command: one file for each subcommand of a client."""

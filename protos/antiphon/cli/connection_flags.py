@@ -1,0 +1,77 @@
+"""Flags of every command that talks to a server: encryption, token, priority, deadline."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TypedDict
+
+from antiphon.client.connection import Connection, RetryPolicy
+from antiphon.client.terms import Priority
+
+# A command outlasts an overload as long as each line's own attempts reach: others' failures do not stop them.
+_RETRY = RetryPolicy(budget=None)
+_FIELDS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file", "load_balancing")
+_FIELD = re.compile(r"\b(tls_ca|tls_cert|tls_key|token_file)\b")
+
+
+class ClientTerms(TypedDict):
+    """Keyword arguments of a client that come from flags."""
+
+    connection: Connection
+    timeout_s: float | None
+    priority: Priority | None
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how a server is reached."""
+    group = parser.add_argument_group("connection")
+    group.add_argument("--tls", action="store_true", help="encrypt, trusting gRPC's own list of authorities")
+    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, trusting the authorities of this PEM file")
+    group.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
+    group.add_argument("--tls-key", metavar="FILE", help="its private key")
+    group.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate (default: target's)")
+    group.add_argument("--token-file", metavar="FILE", help="file that holds the bearer token")
+    group.add_argument(
+        "--load-balancing",
+        choices=("pick_first", "round_robin"),
+        default="pick_first",
+        help="which of the target's addresses to ask (default: %(default)s)",
+    )
+
+
+def add_call_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of commands that send requests to a model."""
+    parser.add_argument(
+        "--priority", choices=("interactive", "batch"), help="batch lets interactive requests pass (default: server's)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=above_zero, metavar="S", help="deadline of each request, retries included (default: none)"
+    )
+
+
+def read_connection(arguments: argparse.Namespace, retry: RetryPolicy = _RETRY) -> Connection:
+    """The connection of the flags. Raises ValueError."""
+    return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=retry)
+
+
+def read_terms(arguments: argparse.Namespace) -> ClientTerms:
+    """What the flags say of a client's calls. Raises ValueError."""
+    return {
+        "connection": read_connection(arguments),
+        "timeout_s": arguments.timeout_s,
+        "priority": arguments.priority,
+    }
+
+
+def connection_problem(error: ValueError) -> str:
+    """What is wrong with a connection, its fields named as flags."""
+    return _FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", str(error))
+
+
+def above_zero(text: str) -> float:
+    """A flag's number of seconds. Raises ArgumentTypeError."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

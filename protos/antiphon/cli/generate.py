@@ -1,0 +1,159 @@
+"""`antiphon generate`: texts or lines in, the server's answers out, in order. A client; loads no model."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import grpc
+
+from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
+from antiphon.cli.interrupt import run_interruptible
+from antiphon.cli.lines import (
+    EXIT_USER_ERROR,
+    Line,
+    Stopped,
+    answer_lines,
+    one_line,
+    positive,
+)
+from antiphon.cli.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
+from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
+
+# No other line will fare better.
+_HOPELESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the server made of a line, best first, and what went wrong with it; both empty for a blank line."""
+
+    line: Line
+    outputs: tuple[Generation, ...] = ()
+    problem: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon generate`."""
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
+    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}-language",
+            default="",
+            metavar="CODE",
+            help=f"language of the {side}, for models that know several (default: the model's)",
+        )
+    parser.add_argument("--json", action="store_true", help="print each answer as one JSON object: all that came back")
+    parser.add_argument(
+        "--concurrency", type=positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
+    )
+    add_call_flags(parser)
+    add_connection_flags(parser)
+    add_option_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Translate the texts, or standard input where there are none; returns the exit code."""
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
+    try:
+        return run_interruptible(_run(arguments, read_option_flags(arguments)))
+    except Stopped as stopped:
+        print(f"antiphon generate: {stopped}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+async def _run(arguments: argparse.Namespace, options: Options) -> int:
+    languages = {"source_language": arguments.source_language, "target_language": arguments.target_language}
+    try:
+        asking = AsyncClient(arguments.target, model=arguments.model, **languages, **read_terms(arguments))
+    except ValueError as error:
+        raise Stopped(connection_problem(error)) from None
+    async with asking as client:
+        if arguments.text:
+            return await _translate_texts(client, arguments, options)
+        return await _translate_lines(client, arguments, options)
+
+
+async def _translate_texts(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
+    is_streamed = _num_lines(options) == 1 and not arguments.json
+    for text in arguments.text:
+        try:
+            if is_streamed:
+                await _stream(client, text, options)
+            else:
+                outputs = await client.generate_outputs(text, options)
+                _print_lines(outputs, options, is_json=arguments.json)
+        except ServerError as error:
+            raise Stopped(_explain(error, arguments.target)) from None
+        except ValueError as error:
+            raise Stopped(f"{text!r} cannot be sent: {in_terms_of_flags(str(error))}") from None
+    return 0
+
+
+async def _stream(client: AsyncClient, text: str, options: Options) -> None:
+    async for delta in client.generate(text, options):
+        sys.stdout.write(one_line(delta.text))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, options: Options) -> int:
+    if sys.stdin is None:
+        raise Stopped("standard input is closed, and no TEXT is given")
+    try:
+        await client.get_model()  # a wrong target or model is found before the first line is read
+    except ServerError as error:
+        raise Stopped(_explain(error, arguments.target)) from None
+
+    async def answer(line: Line) -> Answer:
+        return await _answer(client, arguments.target, options, line)
+
+    def write(answered: Answer) -> None:
+        _print_lines(answered.outputs, options, is_json=arguments.json)
+
+    return await answer_lines("generate", answer, write, concurrency=arguments.concurrency)
+
+
+async def _answer(client: AsyncClient, target: str, options: Options, line: Line) -> Answer:
+    try:
+        text = line.raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Answer(line=line, problem=f"not UTF-8: byte 0x{line.raw[error.start]:02x} at offset {error.start}")
+    if not text.strip():
+        return Answer(line=line)
+    try:
+        return Answer(line=line, outputs=tuple(await client.generate_outputs(text, options)))
+    except ServerError as error:
+        if error.code in _HOPELESS or is_about_option(error.message):
+            raise Stopped(f"line {line.number}: {_explain(error, target)}") from None
+        return Answer(line=line, problem=error.message)
+    except ValueError as error:
+        raise Stopped(in_terms_of_flags(str(error))) from None
+
+
+def _explain(error: ServerError, target: str) -> str:
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        return f"{target} is unavailable ({error.message}); is a server running there? start one with: antiphon serve"
+    return in_terms_of_flags(error.message)
+
+
+def _num_lines(options: Options) -> int:
+    return options.num_return_sequences or 1
+
+
+def _print_lines(outputs: Sequence[Generation], options: Options, *, is_json: bool) -> None:
+    """As many lines as sequences were asked for; those there is nothing for are empty, or null."""
+    for index in range(_num_lines(options)):
+        output = outputs[index] if index < len(outputs) else None
+        if is_json:
+            print(json.dumps(output and asdict(output), ensure_ascii=False))
+        else:
+            print(one_line(output.text) if output else "")
+    sys.stdout.flush()

@@ -1,0 +1,139 @@
+"""`antiphon models`: which models a running server has; loads and unloads them. A client; loads no model itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from antiphon.cli.connection_flags import add_connection_flags, connection_problem, read_connection
+from antiphon.client import DEFAULT_TARGET, Client, ServerError
+from antiphon.client.admin_client import DEFAULT_ADMIN_TARGET, AdminClient, Limits
+from antiphon.v1 import admin_pb2, inference_pb2
+
+EXIT_USER_ERROR = 2
+
+_LIMITS = {
+    "max_num_seqs": "rows that run together",
+    "kv_cache_blocks": "cache blocks of 16 tokens",
+    "threads": "cores one step may use",
+    "max_queued_requests": "requests that may wait",
+}
+_PRECISION = inference_pb2.Precision.DESCRIPTOR.values_by_number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `antiphon models` and their flags."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    listing = actions.add_parser("list", help="the models served, the default first")
+    listing.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
+    loading = actions.add_parser("load", help="serve one more bundle")
+    loading.add_argument("name", metavar="NAME", help="name for requests")
+    loading.add_argument("path", metavar="PATH", help="directory of the bundle, on the server's disk")
+    for limit, meaning in _LIMITS.items():
+        loading.add_argument(
+            f"--{limit.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: server's)"
+        )
+    unloading = actions.add_parser("unload", help="serve a model no longer")
+    unloading.add_argument("name", metavar="NAME", help="its name")
+    unloading.add_argument(
+        "--grace-s", type=float, metavar="S", help="how long its running requests may take (default: server's)"
+    )
+    memory = actions.add_parser("memory", help="what each model holds of the memory budget, in bytes")
+    for action in (loading, unloading, memory):
+        action.add_argument(
+            "--admin-target",
+            default=DEFAULT_ADMIN_TARGET,
+            metavar="HOST:PORT",
+            help="admin service, which a server has with --admin-port (default: %(default)s)",
+        )
+    for action in (listing, loading, unloading, memory):
+        add_connection_flags(action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do one action; returns the exit code."""
+    target = arguments.target if arguments.action == "list" else arguments.admin_target
+    try:
+        _ACTIONS[arguments.action](arguments, target)
+    except ServerError as error:
+        print(f"antiphon models: {_explain(error, target, arguments.action)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except ValueError as error:  # a file of the connection, or a number that no message can hold
+        print(f"antiphon models: {connection_problem(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def _list(arguments: argparse.Namespace, target: str) -> None:
+    with Client(target, connection=read_connection(arguments)) as client:
+        models = client.list_models()
+    _print_rows(
+        ("name", "precision", "source", "target", "default"),
+        [
+            (
+                model.name,
+                _PRECISION[model.precision].name.removeprefix("PRECISION_").lower(),
+                str(model.limits.max_source_len),
+                str(model.limits.max_target_len),
+                "yes" if index == 0 else "",
+            )
+            for index, model in enumerate(models)
+        ],
+    )
+
+
+def _load(arguments: argparse.Namespace, target: str) -> None:
+    limits = Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS})
+    with AdminClient(target, connection=read_connection(arguments)) as client:
+        # A relative path is this directory's, which is the server's where both are on one machine.
+        model = client.load_model(arguments.name, str(Path(arguments.path).absolute()), limits)
+    print(f"{model.name} is served")
+
+
+def _unload(arguments: argparse.Namespace, target: str) -> None:
+    with AdminClient(target, connection=read_connection(arguments)) as client:
+        has_drained = client.unload_model(arguments.name, grace_s=arguments.grace_s)
+    print(f"{arguments.name} is gone" + ("" if has_drained else "; requests that still ran were ended"))
+
+
+def _memory(arguments: argparse.Namespace, target: str) -> None:
+    with AdminClient(target, connection=read_connection(arguments)) as client:
+        response = client.get_memory()
+    rows = [(model.name, *map(str, _parts(model)), str(sum(_parts(model)))) for model in response.models]
+    total = sum(sum(_parts(model)) for model in response.models)
+    _print_rows(("name", "weights", "cache", "workspace", "together"), [*rows, ("all", "", "", "", str(total))])
+    print(f"budget: {response.budget_bytes}" if response.HasField("budget_bytes") else "no budget")
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace, str], None]] = {
+    "list": _list,
+    "load": _load,
+    "unload": _unload,
+    "memory": _memory,
+}
+
+
+def _parts(model: admin_pb2.ModelMemory) -> tuple[int, int, int]:
+    return model.weight_bytes, model.cache_bytes, model.workspace_bytes
+
+
+def _print_rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as their longest entry, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        first, *others = (
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip())
+
+
+def _explain(error: ServerError, target: str, action: str) -> str:
+    if error.code is not grpc.StatusCode.UNAVAILABLE:
+        return error.message
+    how = "antiphon serve" if action == "list" else f"antiphon serve --admin-port {target.rpartition(':')[2]}"
+    return f"{target} is unavailable ({error.message}); is a server listening there? start one with: {how}"

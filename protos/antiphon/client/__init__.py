@@ -1,0 +1,55 @@
+"""A small typed client of antiphon.v1, asynchronous and synchronous. Imports grpcio and protobuf only.
+
+    with Client() as client:
+        for delta in client.generate("How are you?"):
+            print(delta.text, end="")
+
+Knows nothing of models: texts and options go out, deltas come back, refusals become ServerError. What users import
+is here; docs/CLIENT.md shows it at work.
+"""
+
+from __future__ import annotations
+
+from antiphon.client.async_client import AsyncClient
+from antiphon.client.connection import Connection, LoadBalancing, RetryPolicy
+from antiphon.client.messages import (
+    Delta,
+    FinishReason,
+    Generation,
+    Judgement,
+    ServerError,
+    Source,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from antiphon.client.options import EarlyStopping, Options
+from antiphon.client.readings import Classification, Embedding, FilledMasks, Pooling, Tagging
+from antiphon.client.sync_client import Client
+from antiphon.client.terms import DEFAULT_TARGET, Priority
+
+__all__ = [
+    "DEFAULT_TARGET",
+    "AsyncClient",
+    "Classification",
+    "Client",
+    "Connection",
+    "Delta",
+    "EarlyStopping",
+    "Embedding",
+    "FilledMasks",
+    "FinishReason",
+    "Generation",
+    "Judgement",
+    "LoadBalancing",
+    "Options",
+    "Pooling",
+    "Priority",
+    "RetryPolicy",
+    "ServerError",
+    "Source",
+    "Tagging",
+    "Timing",
+    "TokenLogprob",
+    "Usage",
+]

@@ -1,0 +1,97 @@
+"""A small typed client of antiphon.v1.AdminService, for operators. Imports grpcio and protobuf only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from google.protobuf.duration_pb2 import Duration
+
+from antiphon.client.connection import Connection, RetryPolicy
+from antiphon.client.messages import server_errors
+from antiphon.client.terms import Terms
+from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+
+DEFAULT_ADMIN_TARGET = "127.0.0.1:50052"
+
+_SERVICE_NAME = "antiphon.v1.AdminService"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Engine limits of one model; None takes the server's own setting.
+
+    max_num_seqs: rows that run together. kv_cache_blocks: blocks of its cache. threads: cores one step may use.
+    max_queued_requests: requests that may wait.
+    """
+
+    max_num_seqs: int | None = None
+    kv_cache_blocks: int | None = None
+    threads: int | None = None
+    max_queued_requests: int | None = None
+
+
+class AdminClient:
+    """Loads and unloads models of a running server. Close it, or use it as a context."""
+
+    def __init__(self, target: str = DEFAULT_ADMIN_TARGET, *, connection: Connection | None = None) -> None:
+        """target: host:port of the admin service, which a server has with --admin-port. connection: as of Client.
+
+        Nothing is made again here, whatever connection says: loading is not the same twice.
+        """
+        how = replace(connection or Connection(), retry=RetryPolicy(attempts=1))
+        self._terms = Terms(how)
+        self._channel = how.open(target, _SERVICE_NAME)
+        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def load_model(
+        self, name: str, path: str, limits: Limits | None = None, *, timeout_s: float | None = None
+    ) -> inference_pb2.Model:
+        """Serve a bundle of the server's disk under a name; returns when it answers. Raises ServerError.
+
+        path: absolute. A timeout ends the waiting, not the loading.
+        """
+        given = limits or Limits()
+        request = admin_pb2.LoadModelRequest(
+            name=name,
+            path=path,
+            limits=admin_pb2.ModelLimits(
+                max_num_seqs=given.max_num_seqs,
+                kv_cache_blocks=given.kv_cache_blocks,
+                threads=given.threads,
+                max_queued_requests=given.max_queued_requests,
+            ),
+        )
+        with server_errors():
+            return self._stub.LoadModel(request, **self._terms.call(timeout_s)).model
+
+    def unload_model(self, name: str, *, grace_s: float | None = None, timeout_s: float | None = None) -> bool:
+        """Serve a model no longer; whether every running request ended by itself. Raises ServerError.
+
+        grace_s: how long running requests may take; None takes the server's own.
+        """
+        grace = None
+        if grace_s is not None:
+            grace = Duration()
+            grace.FromNanoseconds(round(grace_s * 1e9))
+        request = admin_pb2.UnloadModelRequest(name=name, grace=grace)
+        with server_errors():
+            return self._stub.UnloadModel(request, **self._terms.call(timeout_s)).has_drained
+
+    def get_memory(self, *, timeout_s: float | None = None) -> admin_pb2.GetMemoryResponse:
+        """What each model holds of the memory budget. Raises ServerError."""
+        with server_errors():
+            return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._terms.call(timeout_s))
+
+    def close(self) -> None:
+        """Cancel what is under way and close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

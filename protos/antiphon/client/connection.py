@@ -1,0 +1,218 @@
+"""How a client reaches a server: encryption, credentials, retries, the choice among replicas. Knows no RPC.
+
+    Connection(tls_ca="ca.pem", token_file="token", load_balancing="round_robin")
+
+Imports grpcio only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import grpc
+import grpc.aio
+
+from antiphon.client.files import read_regular
+
+LoadBalancing = Literal["pick_first", "round_robin"]
+Option = tuple[str, str | int]
+
+MAX_FILE_BYTES = 1 << 24
+"""Most that is read of a file of certificates, a key or a token."""
+
+_LOAD_BALANCING = ("pick_first", "round_robin")
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+# What gRPC carries out itself: more is clamped, with a message for every channel (gRFC A6).
+_MOST_ATTEMPTS = 5
+# A call whose backoff rounds to nothing hangs until its deadline (grpc/grpc#41036; 28 of 60 calls at 1 ms, 1.85.1).
+_LEAST_BACKOFF_S = 0.01
+_KEEPALIVE_TIMEOUT_MS = 20_000
+# CANCELLED is what gRPC itself answers to a call that reached a server in the moment it closed, and nobody took up. A
+# call that its own client cancels is over, and not made again.
+_RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED")
+# A request that outgrows its buffer is sent once and never again. gRPC's own 256 KiB would leave out requests that a
+# server takes (max_message_bytes, 1 MiB unless set); this much is held only while such a request is under way.
+_RETRY_BUFFER_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """When a call that failed before anything came back is made again (gRFC A6), by gRPC itself.
+
+    Only UNAVAILABLE, RESOURCE_EXHAUSTED and a server's CANCELLED, only before the response's headers, never past the
+    call's deadline, which counts all attempts together. A server's pushback replaces the backoff, and one that says
+    "do not" ends the retries.
+
+    attempts: the first included; 1 is no retry. backoff_s: before the second attempt, doubled for each further one up
+    to max_backoff_s, each spread by a fifth at random. budget: tokens of one client: an attempt that fails takes
+    one, a call that succeeds returns budget_ratio of one, and nothing is made again while no more than half of them are
+    left, so that clients do not multiply an overload; None is no budget.
+    """
+
+    attempts: int = _MOST_ATTEMPTS
+    backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+    budget: int | None = 100
+    budget_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check("attempts", self.attempts, 1, _MOST_ATTEMPTS)
+        _check("backoff_s", self.backoff_s, _LEAST_BACKOFF_S, 3600)
+        _check("max_backoff_s", self.max_backoff_s, self.backoff_s, 3600)
+        _check("budget_ratio", self.budget_ratio, 0.001, 1000)
+        if self.budget is not None:
+            _check("budget", self.budget, 1, 1000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """How to reach a server. A wrong field raises ValueError that names it.
+
+    tls: encrypt; also on where any other tls_ field is given. tls_ca: PEM file of the authorities to trust; None is
+    gRPC's own list. tls_cert, tls_key: PEM files that prove who we are, where the server asks for it (mutual TLS).
+    tls_server_name: the name in the server's certificate, where the target is not it (addresses, port forwarding).
+
+    token: bearer token, or a function that returns the one to send, called for every call. token_file: file that holds
+    it, read again when it changes. metadata: sent with every call, keys in lower case.
+
+    load_balancing: "round_robin" spreads calls over every address of the target, which a name (dns:///host:port) or a
+    list (ipv4:10.0.0.1:50051,10.0.0.2:50051) may have several of, but for those that say they are not ready;
+    "pick_first" uses one.
+    keepalive_s: a connection that is silent for so long while calls wait is asked whether it lives; None never asks.
+    """
+
+    tls: bool = False
+    tls_ca: str | os.PathLike[str] | None = None
+    tls_cert: str | os.PathLike[str] | None = None
+    tls_key: str | os.PathLike[str] | None = None
+    tls_server_name: str | None = None
+    token: str | Callable[[], str] | None = field(default=None, repr=False)
+    token_file: str | os.PathLike[str] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    load_balancing: LoadBalancing = "pick_first"
+    keepalive_s: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given without {missing}; a certificate is of use only with its key")
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both given; give one or the other")
+        if self.load_balancing not in _LOAD_BALANCING:
+            raise ValueError(
+                f"load_balancing is {self.load_balancing!r}; it must be one of {', '.join(_LOAD_BALANCING)}"
+            )
+        if self.keepalive_s is not None:  # servers end a connection that asks more often than every 10 s
+            _check("keepalive_s", self.keepalive_s, 10, 86_400)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether TLS is used."""
+        return self.tls or any((self.tls_ca, self.tls_cert, self.tls_server_name))
+
+    @property
+    def has_token(self) -> bool:
+        """Whether calls carry a bearer token."""
+        return self.token is not None or self.token_file is not None
+
+    @property
+    def _is_authorized(self) -> bool:
+        return self.has_token or any(key.lower() == "authorization" for key in self.metadata)
+
+    def open(self, target: str, service: str) -> grpc.Channel:
+        """A channel for synchronous calls of a service. Raises ValueError for a file that cannot be used."""
+        self._warn_of_plain_token(target)
+        options = self._options(target, service)
+        if not self.is_encrypted:
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, self._credentials(), options=options)
+
+    def open_async(self, target: str, service: str, *, is_shared: bool = True) -> grpc.aio.Channel:
+        """As `open`, for an event loop. is_shared: over the same connection as other channels to the target."""
+        self._warn_of_plain_token(target)
+        options = self._options(target, service)
+        if not is_shared:
+            options.append(("grpc.use_local_subchannel_pool", 1))
+        if not self.is_encrypted:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, self._credentials(), options=options)
+
+    def _warn_of_plain_token(self, target: str) -> None:
+        if self.has_token and not self.is_encrypted and not is_loopback(target):
+            warnings.warn(f"the token goes to {target} unencrypted; give tls or tls_ca", UserWarning, stacklevel=4)
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read("tls_ca", self.tls_ca),
+            private_key=_read("tls_key", self.tls_key),
+            certificate_chain=_read("tls_cert", self.tls_cert),
+        )
+
+    def _options(self, target: str, service: str) -> list[Option]:
+        options: list[Option] = [
+            ("grpc.service_config", json.dumps(self._service_config(service))),
+            # A proxy from the environment cannot reach this machine's loopback.
+            ("grpc.enable_http_proxy", 0 if is_loopback(target) else 1),
+            ("grpc.max_receive_message_length", -1),  # attention maps outgrow gRPC's 4 MiB
+            ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
+        ]
+        if self.keepalive_s is not None:
+            options.append(("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)))
+            # What gRPC really waits for the answer; left out it is a minute, whatever keepalive_timeout_ms says.
+            options.append(("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS))
+        if self.tls_server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls_server_name))
+        return options
+
+    def _service_config(self, service: str) -> dict[str, object]:
+        method: dict[str, object] = {"name": [{"service": service}]}
+        config: dict[str, object] = {
+            "loadBalancingConfig": [{self.load_balancing: {}}],
+            "methodConfig": [method],
+        }
+        if self.load_balancing == "round_robin" and not self._is_authorized:
+            # Replicas that leave, or start, get no calls (gRFC A17). gRPC follows their health without credentials,
+            # which servers that ask for a token refuse: there, calls find out by being refused.
+            config["healthCheckConfig"] = {"serviceName": service}
+        retry = self.retry
+        if retry.attempts > 1:
+            method["retryPolicy"] = {
+                "maxAttempts": retry.attempts,
+                "initialBackoff": f"{retry.backoff_s:.9f}s",
+                "maxBackoff": f"{retry.max_backoff_s:.9f}s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": list(_RETRYABLE),
+            }
+            if retry.budget is not None:
+                config["retryThrottling"] = {"maxTokens": retry.budget, "tokenRatio": retry.budget_ratio}
+        return config
+
+
+def is_loopback(target: str) -> bool:
+    """Whether every address of a target is this machine's."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    name = target.rpartition("///")[2]
+    addresses = name.removeprefix("ipv4:").removeprefix("ipv6:").removeprefix("dns:").split(",")
+    return all(address.startswith(_LOOPBACK) for address in addresses)
+
+
+def _read(name: str, path: str | os.PathLike[str] | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return read_regular(Path(path), MAX_FILE_BYTES)
+    except OSError as error:
+        raise ValueError(f"{name} is {os.fspath(path)}, which cannot be read: {error.strerror}") from None
+
+
+def _check(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; it must be {least} to {most}")

@@ -1,0 +1,315 @@
+"""The client's own types, and how they become antiphon.v1 messages and come back. Opens no connection."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+
+from antiphon.client.options import Options, options_message
+from antiphon.v1 import inference_pb2
+
+_REQUEST_ID_KEY = "x-request-id"
+
+Source = str | Sequence[int]
+"""Text, or token ids as Tokenize returns them."""
+
+FinishReason = Literal["stop", "length", "stop_sequence", "time_limit", "exhausted", "unknown"]
+"""Why an output ended; "unknown" is a reason that only a newer server knows."""
+
+_FINISH_REASONS: dict[inference_pb2.FinishReason.ValueType, FinishReason] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_STOP_SEQUENCE: "stop_sequence",
+    inference_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
+    inference_pb2.FINISH_REASON_EXHAUSTED: "exhausted",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Languages:
+    """Languages of a multilingual model, as GetModel lists them; empty takes the model's default."""
+
+    source: str = ""
+    target: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Tokens counted for one request, end tokens included."""
+
+    source_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds from arrival at the server; None where the request never got that far."""
+
+    queued_s: float | None
+    time_to_first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log-probability under the model, and the alternatives that ranked first, best first."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """New text of one output of a stream.
+
+    logprobs: of token_ids, and of the token that ended the output; empty unless asked for.
+    finish_reason, score: on the last one of an output. usage, timing, seed: on the last one of the stream.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    output_index: int
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    score: float | None
+    usage: Usage | None
+    timing: Timing | None
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """One finished output; usage, timing and seed are those of its request.
+
+    logprobs: of token_ids, and of the token that ended it; empty unless asked for.
+    score: of a hypothesis, or the sum of log-probabilities where they were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    output_index: int
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    score: float | None
+    usage: Usage
+    timing: Timing
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What the model thought of a given target: of each token, the end token last, and in all."""
+
+    logprobs: tuple[TokenLogprob, ...]
+    score: float
+    usage: Usage
+    timing: Timing
+
+
+class ServerError(Exception):
+    """An RPC that did not end well.
+
+    code: gRPC status. retry_after_s: the server's advice, where it gave any. request_id: what the server's log calls
+    this call. reason: stable ErrorInfo reason; field: the offending field of a bad request; these two are None where
+    googleapis-common-protos, which decodes them, is not installed.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str | None = None,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.message}"
+
+
+def stream_request(
+    model: str, source: Source, options: Options | None, languages: Languages
+) -> inference_pb2.GenerateRequest:
+    """Ask for targets, streamed. Raises ValueError where a value does not fit its field."""
+    return inference_pb2.GenerateRequest(
+        model=model, options=options_message(options), **source_fields(source), **_named(languages)
+    )
+
+
+def unary_request(
+    model: str, source: Source, options: Options | None, languages: Languages
+) -> inference_pb2.GenerateUnaryRequest:
+    """Ask for targets, whole. Raises ValueError where a value does not fit its field."""
+    return inference_pb2.GenerateUnaryRequest(
+        model=model, options=options_message(options), **source_fields(source), **_named(languages)
+    )
+
+
+def score_request(
+    model: str, source: Source, target: Source, num_alternatives: int, languages: Languages
+) -> inference_pb2.ScoreRequest:
+    """Ask for the log-probabilities of a target."""
+    return inference_pb2.ScoreRequest(
+        model=model, num_alternatives=num_alternatives, **source_fields(source), **_target(target), **_named(languages)
+    )
+
+
+def explain_request(
+    model: str, source: Source, target: Source | None, languages: Languages
+) -> inference_pb2.ExplainRequest:
+    """Ask for attention maps."""
+    given = {} if target is None else _target(target)
+    return inference_pb2.ExplainRequest(model=model, **source_fields(source), **given, **_named(languages))
+
+
+def source_fields(source: Source) -> dict[str, Any]:
+    """A source as the fields of any request that has one."""
+    return {"text": source} if isinstance(source, str) else {"token_ids": inference_pb2.TokenIds(ids=source)}
+
+
+def _target(target: Source) -> dict[str, Any]:
+    if isinstance(target, str):
+        return {"target_text": target}
+    return {"target_token_ids": inference_pb2.TokenIds(ids=target)}
+
+
+def _named(languages: Languages) -> dict[str, Any]:
+    return {"source_language": languages.source, "target_language": languages.target}
+
+
+def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
+    """Read one message of a stream."""
+    return Delta(
+        text=response.text_delta,
+        token_ids=tuple(response.token_ids),
+        output_index=response.output_index,
+        logprobs=_logprobs(response.logprobs),
+        finish_reason=_finish_reason(response.finish_reason) if response.finish_reason else None,
+        score=response.score if response.HasField("score") else None,
+        usage=as_usage(response.usage) if response.HasField("usage") else None,
+        timing=as_timing(response.timing) if response.HasField("timing") else None,
+        seed=response.seed if response.HasField("seed") else None,
+    )
+
+
+def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Generation]:
+    """Read every output of a whole answer."""
+    usage, timing = as_usage(response.usage), as_timing(response.timing)
+    return [
+        Generation(
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            output_index=output.output_index,
+            logprobs=_logprobs(output.logprobs),
+            finish_reason=_finish_reason(output.finish_reason),
+            score=output.score if output.HasField("score") else None,
+            usage=usage,
+            timing=timing,
+            seed=response.seed,
+        )
+        for output in response.outputs
+    ]
+
+
+def _finish_reason(value: inference_pb2.FinishReason.ValueType) -> FinishReason:
+    return _FINISH_REASONS.get(value, "unknown")
+
+
+def as_judgement(response: inference_pb2.ScoreResponse) -> Judgement:
+    """Read a judged target."""
+    return Judgement(
+        logprobs=_logprobs(response.logprobs),
+        score=response.score,
+        usage=as_usage(response.usage),
+        timing=as_timing(response.timing),
+    )
+
+
+def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            entry.token_id, entry.logprob, tuple((other.token_id, other.logprob) for other in entry.alternatives)
+        )
+        for entry in entries
+    )
+
+
+def as_usage(usage: inference_pb2.Usage) -> Usage:
+    """Read what was counted."""
+    return Usage(source_tokens=usage.source_tokens, generated_tokens=usage.generated_tokens)
+
+
+def as_timing(timing: inference_pb2.Timing) -> Timing:
+    """Read where the time went."""
+    return Timing(
+        queued_s=timing.queued.ToNanoseconds() / 1e9 if timing.HasField("queued") else None,
+        time_to_first_token_s=(
+            timing.time_to_first_token.ToNanoseconds() / 1e9 if timing.HasField("time_to_first_token") else None
+        ),
+        total_s=timing.total.ToNanoseconds() / 1e9,
+    )
+
+
+@contextlib.contextmanager
+def server_errors() -> Iterator[None]:
+    """Turn what a failed call raises inside into ServerError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise as_server_error(error) from None
+
+
+def as_server_error(error: grpc.RpcError) -> ServerError:
+    """Read a failed call, of grpc or grpc.aio: status, message and the details where they can be decoded."""
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ())
+    headers: dict[str, str | bytes] = dict(error.initial_metadata() or ())  # all there is of a stream broken off
+    refusal = ServerError(
+        error.code(),
+        error.details() or "no message",
+        retry_after_s=_pushback_s(metadata.get("grpc-retry-pushback-ms")),
+        request_id=_text(metadata.get(_REQUEST_ID_KEY, headers.get(_REQUEST_ID_KEY))),
+    )
+    if isinstance(details := metadata.get("grpc-status-details-bin"), bytes):
+        _read_details(refusal, details)
+    return refusal
+
+
+def _pushback_s(value: str | bytes | None) -> float | None:
+    """Seconds of gRFC A6's pushback; None where there is none, or it says not to try again."""
+    text = _text(value)
+    return int(text) / 1000 if text is not None and text.isdecimal() else None
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _read_details(refusal: ServerError, details: bytes) -> None:
+    try:
+        from google.rpc import error_details_pb2, status_pb2
+    except ImportError:  # googleapis-common-protos is not part of the base install
+        return
+    for packed in status_pb2.Status.FromString(details).details:
+        if packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            refusal.reason = error_details_pb2.ErrorInfo.FromString(packed.value).reason
+        elif packed.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            violations = error_details_pb2.BadRequest.FromString(packed.value).field_violations
+            refusal.field = violations[0].field if violations else None
+        elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            delay = error_details_pb2.RetryInfo.FromString(packed.value).retry_delay
+            refusal.retry_after_s = delay.ToNanoseconds() / 1e9

@@ -1,0 +1,147 @@
+"""The client's calls of what an encoder's states are read out for, asynchronous and synchronous.
+
+Embedding needs an encoder, everything else an encoder alone with such a head; others answer UNIMPLEMENTED.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.client.messages import Languages, Source, server_errors
+from antiphon.client.readings import (
+    Classification,
+    Embedding,
+    FilledMasks,
+    Pooling,
+    Tagging,
+    as_classification,
+    as_embedding,
+    as_filled_masks,
+    as_tagging,
+    classify_request,
+    embed_request,
+    fill_mask_request,
+)
+from antiphon.client.terms import Terms
+from antiphon.v1 import inference_pb2, inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+
+class AsyncReadingCalls:
+    """To be awaited."""
+
+    _stub: InferenceServiceAsyncStub
+    _model: str
+    _languages: Languages
+    _terms: Terms
+
+    async def embed(
+        self,
+        source: Source,
+        *,
+        pair: str | None = None,
+        pooling: Pooling = "mean",
+        normalize: bool = False,
+        timeout_s: float | None = None,
+    ) -> Embedding:
+        """Return the encoder states of a source, or of a pair, pooled into one vector or as they are.
+
+        Raises ServerError.
+        """
+        request = self._terms.ask(
+            embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
+        )
+        with server_errors():
+            return as_embedding(await self._stub.Embed(request, **self._terms.call(timeout_s)))
+
+    async def classify(
+        self,
+        source: Source,
+        *,
+        pair: str | None = None,
+        top_k: int = 0,
+        next_sentence: bool = False,
+        timeout_s: float | None = None,
+    ) -> Classification:
+        """Return the labels of a text or a pair, best first; top_k 0 is all of them.
+
+        next_sentence asks whether the second text of a pair follows the first. Raises ServerError.
+        """
+        request = self._terms.ask(
+            classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
+        )
+        with server_errors():
+            return as_classification(await self._stub.Classify(request, **self._terms.call(timeout_s)))
+
+    async def tag(self, text: str, *, timeout_s: float | None = None) -> Tagging:
+        """Return the label of every token of a text, and the spans they form. Raises ServerError."""
+        request = inference_pb2.TagRequest(model=self._model, text=text)
+        with server_errors():
+            return as_tagging(await self._stub.Tag(request, **self._terms.call(timeout_s)))
+
+    async def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
+        """Return tokens for every masked place, top_k of each or 5 where it is 0. Raises ServerError."""
+        request = self._terms.ask(fill_mask_request(self._model, source, top_k))
+        with server_errors():
+            return as_filled_masks(await self._stub.FillMask(request, **self._terms.call(timeout_s)))
+
+
+class ReadingCalls:
+    """To be waited for."""
+
+    _stub: inference_pb2_grpc.InferenceServiceStub
+    _model: str
+    _languages: Languages
+    _terms: Terms
+
+    def embed(
+        self,
+        source: Source,
+        *,
+        pair: str | None = None,
+        pooling: Pooling = "mean",
+        normalize: bool = False,
+        timeout_s: float | None = None,
+    ) -> Embedding:
+        """Return the encoder states of a source, or of a pair, pooled into one vector or as they are.
+
+        Raises ServerError.
+        """
+        request = self._terms.ask(
+            embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
+        )
+        with server_errors():
+            return as_embedding(self._stub.Embed(request, **self._terms.call(timeout_s)))
+
+    def classify(
+        self,
+        source: Source,
+        *,
+        pair: str | None = None,
+        top_k: int = 0,
+        next_sentence: bool = False,
+        timeout_s: float | None = None,
+    ) -> Classification:
+        """Return the labels of a text or a pair, best first; top_k 0 is all of them.
+
+        next_sentence asks whether the second text of a pair follows the first. Raises ServerError.
+        """
+        request = self._terms.ask(
+            classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
+        )
+        with server_errors():
+            return as_classification(self._stub.Classify(request, **self._terms.call(timeout_s)))
+
+    def tag(self, text: str, *, timeout_s: float | None = None) -> Tagging:
+        """Return the label of every token of a text, and the spans they form. Raises ServerError."""
+        request = inference_pb2.TagRequest(model=self._model, text=text)
+        with server_errors():
+            return as_tagging(self._stub.Tag(request, **self._terms.call(timeout_s)))
+
+    def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
+        """Return tokens for every masked place, top_k of each or 5 where it is 0. Raises ServerError."""
+        request = self._terms.ask(fill_mask_request(self._model, source, top_k))
+        with server_errors():
+            return as_filled_masks(self._stub.FillMask(request, **self._terms.call(timeout_s)))

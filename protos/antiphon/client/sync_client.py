@@ -1,0 +1,166 @@
+"""The synchronous client; `client.py` says what it is for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from copy import copy
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from antiphon.client.connection import Connection
+from antiphon.client.messages import (
+    Delta,
+    Generation,
+    Judgement,
+    Languages,
+    ServerError,
+    Source,
+    as_delta,
+    as_generations,
+    as_judgement,
+    as_server_error,
+    explain_request,
+    score_request,
+    server_errors,
+    stream_request,
+    unary_request,
+)
+from antiphon.client.options import Options
+from antiphon.client.reading_calls import ReadingCalls
+from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
+from antiphon.v1 import inference_pb2, inference_pb2_grpc
+
+
+class Client(ReadingCalls):
+    """Calls a server from any thread, all calls over one connection. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        model: str = "",
+        source_language: str = "",
+        target_language: str = "",
+        connection: Connection | None = None,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+    ) -> None:
+        """target: host:port, or several as gRPC names them. model: name to ask for; empty is the server's first.
+
+        source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
+        connection: encryption, credentials, retries, balancing. timeout_s: deadline of calls that name none, retries
+        included. priority: "batch" lets interactive requests pass. Raises ValueError.
+        """
+        how = connection or Connection()
+        self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
+        self._channel = how.open(target, SERVICE_NAME)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._model = model
+        self._languages = Languages(source=source_language, target=target_language)
+
+    def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
+        """This client for other languages, over the same connection: close one of them only."""
+        other = copy(self)
+        other._languages = Languages(source=source_language, target=target_language)
+        return other
+
+    def generate(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[Delta]:
+        """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        call = self._stub.Generate(
+            self._terms.ask(stream_request(self._model, source, options, self._languages)),
+            **self._terms.call(timeout_s),
+        )
+        try:
+            with server_errors():
+                for response in call:
+                    yield as_delta(response)
+        finally:
+            call.cancel()
+
+    def generate_text(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Generation:
+        """Return the whole target of one source: the best where there are several. Raises ServerError."""
+        return (self.generate_outputs(source, options, timeout_s=timeout_s))[0]
+
+    def generate_outputs(
+        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> list[Generation]:
+        """Return every target of one source, the best first where beams were searched. Raises ServerError."""
+        request = self._terms.ask(unary_request(self._model, source, options, self._languages))
+        with server_errors():
+            return as_generations(self._stub.GenerateUnary(request, **self._terms.call(timeout_s)))
+
+    def generate_many(
+        self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = 64
+    ) -> Iterator[Generation | ServerError]:
+        """Yield the target of each source, in their order, with at most `concurrency` under way.
+
+        A source that the server refuses yields its ServerError, so that its neighbours are not lost.
+        """
+        under_way: deque[grpc.Future[inference_pb2.GenerateUnaryResponse]] = deque()
+        try:
+            for source in sources:
+                under_way.append(
+                    self._stub.GenerateUnary.future(
+                        self._terms.ask(unary_request(self._model, source, options, self._languages)),
+                        **self._terms.call(),
+                    )
+                )
+                if len(under_way) == concurrency:
+                    yield _outcome(under_way.popleft())
+            while under_way:
+                yield _outcome(under_way.popleft())
+        finally:
+            for call in under_way:
+                call.cancel()
+
+    def score(
+        self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None
+    ) -> Judgement:
+        """Return the log-probability of each token of a target, end token included. Raises ServerError."""
+        request = self._terms.ask(score_request(self._model, source, target, num_alternatives, self._languages))
+        with server_errors():
+            return as_judgement(self._stub.Score(request, **self._terms.call(timeout_s)))
+
+    def explain(
+        self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
+    ) -> inference_pb2.ExplainResponse:
+        """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
+        request = self._terms.ask(explain_request(self._model, source, target, self._languages))
+        with server_errors():
+            return self._stub.Explain(request, **self._terms.call(timeout_s))
+
+    def get_model(self) -> inference_pb2.Model:
+        """Describe the model. Raises ServerError."""
+        with server_errors():
+            return self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model), **self._terms.call()).model
+
+    def list_models(self) -> list[inference_pb2.Model]:
+        """Describe every model of the server, its default first. Raises ServerError."""
+        with server_errors():
+            return list(self._stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call()).models)
+
+    def close(self) -> None:
+        """Cancel what is under way and close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _outcome(call: grpc.Future[inference_pb2.GenerateUnaryResponse]) -> Generation | ServerError:
+    try:
+        return as_generations(call.result())[0]
+    except grpc.RpcError as error:
+        return as_server_error(error)

@@ -1,0 +1,1 @@
+"""gRPC services: one folder for each protocol, and what every call has in common."""

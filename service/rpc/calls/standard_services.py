@@ -1,0 +1,98 @@
+"""gRPC's standard services (health, reflection) and unknown methods, under the same limits as the server's own calls.
+
+Their calls are counted, not logged: probes come every few seconds. No drain waits for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from antiphon.service.domain.errors import InvalidArgument, Unsupported
+from antiphon.service.rpc.calls.parsing import Malformed, Parser
+from antiphon.service.rpc.calls.rpc import Context, InFlight, Method, handler
+
+# All unknown methods are counted under one name: their clients must not choose names of metrics.
+_UNKNOWN = "(unknown)"
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class _Collected:
+    """Takes a service's handlers in the place of a server, for generated `add_..._to_server` functions."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, dict[str, Handler]] = {}
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Ignore what `add_registered_method_handlers` brings again, by name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Take the handlers of a service."""
+        self.handlers[service] = dict(handlers)
+
+
+def standard_handlers(add: Callable[[Any], None], in_flight: InFlight) -> list[grpc.GenericRpcHandler]:
+    """Return the handlers that `add` gives to a server, with the limits and accounts of in_flight."""
+    collected = _Collected()
+    add(collected)
+    return [
+        grpc.method_handlers_generic_handler(
+            service, {name: _guarded(f"{service}/{name}", one, in_flight) for name, one in handlers.items()}
+        )
+        for service, handlers in collected.handlers.items()
+    ]
+
+
+class UnknownMethods(grpc.GenericRpcHandler):
+    """The last handler of a server: refuses what no other handler knows, and counts it."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._handler = handler(in_flight.guard_refused(_UNKNOWN, _refuse_unknown), is_streaming=True)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+        """Return the refusal."""
+        return self._handler
+
+
+async def _refuse_unknown() -> None:
+    raise Unsupported("this server has no such method")
+
+
+def _guarded(name: str, own: Handler, in_flight: InFlight) -> Handler:
+    behaviors: Any = own  # whose published types are those of the synchronous API
+    parse = _parser(behaviors.request_deserializer)
+    if own.request_streaming:
+        method = _writing(behaviors.stream_stream)
+        return handler(in_flight.guard_requests(name, method, parse, may_idle=False), is_streaming=True)
+    if own.response_streaming:
+        return handler(in_flight.guard_open(name, _writing(behaviors.unary_stream), parse), is_streaming=True)
+    return handler(in_flight.guard(name, behaviors.unary_unary, parse), is_streaming=False)
+
+
+def _writing(behavior: Any) -> Method:
+    """Return a method that writes its messages, of one that may yield them."""
+    if not inspect.isasyncgenfunction(behavior):
+        method: Method = behavior
+        return method
+
+    async def write(requests: Any, context: Context) -> None:
+        async for message in behavior(requests, context):
+            await context.write(message)
+
+    return write
+
+
+def _parser(deserializer: Callable[[bytes], Any]) -> Parser:
+    def parse(data: bytes) -> Message | Malformed:
+        try:
+            message: Message = deserializer(data)
+        except DecodeError:
+            return Malformed(InvalidArgument("message", data, "a serialised request of this method"))
+        return message
+
+    return parse

@@ -1,0 +1,189 @@
+"""One request of the Open Inference Protocol: read into requests of antiphon.v1, asked together, answered in tensors.
+
+Each text of a batch is a request of its own to the engine, where it joins whatever else is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from antiphon.oip import inference_pb2 as oip
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.observability.telemetry import Context
+from antiphon.service.rpc.calls.deadline import Limited, remaining_s
+from antiphon.service.rpc.calls.refusal import Metadata
+from antiphon.service.rpc.oip.parameters import read_parameters
+from antiphon.service.rpc.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
+from antiphon.service.rpc.oip.tensors import Tensor, check_parameters, read_inputs, write_outputs
+from antiphon.service.rpc.v1.models import Served
+from antiphon.v1 import inference_pb2 as pb
+
+VERSION = "1"
+MAX_BATCH = 256
+MAX_TOKEN_ID = 2**32 - 1
+
+_A = TypeVar("_A")
+# Fields of antiphon.v1 that tensors fill; all others are parameters.
+_TENSORS = {"text": TEXT.name, "token_ids": IDS.name, "text_pair": PAIR.name}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inference:
+    """A request that was read.
+
+    messages: requests of antiphon.v1, one for each text. shape: of the tensor that held the texts.
+    wanted: names of the outputs to return, in order. timeout_s: None is no limit of its own.
+    """
+
+    served: Served
+    task: Task
+    messages: tuple[Any, ...]
+    shape: Shape
+    wanted: tuple[str, ...]
+    request_id: str
+    timeout_s: float | None
+
+    async def answers(self, context: Context) -> list[Any]:
+        """The answers of antiphon.v1, in the order of the texts; the first error ends all."""
+        within = Within(context, self.timeout_s)
+        return await together([self._answer(index, within) for index in range(len(self.messages))])
+
+    def response(self, tensors: Sequence[Tensor], usages: Sequence[pb.Usage]) -> oip.ModelInferResponse:
+        """The response that returns the wanted ones of the task's tensors, and tokens counted where there are any."""
+        response = oip.ModelInferResponse(model_name=self.served.name, model_version=VERSION, id=self.request_id)
+        found = {tensor.name: tensor for tensor in tensors}
+        write_outputs(response, [found[name] for name in self.wanted])
+        if usages:
+            response.parameters["source_tokens"].int64_param = sum(usage.source_tokens for usage in usages)
+            response.parameters["generated_tokens"].int64_param = sum(usage.generated_tokens for usage in usages)
+        return response
+
+    async def _answer(self, index: int, within: Within) -> Any:
+        try:
+            return await self.task.method(self.served.servicer, self.messages[index], cast("Context", within))
+        except InvalidArgument as error:
+            raise self.complaint(error, index) from None
+
+    def complaint(self, error: InvalidArgument, index: int = 0) -> InvalidArgument:
+        """antiphon.v1's complaint with its field named as the client knows it."""
+        field = _TENSORS.get(error.field)
+        if field is None:
+            return InvalidArgument(f"parameters.{error.field.removeprefix('options.')}", error.value, error.allowed)
+        return InvalidArgument(f"{field}[{index}]" if len(self.messages) > 1 else field, error.value, error.allowed)
+
+
+class Within(Limited):
+    """A call's context for one request of it: with a time limit of its own, and where it is streamed a writer.
+
+    Everything else is the call's.
+    """
+
+    def __init__(
+        self, context: Context, timeout_s: float | None, write: Callable[[Any], Awaitable[None]] | None = None
+    ) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        if write is not None:
+            self.write = write
+
+    def remaining_s(self) -> float | None:
+        """Seconds left when the request is taken up: the call's, or the request's own where they are fewer."""
+        limits = [limit for limit in (remaining_s(self._context), self._timeout_s) if limit is not None]
+        return min(limits, default=None)
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        """Nothing: headers are the call's, and its first message's writer sends them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def read_inference(message: oip.ModelInferRequest, served: Served, *, is_streamed: bool) -> Inference:
+    """Read a request to a model. Raises InvalidArgument naming the tensor or parameter, or Unsupported.
+
+    is_streamed: an answer that is generated is to be streamed.
+    """
+    for output in message.outputs:
+        check_parameters(output)
+    wanted = tuple(output.name for output in message.outputs)
+    task = find_task(served, wanted)
+    if is_streamed and task is GENERATE:
+        task = STREAMED
+    asked = read_parameters(task.kind, message.parameters)
+    sources, shape = _sources(task, read_inputs(message))
+    messages = []
+    for source in sources:
+        one = type(asked.message)(model=served.name, **source)
+        one.MergeFrom(asked.message)
+        messages.append(one)
+    return Inference(
+        served=served,
+        task=task,
+        messages=tuple(messages),
+        shape=shape,
+        wanted=wanted or tuple(output.name for output in task.outputs),
+        request_id=message.id,
+        timeout_s=asked.timeout_s,
+    )
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, _A]]) -> list[_A]:
+    """Run calls side by side, results in order; the first error cancels the others and is raised."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _sources(task: Task, tensors: dict[str, Tensor]) -> tuple[list[dict[str, Any]], Shape]:
+    """What each request of a batch is given, by field, and the shape of the batch."""
+    known = [tensor.name for tensor in task.inputs]
+    for name in tensors:
+        if name not in known:
+            raise InvalidArgument("inputs", [name[:64]], f"of {', '.join(known)}")
+    if (TEXT.name in tensors) == (IDS.name in tensors):
+        either = TEXT.name if IDS.name not in known else f"either {TEXT.name} or {IDS.name}"
+        raise InvalidArgument("inputs", list(tensors), either)
+    if IDS.name in tensors:
+        if PAIR.name in tensors:
+            raise InvalidArgument(PAIR.name, "given", f"given only beside {TEXT.name}")
+        return [{"token_ids": pb.TokenIds(ids=_token_ids(tensors[IDS.name]))}], (1,)
+    texts = _texts(tensors[TEXT.name])
+    sources: list[dict[str, Any]] = [{"text": text} for text in texts]
+    if PAIR.name in tensors:
+        pairs = _texts(tensors[PAIR.name])
+        if len(pairs) != len(texts):
+            raise InvalidArgument(PAIR.name, f"{len(pairs)} texts", f"as many as {TEXT.name} has, {len(texts)}")
+        for source, pair in zip(sources, pairs, strict=True):
+            source["text_pair"] = pair
+    return sources, tensors[TEXT.name].shape
+
+
+def _texts(tensor: Tensor) -> list[str]:
+    if tensor.datatype != "BYTES":
+        raise InvalidArgument(f"{tensor.name}.datatype", tensor.datatype, "BYTES")
+    is_list = len(tensor.shape) in (1, 2) and tensor.shape[1:] in ((), (1,))
+    if not is_list or not 1 <= len(tensor.values) <= MAX_BATCH:
+        raise InvalidArgument(f"{tensor.name}.shape", list(tensor.shape), f"[n] or [n, 1], n from 1 to {MAX_BATCH}")
+    try:
+        return [bytes(value).decode() for value in tensor.values]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(tensor.name, error.object, "valid UTF-8") from None
+
+
+def _token_ids(tensor: Tensor) -> Sequence[int]:
+    if tensor.datatype not in ("INT32", "INT64", "UINT32"):
+        raise InvalidArgument(f"{tensor.name}.datatype", tensor.datatype, "INT32, INT64 or UINT32")
+    if len(tensor.shape) not in (1, 2) or tensor.shape[:-1] not in ((), (1,)):
+        raise InvalidArgument(f"{tensor.name}.shape", list(tensor.shape), "[1, S] or [S]: one source")
+    wrong = [value for value in tensor.values if not 0 <= value <= MAX_TOKEN_ID]
+    if wrong:
+        raise InvalidArgument(tensor.name, wrong[0], "of token ids of 0 or more")
+    return tensor.values

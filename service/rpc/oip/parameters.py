@@ -1,0 +1,152 @@
+"""Parameters of the Open Inference Protocol, read as fields of antiphon.v1's requests by their names.
+
+A number fills a numeric field, a text the others: enums by their value's name, lists and maps as JSON. Ranges are
+antiphon.v1's to check; what is said here is which parameters there are and of which type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from antiphon.oip import inference_pb2 as oip
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.v1 import inference_pb2 as pb
+
+# Read here and not by the model. An empty final response is never needed: every last response says that it is one.
+_OWN = ("timeout", "triton_enable_empty_final_response")
+# Given by tensors; and log-probabilities, for which there is no tensor.
+_NOT_PARAMETERS = {"model", "text", "token_ids", "text_pair", "options", "num_logprobs"}
+_MAX_TIMEOUT_US = 2**53
+
+Parameters = Mapping[str, oip.InferParameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request's parameters came to.
+
+    message: of antiphon.v1, with the fields that they fill. timeout_s: seconds it may take; None is no limit.
+    """
+
+    message: Any
+    timeout_s: float | None
+
+
+def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
+    """A message of a kind as parameters fill it. Raises InvalidArgument naming the parameter."""
+    message = kind()
+    options = message.options if "options" in kind.DESCRIPTOR.fields_by_name else None  # type: ignore[attr-defined]
+    fields = _fields(kind)
+    for name in sorted(parameters.keys() - set(_OWN)):
+        if name not in fields:
+            raise InvalidArgument("parameters", [name[:64]], f"of {', '.join([*fields, *_OWN])}")
+        field = fields[name]
+        into = message if field.containing_type is kind.DESCRIPTOR else options
+        _fill(into, field, _value(name, parameters[name]))
+    return Asked(message, _timeout_s(parameters))
+
+
+def _fields(kind: type[Message]) -> dict[str, Any]:
+    """Descriptors of the fields that parameters may fill, those of the options too, by name."""
+    fields: list[Any] = list(kind.DESCRIPTOR.fields)
+    if "options" in kind.DESCRIPTOR.fields_by_name:
+        fields += pb.GenerateOptions.DESCRIPTOR.fields
+    return {field.name: field for field in fields if field.name not in _NOT_PARAMETERS}
+
+
+def _value(name: str, parameter: oip.InferParameter) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind is None:
+        raise InvalidArgument(f"parameters.{name}", None, "set to a value")
+    return getattr(parameter, kind)
+
+
+def _timeout_s(parameters: Parameters) -> float | None:
+    if "timeout" not in parameters:
+        return None
+    micros = _value("timeout", parameters["timeout"])
+    if isinstance(micros, bool) or not isinstance(micros, int) or not 0 <= micros <= _MAX_TIMEOUT_US:
+        raise InvalidArgument("parameters.timeout", micros, f"microseconds from 0 (no limit) to {_MAX_TIMEOUT_US}")
+    return micros / 1e6 if micros else None
+
+
+def _fill(message: Any, field: FieldDescriptor, value: Any) -> None:
+    try:
+        if field.is_repeated:
+            _fill_many(message, field, value)
+        elif field.message_type is not None:  # TokenIds
+            getattr(message, field.name).ids.extend(_listed(value))
+        else:
+            setattr(message, field.name, _scalar(field, value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise InvalidArgument(f"parameters.{field.name}", value, _wanted(field)) from None
+
+
+def _fill_many(message: Any, field: FieldDescriptor, value: Any) -> None:
+    into = getattr(message, field.name)
+    if field.message_type is None:
+        into.extend(_listed(value))
+        return
+    biases = json.loads(value)  # a map from token ids
+    if not isinstance(biases, dict):
+        raise TypeError
+    into.update({int(token_id): float(bias) for token_id, bias in biases.items()})
+
+
+def _listed(value: Any) -> list[Any]:
+    """A JSON array; what is none is its only element."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        found = json.loads(value)
+        return list(found)
+    return [value]
+
+
+def _scalar(field: FieldDescriptor, value: Any) -> Any:
+    if field.enum_type is not None and isinstance(value, str):
+        return _enum_value(field.enum_type, value)
+    if (field.type == FieldDescriptor.TYPE_BOOL) != isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _enum_value(enum: EnumDescriptor, name: str) -> int:
+    """An enum's value by its name, with or without the enum's own before it, in any case."""
+    prefix = _prefix(enum)
+    wanted = name.upper() if name.upper().startswith(prefix) else prefix + name.upper()
+    if wanted not in enum.values_by_name:
+        raise ValueError
+    return int(enum.values_by_name[wanted].number)
+
+
+def _prefix(enum: EnumDescriptor) -> str:
+    """What the names of an enum's values begin with."""
+    return enum.values[0].name.removesuffix("UNSPECIFIED")
+
+
+def _wanted(field: FieldDescriptor) -> str:
+    if field.enum_type is not None:
+        names = [value.name.removeprefix(_prefix(field.enum_type)).lower() for value in field.enum_type.values[1:]]
+        return f"one of {', '.join(names)}"
+    if field.is_repeated and field.message_type is not None:
+        return 'a JSON object of token ids and numbers, such as {"17": -2.5}'
+    if field.is_repeated or field.message_type is not None:
+        inner = field.message_type.fields_by_name["ids"] if field.message_type is not None else field
+        return f"a JSON array, each element {_KINDS[inner.cpp_type]}"
+    return _KINDS[field.cpp_type]
+
+
+_KINDS: Mapping[int, str] = {
+    FieldDescriptor.CPPTYPE_INT32: "a whole number",
+    FieldDescriptor.CPPTYPE_UINT32: "a whole number of 0 or more",
+    FieldDescriptor.CPPTYPE_UINT64: "a whole number of 0 or more",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_STRING: "a text",
+}

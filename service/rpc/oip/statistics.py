@@ -1,0 +1,67 @@
+"""What requests of this service came to, for ModelStatistics: counts and times by model, as Triton's clients read them.
+
+Triton's own would count every face; these are of requests through this one, which is what its clients compare with what
+they sent. For the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from antiphon.oip import inference_pb2 as oip
+from antiphon.service.rpc.oip.inference import VERSION
+from antiphon.v1 import inference_pb2 as pb
+
+
+@dataclass(slots=True)
+class _Sum:
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+    def message(self) -> oip.StatisticDuration:
+        return oip.StatisticDuration(count=self.count, ns=self.ns)
+
+
+class ModelCounts:
+    """Counts of one model. now_ns: wall clock, nanoseconds since 1970."""
+
+    def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._now_ns = now_ns
+        self._last_ms = 0
+        self._success, self._fail, self._queue, self._compute = _Sum(), _Sum(), _Sum(), _Sum()
+
+    def succeeded(self, elapsed_ns: int, timings: Iterable[pb.Timing]) -> None:
+        """Note a request that was answered, and the times of each of its texts."""
+        self._success.add(elapsed_ns)
+        for timing in timings:
+            queued_ns = timing.queued.ToNanoseconds()
+            self._queue.add(queued_ns)
+            self._compute.add(timing.total.ToNanoseconds() - queued_ns)
+        self._last_ms = self._now_ns() // 1_000_000
+
+    def failed(self, elapsed_ns: int) -> None:
+        """Note a request that ended with an error."""
+        self._fail.add(elapsed_ns)
+        self._last_ms = self._now_ns() // 1_000_000
+
+    def message(self, name: str) -> oip.ModelStatistics:
+        """What there is by now, of the model of this name."""
+        return oip.ModelStatistics(
+            name=name,
+            version=VERSION,
+            last_inference=self._last_ms,
+            inference_count=self._compute.count,
+            execution_count=self._compute.count,
+            inference_stats=oip.InferStatistics(
+                success=self._success.message(),
+                fail=self._fail.message(),
+                queue=self._queue.message(),
+                compute_infer=self._compute.message(),
+            ),
+        )

@@ -1,0 +1,108 @@
+"""ModelStreamInfer: requests read as they come and answered side by side, each response bearing its request's id.
+
+A model that generates answers with one response for each delta, an encoder with one in all and in the order of the
+requests. The last response of every request says that it is (triton_final_response), an error's too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+from antiphon.oip import inference_pb2 as oip
+from antiphon.service.domain.errors import AntiphonError, InvalidArgument, SlowReader
+from antiphon.service.observability.telemetry import Context
+from antiphon.service.rpc.calls.rpc import InFlight
+from antiphon.service.rpc.oip.answering import Answering
+from antiphon.service.rpc.oip.inference import VERSION, Inference, Within
+from antiphon.service.rpc.oip.tasks import STREAMED, delta, is_encoder
+from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.v1 import inference_pb2 as pb
+
+# Requests of one call under way; further ones stay unread, so that the client's flow control holds them back.
+MAX_OPEN_REQUESTS = 256
+# Triton's: with it the first error ends the call, and is its status.
+ERROR_HEADER = ("triton_grpc_error", "true")
+
+
+class Conversation:
+    """One call and the requests that it brings. name: under which each of them is accounted for."""
+
+    def __init__(self, name: str, answering: Answering, in_flight: InFlight, pacing: Pacing, context: Context) -> None:
+        self._name = name
+        self._answering = answering
+        self._in_flight = in_flight
+        self._writer = pacing.writer(context)
+        self._context = context
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time, whichever request it is of
+        self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
+
+    async def run(self, requests: AsyncIterator[oip.ModelInferRequest]) -> None:
+        """Answer every request; returns when the client sends no more and all are answered."""
+        slots = asyncio.Semaphore(MAX_OPEN_REQUESTS)
+        before: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await slots.acquire()
+                    before = group.create_task(self._account(request, before))
+                    before.add_done_callback(lambda _: slots.release())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _account(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
+        """Answer one request and account for it; raises an error only where it is to end the call."""
+        with self._in_flight.request(self._name, self._context) as call:
+            call.code = "CANCELLED"  # unless it comes to an end
+            try:
+                await self._answer(request, before)
+                call.code = "OK"
+            except AntiphonError as error:
+                call.code = error.status.name
+                if self._ends_on_error or isinstance(error, SlowReader):  # who takes no message takes none of this
+                    raise
+                call.error = error
+                failed = oip.ModelInferResponse(id=request.id, model_name=request.model_name, model_version=VERSION)
+                await self._write(oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed), True)
+
+    async def _answer(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
+        is_ordered = is_encoder(self._answering.find(request.model_name, request.model_version))
+        try:
+            inference = self._answering.read(request, is_streamed=True)
+            if inference.task is STREAMED:
+                await self._generate(inference)
+                return
+            response = await self._answering.infer(inference, self._context)
+        finally:
+            if is_ordered and before is not None:
+                await asyncio.wait({before})
+        await self._write(oip.ModelStreamInferResponse(infer_response=response), True)
+
+    async def _generate(self, inference: Inference) -> None:
+        with self._answering.counting(inference.served) as timings:
+
+            async def write(message: pb.GenerateResponse) -> None:
+                is_last = message.HasField("usage")
+                if is_last:
+                    timings.append(message.timing)
+                response = inference.response(delta(message, inference.shape), [message.usage] if is_last else [])
+                response.parameters["output_index"].int64_param = message.output_index
+                await self._write(oip.ModelStreamInferResponse(infer_response=response), is_last)
+
+            within = cast("Context", Within(self._context, inference.timeout_s, write))
+            try:
+                await inference.task.method(inference.served.servicer, inference.messages[0], within)
+            except InvalidArgument as error:
+                raise inference.complaint(error) from None
+
+    async def _write(self, response: oip.ModelStreamInferResponse, is_last: bool) -> None:  # noqa: FBT001
+        response.infer_response.parameters["triton_final_response"].bool_param = is_last
+        async with self._writing:
+            writing = asyncio.ensure_future(self._writer.write(response))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                # Another request ends the call. Its status cannot be sent where headers are half-way out: let them go.
+                await asyncio.gather(writing, return_exceptions=True)
+                raise

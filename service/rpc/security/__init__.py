@@ -1,0 +1,1 @@
+"""Certificates, bearer tokens, and the check before every call."""

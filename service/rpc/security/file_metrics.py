@@ -1,0 +1,35 @@
+"""Metrics of certificates and tokens that are read again while the server runs."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from prometheus_client import Gauge
+
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.rpc.security.reload import Result
+
+
+class FileMetrics:
+    """The metrics of files that are renewed under a running server. Thread-safe, as those who read files are."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._expiry: Gauge | None = None
+        for family in (families.tls_reloads, families.token_reloads):
+            for result in get_args(Result):
+                family.labels(result)
+
+    def count_tls(self, result: Result) -> None:
+        """Count certificates that were read again."""
+        self._families.tls_reloads.labels(result).inc()
+
+    def count_tokens(self, result: Result) -> None:
+        """Count a token file that was read again."""
+        self._families.token_reloads.labels(result).inc()
+
+    def set_certificate_expiry(self, expires_s: float) -> None:
+        """Report when the certificate in use expires, in Unix time."""
+        if self._expiry is None:
+            self._expiry = self._families.certificate_expiry()
+        self._expiry.set(expires_s)

@@ -1,0 +1,85 @@
+"""Who may call: the interceptor before every service of a port. Asks for a bearer token; names the caller.
+
+A refusal reads nothing of the request, comes before any header, and is accounted for as every other is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from antiphon.service.domain.caller import enter_caller
+from antiphon.service.domain.errors import TokenInvalid, Unauthenticated
+from antiphon.service.observability.call import is_request_id
+from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.client_waits import ClientWaits
+from antiphon.service.rpc.calls.rpc import InFlight, handler
+from antiphon.service.rpc.security.reload import Reloading
+from antiphon.service.rpc.security.tokens import Token, owner_of
+
+# Orchestrators probe without credentials; the answer is one enum.
+_OPEN = ("/grpc.health.v1.Health/Check",)
+# What all refused calls are counted under: who has no token must not choose names of metrics.
+_REFUSED = "(unauthenticated)"
+
+Metadata = Sequence[tuple[str, str | bytes]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Lets calls pass that carry a token of the file.
+
+    tokens: None asks for none. caller_key: metadata key in which a trusted proxy names the caller.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        waits: ClientWaits,
+        *,
+        tokens: Reloading[tuple[Token, ...]] | None,
+        caller_key: str | None = None,
+    ) -> None:
+        self._tokens = tokens
+        self._caller_key = caller_key
+        self._refusals = InFlight(telemetry, waits)
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Pass a call on, or answer it with a refusal."""
+        metadata: Metadata = handler_call_details.invocation_metadata or ()
+        try:
+            if handler_call_details.method not in _OPEN:
+                owner = self._authenticated(metadata)
+                enter_caller(self._named_by_proxy(metadata) or owner)
+        except Unauthenticated as error:
+            return self._refusing(error)
+        return await continuation(handler_call_details)
+
+    def _authenticated(self, metadata: Metadata) -> str | None:
+        """The token's name; None where none is asked for. Raises Unauthenticated."""
+        if self._tokens is None:
+            return None
+        given = [value for key, value in metadata if key == "authorization"]
+        if not given:
+            raise Unauthenticated("the call carries no token; send metadata authorization: Bearer TOKEN")
+        scheme, _, token = str(given[0]).partition(" ")
+        owner = owner_of(token.strip(), self._tokens.current()) if scheme.lower() == "bearer" else None
+        if owner is None or len(given) > 1:
+            raise TokenInvalid("the token is not one of this server's")
+        return owner
+
+    def _named_by_proxy(self, metadata: Metadata) -> str | None:
+        name = next((value for key, value in metadata if key == self._caller_key), None)
+        return name if isinstance(name, str) and is_request_id(name) else None
+
+    def _refusing(self, error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+        async def refuse() -> None:
+            raise error
+
+        # Of streams both ways, whatever the method is: so nothing is waited for, and the client cannot tell.
+        return handler(self._refusals.guard_refused(_REFUSED, refuse), is_streaming=True)

@@ -1,0 +1,119 @@
+"""Certificates of the server's ports: read, proven to work before they are used, renewed without a restart.
+
+A pair is proven by a handshake with itself in memory, which finds a wrong key, an expired certificate and its date with
+the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+
+from antiphon.service.rpc.security.reload import FileProblem, read_bytes
+
+_MAX_FILE_BYTES = 1 << 20
+# Messages back and forth until a TLS 1.3 handshake is done; 1.2 takes as many.
+_MAX_FLIGHTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsFiles:
+    """PEM files: the chain to show, its key, and the authorities of clients; None asks for no client certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All of them."""
+        return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificates:
+    """A proven pair, for gRPC and for HTTPS. leaf: the certificate itself, DER. expires_s: its end, in Unix time."""
+
+    grpc: grpc.ServerCertificateConfiguration
+    https: ssl.SSLContext
+    leaf: bytes
+    expires_s: float
+
+
+def read_certificates(files: TlsFiles) -> Certificates:
+    """Read and prove the files. Raises FileProblem that names the one at fault."""
+    cert = read_bytes("tls_cert", files.cert, _MAX_FILE_BYTES)
+    key = read_bytes("tls_key", files.key, _MAX_FILE_BYTES)
+    clients = None if files.client_ca is None else read_bytes("tls_client_ca", files.client_ca, _MAX_FILE_BYTES)
+    trusting = _trusting(files, cert)
+    context = _showing(files)
+    leaf, expires_s = _prove(files, context, trusting)
+    if clients is not None:
+        _load_authorities(context, "tls_client_ca", files.client_ca, clients)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return Certificates(
+        grpc=grpc.ssl_server_certificate_configuration([(key, cert)], clients),
+        https=context,
+        leaf=leaf,
+        expires_s=expires_s,
+    )
+
+
+def _trusting(files: TlsFiles, cert: bytes) -> ssl.SSLContext:
+    """A client's context that trusts exactly this certificate, whoever issued it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    _load_authorities(context, "tls_cert", files.cert, cert)
+    return context
+
+
+def _load_authorities(context: ssl.SSLContext, setting: str, path: Path | None, content: bytes) -> None:
+    try:
+        context.load_verify_locations(cadata=content.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise FileProblem(f"{setting} is {path}, which holds no certificate in PEM") from None
+
+
+def _showing(files: TlsFiles) -> ssl.SSLContext:
+    """A server's context of the pair."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+    def refuse() -> NoReturn:  # or OpenSSL would ask on the terminal
+        raise FileProblem(f"tls_key is {files.key}, which is encrypted; a server needs it as it is")
+
+    try:
+        context.load_cert_chain(files.cert, files.key, password=refuse)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise FileProblem(f"tls_key is {files.key}, which is not the key of tls_cert, {files.cert}") from None
+        raise FileProblem(f"tls_key is {files.key}, which holds no private key in PEM") from None
+    except OSError as error:  # gone since it was read
+        raise FileProblem(f"tls_key is {files.key}, which cannot be read: {error.strerror}") from None
+    return context
+
+
+def _prove(files: TlsFiles, showing: ssl.SSLContext, trusting: ssl.SSLContext) -> tuple[bytes, float]:
+    """Do a handshake of the pair with itself. Return the leaf, and its expiry in Unix time. Raises FileProblem."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server, server_side=False)
+    server = showing.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for _ in range(_MAX_FLIGHTS):
+            for side in (client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise FileProblem(f"tls_cert is {files.cert}, which no client would accept: {error.verify_message}") from None
+    except ssl.SSLError as error:
+        raise FileProblem(f"tls_cert is {files.cert}, which cannot be used: {error.reason}") from None
+    leaf, fields = client.getpeercert(binary_form=True), client.getpeercert()
+    assert leaf is not None
+    assert fields is not None
+    return leaf, float(ssl.cert_time_to_seconds(str(fields["notAfter"])))

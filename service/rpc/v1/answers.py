@@ -1,0 +1,171 @@
+"""What the engine tells of a request becomes the contract's messages; the text of each output is kept here.
+
+Raises whatever ended a request that has no full answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from antiphon.model.text.tokenizer import IncrementalDecoder, Tokenizer
+from antiphon.service.domain.errors import EngineFault
+from antiphon.service.domain.request import FinishReason, Request, Timing, TokenEvent, TokenLogprob
+from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.v1 import inference_pb2 as pb
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
+    FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+    FinishReason.EXHAUSTED: pb.FINISH_REASON_EXHAUSTED,
+}
+
+
+class Wording:
+    """Decoder of one request's tokens into text: after its target prefix, and up to its stop strings.
+
+    prefix_text: the prefix as its client wrote it, which the answer's text continues; empty where it was given as ids.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prefix_ids: Sequence[int], prefix_text: str, stop_strings: Sequence[str]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prefix_ids = prefix_ids
+        self._num_spaces = len(prefix_text) - len(prefix_text.rstrip())
+        self._stop_strings = stop_strings
+
+    def matcher(self) -> TokenStopMatcher:
+        """What reads one output for stop strings in the engine."""
+        return TokenStopMatcher(self._stop_strings, self._decoder())
+
+    def text(self) -> StopFilter:
+        """What reads one output for the client."""
+        return StopFilter(self._stop_strings, self._decoder())
+
+    def _decoder(self) -> IncrementalDecoder:
+        """A decoder that has read the prefix: the output's text continues it, leading space included.
+
+        White space at the end of the prefix takes the place of the leading space where its tokens have lost it.
+        """
+        decoder = self._tokenizer.stream()
+        read = decoder.push(self._prefix_ids)
+        if self._num_spaces and not read[-1:].isspace():
+            decoder.skip_spaces(self._num_spaces)
+        return decoder
+
+
+class Answer:
+    """Turns one request's events into messages."""
+
+    def __init__(self, request: Request, wording: Wording) -> None:
+        self._request = request
+        self._wording = wording
+        self._texts: dict[int, StopFilter] = {}
+
+    def delta(self, event: TokenEvent) -> pb.GenerateResponse | None:
+        """The message of an event of a stream; None where it has nothing to tell."""
+        if event.error is not None:
+            raise event.error
+        text = self._push(event)
+        if not (text or event.token_ids or event.finish_reason):
+            return None
+        # What most messages lack is not even named: building one costs as much as the rest of its way.
+        response = pb.GenerateResponse(text_delta=text, token_ids=event.token_ids)
+        if event.output_index:
+            response.output_index = event.output_index
+        if event.logprobs:
+            response.logprobs.extend(logprobs(event.logprobs))
+        if event.finish_reason is not None:
+            response.finish_reason = _finish_reason(event.finish_reason)
+            self._end(response, event)
+        return response
+
+    def whole(self, events: Sequence[TokenEvent]) -> pb.GenerateUnaryResponse:
+        """The message of all outputs' terminal events, each with all of its output's tokens."""
+        last = last_of(events)
+        return pb.GenerateUnaryResponse(
+            outputs=[self._output(event) for event in events],
+            usage=usage(self._request, last),
+            timing=timing(last.timing),
+            seed=self._request.params.seed,
+        )
+
+    def _end(self, response: pb.GenerateResponse, event: TokenEvent) -> None:
+        """What only terminal messages tell, and the last of them."""
+        if event.score is not None:
+            response.score = event.score
+        if event.is_last:
+            response.usage.CopyFrom(usage(self._request, event))
+            response.timing.CopyFrom(timing(event.timing))
+            response.seed = self._request.params.seed
+
+    def _output(self, event: TokenEvent) -> pb.Output:
+        return pb.Output(
+            output_index=event.output_index,
+            text=self._push(event),
+            token_ids=event.token_ids,
+            finish_reason=_finish_reason(event.finish_reason),
+            logprobs=logprobs(event.logprobs),
+            score=event.score,
+        )
+
+    def _push(self, event: TokenEvent) -> str:
+        text = self._texts.get(event.output_index)
+        if text is None:
+            text = self._texts[event.output_index] = self._wording.text()
+        pushed = text.push(event.token_ids)
+        return pushed if event.finish_reason is None else pushed + text.finish()
+
+
+def last_of(events: Sequence[TokenEvent]) -> TokenEvent:
+    """The request's last event of its outputs' terminal ones. Raises what ended it, if that is what it tells."""
+    for event in events:
+        if event.error is not None:
+            raise event.error
+    return next((event for event in events if event.is_last), events[-1])
+
+
+def logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
+    """Log-probabilities as messages."""
+    return [
+        pb.TokenLogprob(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            alternatives=[pb.Alternative(token_id=other, logprob=value) for other, value in entry.alternatives],
+        )
+        for entry in entries
+    ]
+
+
+def usage(request: Request, event: TokenEvent) -> pb.Usage:
+    """Tokens counted for a request, by its last event."""
+    return pb.Usage(source_tokens=request.num_source_tokens, generated_tokens=event.num_generated)
+
+
+def timing(measured: Timing | None) -> pb.Timing:
+    """Where the time went; nothing where nothing was measured."""
+    if measured is None:
+        return pb.Timing()
+    return pb.Timing(
+        queued=_duration(measured.queued_s),
+        time_to_first_token=_duration(measured.first_token_s),
+        total=_duration(measured.total_s),
+    )
+
+
+def _finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    known = None if reason is None else _FINISH_REASONS.get(reason)
+    if known is None:
+        raise EngineFault(f"the answer ended as {reason}")
+    return known
+
+
+def _duration(seconds: float | None) -> Duration | None:
+    if seconds is None:
+        return None
+    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)

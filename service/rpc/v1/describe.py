@@ -1,0 +1,64 @@
+"""What clients are told of a model: its bundle's facts as the contract's message."""
+
+from __future__ import annotations
+
+from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.config import Architecture
+from antiphon.model.head_config import Task
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.rpc.v1.options import default_options
+from antiphon.service.runtime.runners import AnyRunner
+from antiphon.v1 import inference_pb2 as pb
+
+_PRECISIONS = {"float32": pb.PRECISION_FLOAT32, "int8": pb.PRECISION_INT8, "int4": pb.PRECISION_INT4}
+_ARCHITECTURES: dict[Architecture, pb.Architecture.ValueType] = {
+    "encoder-decoder": pb.ARCHITECTURE_ENCODER_DECODER,
+    "encoder": pb.ARCHITECTURE_ENCODER,
+    "decoder": pb.ARCHITECTURE_DECODER,
+}
+_TASKS: dict[Task, pb.Task.ValueType] = {
+    "fill_mask": pb.TASK_FILL_MASK,
+    "classify": pb.TASK_CLASSIFY,
+    "tag": pb.TASK_TAG,
+    "next_sentence": pb.TASK_NEXT_SENTENCE,
+    "pool": pb.TASK_POOL,
+}
+
+
+def describe(
+    bundle: Bundle,
+    runner: AnyRunner,
+    tokenizer: Tokenizer,
+    *,
+    max_source_len: int,
+    max_message_bytes: int,
+    max_text_bytes: int,
+) -> pb.Model:
+    """Describe a model that this runner serves. Raises InvalidArgument where the bundle's defaults cannot be.
+
+    max_source_len: of the longest source that the server takes, perhaps shorter than the runner's.
+    """
+    manifest = bundle.manifest
+    config, text = manifest.model, manifest.text
+    model = pb.Model(
+        name=manifest.name,
+        precision=_PRECISIONS[runner.precision],
+        vocabulary_size=config.vocab_size,
+        limits=pb.Limits(
+            max_source_len=max_source_len,
+            max_target_len=runner.max_target_len,
+            max_message_bytes=max_message_bytes,
+            max_text_bytes=max_text_bytes,
+        ),
+        architecture=_ARCHITECTURES[config.architecture],
+        tasks=[pb.TaskDescription(task=_TASKS[head.task], labels=head.labels) for head in config.heads],
+        languages=sorted(text.languages),
+        mask_token="" if text.mask_id is None else tokenizer.piece(text.mask_id),
+    )
+    if runner.has_decoder:
+        model.default_options.CopyFrom(default_options(manifest.generation))
+    if manifest.provenance is not None:
+        model.provenance.source = manifest.provenance.source
+        model.provenance.licence = manifest.provenance.licence
+        model.provenance.attribution = manifest.provenance.attribution
+    return model

@@ -1,0 +1,74 @@
+"""Binds the servicers' methods to RPC names: each request goes to the model that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from antiphon.service.observability.call import current_call
+from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.client_waits import ClientWaits
+from antiphon.service.rpc.calls.resets import Resets
+from antiphon.service.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method, handlers_of
+from antiphon.service.rpc.v1.models import Models
+from antiphon.service.rpc.v1.servicer import InferenceServicer
+from antiphon.v1 import inference_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+SERVICE_NAME = SERVICE.full_name
+
+# Every RPC whose request names a model.
+_METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]] = {
+    "Generate": InferenceServicer.generate,
+    "GenerateUnary": InferenceServicer.generate_unary,
+    "Score": InferenceServicer.score,
+    "Embed": InferenceServicer.embed,
+    "Classify": InferenceServicer.classify,
+    "Tag": InferenceServicer.tag,
+    "FillMask": InferenceServicer.fill_mask,
+    "Explain": InferenceServicer.explain,
+    "Tokenize": InferenceServicer.tokenize,
+    "Detokenize": InferenceServicer.detokenize,
+    "GetModel": InferenceServicer.get_model,
+}
+
+
+class Calls:
+    """The RPCs of the models served, and how many of them are in flight."""
+
+    def __init__(
+        self,
+        models: Models,
+        telemetry: Telemetry,
+        waits: ClientWaits,
+        limits: CallLimits = NO_LIMITS,
+        resets: Resets | None = None,
+    ) -> None:
+        """resets: closes connections that reset their calls; None closes none."""
+        self.models = models
+        self.in_flight = InFlight(telemetry, waits, limits, resets)
+
+    async def wait_until_idle(self) -> None:
+        """Return when no RPC is in flight."""
+        await self.in_flight.wait_until_idle()
+
+    def generic_handler(self) -> grpc.GenericRpcHandler:
+        """Handlers of every method of the service, for `add_generic_rpc_handlers`."""
+        methods = {name: self._routed(method) for name, method in _METHODS.items()}
+        return handlers_of(SERVICE, {**methods, "ListModels": self._list_models}, self.in_flight)
+
+    def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
+        async def routed(request: Any, context: Context) -> Any:
+            served = self.models.find(request.model)
+            if (call := current_call()) is not None:
+                call.routed(served.name, served.metrics)
+            return await method(served.servicer, request, context)
+
+        return routed
+
+    async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """Describe every model, the default first."""
+        self.models.check_loaded()
+        return pb.ListModelsResponse(models=[served.description for served in self.models])

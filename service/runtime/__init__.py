@@ -1,0 +1,1 @@
+"""Runners of a model's graphs. They know arrays and blocks, and no request."""

@@ -1,0 +1,78 @@
+"""Attention weights of a bundle's model for a source and a target: off the serving path, one call at a time.
+
+Owns when the explain graph is loaded (at the first call) and how much may be asked of it. Knows token ids, not text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from antiphon.model.bundle.explain_session import ExplainSession, Explanation
+from antiphon.model.bundle.manifest import Bundle, Precision
+from antiphon.service.domain.errors import Unsupported
+
+__all__ = ["MAX_WEIGHTS", "Explainer", "Explanation"]
+
+# Attention weights of one answer, 4 bytes each in memory and on the wire: 64 MiB. They grow with the square of the
+# lengths; the shipped model's longest source and target make 5.2 million.
+MAX_WEIGHTS = 1 << 24
+
+
+class Explainer:
+    """Runs the explain graph of a bundle. Calls may come from any thread; they wait for each other."""
+
+    def __init__(self, bundle: Bundle, *, threads: int = 1, precision: Precision | None = None) -> None:
+        """Load nothing yet. precision None prefers int8, as the bundle's other graphs do; int4 has no such graph."""
+        names = {graphs.precision: graphs.explain for graphs in bundle.manifest.graphs if graphs.explain is not None}
+        choices: tuple[Precision, ...] = ("int8", "float32") if precision in (None, "int4") else (precision,)
+        self._bundle = bundle
+        self._name = next((names[choice] for choice in choices if choice in names), None)
+        self._threads = threads
+        self._session: ExplainSession | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the bundle holds a graph that explains."""
+        return self._name is not None
+
+    @property
+    def max_source_len(self) -> int:
+        """Longest source in tokens, the end token included."""
+        return self._bundle.manifest.model.max_source_len
+
+    @property
+    def max_target_len(self) -> int:
+        """Longest target in tokens, the begin token that is put first not counted."""
+        return self._bundle.manifest.model.max_target_len - 1
+
+    def num_weights(self, source_len: int, target_len: int) -> int:
+        """Attention weights that an answer holds; lengths as `explain` is given them."""
+        model, target_len = self._bundle.manifest.model, target_len + 1
+        per_head = model.encoder_layers * source_len**2 + model.decoder_layers * target_len * (target_len + source_len)
+        return model.num_heads * per_head
+
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
+        """The weights of a source, end token included, and a target, to which the begin token is prepended.
+
+        begin_id: instead of the model's.
+
+        The caller has checked lengths and ids. Raises Unsupported where the bundle has no explain graph or the answer
+        would exceed MAX_WEIGHTS, GraphError where the graph fails.
+        """
+        if self._name is None:
+            raise Unsupported(
+                f"bundle {self._bundle.manifest.name!r} holds no explain graph; antiphon export writes one"
+            )
+        num_weights = self.num_weights(len(source_ids), len(target_ids))
+        if num_weights > MAX_WEIGHTS:
+            raise Unsupported(
+                f"{len(source_ids)} source and {len(target_ids)} target tokens have {num_weights} attention weights; "
+                f"at most {MAX_WEIGHTS} are computed"
+            )
+        with self._lock:
+            if self._session is None:
+                self._session = ExplainSession(self._bundle.file(self._name), threads=self._threads)
+            first_id = self._bundle.manifest.model.bos_id if begin_id is None else begin_id
+            return self._session.run(source_ids, [first_id, *target_ids])

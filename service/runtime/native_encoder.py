@@ -1,0 +1,142 @@
+"""Runs of the native encoder graph: sources packed without padding, in parts that stay near the cores.
+
+Owns how sources become the graph's inputs, and what a run cost. Refuses to know requests and who holds which block.
+
+Axes: B sources, N their tokens together, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.graph import Graph
+from antiphon.model.bundle.manifest import MemoryFit
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.runtime.runner import EncodeReport
+
+# Activations of more tokens no longer fit near the cores: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
+RUN_TOKENS = 768
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class NativeEncoder:
+    """The encoder graph, writing cross caches into blocks of `cache`; without one, that of an encoder alone.
+
+    Raises GraphError where the graph's inputs or outputs are not the contract's.
+    """
+
+    def __init__(
+        self, graph: Graph, model: ModelConfig, workspace: Workspace, fit: MemoryFit | None, cache: NDArray[Any] | None
+    ) -> None:
+        self._graph = graph
+        self._workspace = workspace
+        self._fit = fit
+        self._cache = cache
+        self._model = model
+        self._table_width = blocks_for(model.max_source_len, BLOCK_SIZE)
+        own = ["block_tables", "cache"] if cache is not None else ["type_ids"] if model.token_types else []
+        written = ["written"] if cache is not None else []
+        graph.require(["input_ids", "positions", "offsets", *own], [*written, "memory"])
+
+    def run(
+        self,
+        sources: Sequence[Sequence[int]],
+        *,
+        block_tables: Sequence[Sequence[int]] = (),
+        type_ids: Sequence[Sequence[int]] = (),
+        keep_memory: bool,
+    ) -> EncodeReport:
+        """Encode sources of any lengths; source i fills the blocks block_tables[i], where there is a cache.
+
+        type_ids: token types of each source, none at all where all are 0. Raises ValueError where a source does not fit
+        its table or its types, GraphError where the graph fails.
+        """
+        lengths = self._checked_lengths(sources, block_tables)
+        num_tokens = int(lengths.sum())
+        memory = np.empty((num_tokens, self._model.d_model), np.float32) if keep_memory or self._cache is None else None
+        peaks, largest, first = [], 0, 0
+        for part in _parts(lengths.tolist()):
+            end = first + int(lengths[part].sum())
+            inputs = self._packed(sources[part], lengths[part])
+            if self._cache is not None:
+                inputs |= {"block_tables": self._tables(block_tables[part]), "cache": self._cache}
+            elif self._model.token_types:
+                inputs["type_ids"] = _types(type_ids[part], lengths[part])
+            peaks.append(self._measured(inputs, None if memory is None else memory[first:end]))
+            largest, first = max(largest, end - first), end
+        return EncodeReport(
+            rows=len(sources),
+            num_tokens=num_tokens,
+            longest=int(lengths.max()),
+            peak_workspace_bytes=max(peaks),
+            predicted_fused_bytes=self._fit.predict(1, largest) if self._fit else None,
+            predicted_materialised_bytes=self._model.num_heads * 4 * int(np.square(lengths).sum()),
+            memory=memory,
+        )
+
+    def _packed(self, sources: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> Arrays:
+        offsets = np.zeros(len(sources) + 1, np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        num_tokens = int(offsets[-1])
+        return {
+            "input_ids": np.fromiter(chain.from_iterable(sources), np.int64, num_tokens),
+            "positions": np.arange(num_tokens, dtype=np.int32) - np.repeat(offsets[:-1], lengths),
+            "offsets": offsets,
+        }
+
+    def _measured(self, inputs: Arrays, memory: NDArray[np.float32] | None) -> int:
+        """One run of the graph, its states to `memory` where wanted; returns its peak workspace in bytes."""
+        outputs: Arrays = {} if self._cache is None else {"written": np.zeros(1, np.int32)}
+        if memory is not None:
+            outputs["memory"] = memory
+        before = self._workspace.reset_peak().in_use_bytes
+        self._graph.run_bound(self._graph.bind(inputs, outputs))
+        return self._workspace.stats().peak_bytes - before
+
+    def _checked_lengths(
+        self, sources: Sequence[Sequence[int]], block_tables: Sequence[Sequence[int]]
+    ) -> NDArray[np.int64]:
+        longest = self._model.max_source_len
+        lengths = np.array([len(source) for source in sources], np.int64)
+        if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
+            raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
+        held = [len(table) for table in block_tables]
+        if self._cache is not None and held != (-(-lengths // BLOCK_SIZE)).tolist():
+            raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {held} blocks")
+        return lengths
+
+    def _tables(self, block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+        tables = np.zeros((len(block_tables), self._table_width), np.int32)
+        for row, blocks in enumerate(block_tables):
+            tables[row, : len(blocks)] = blocks
+        return tables
+
+
+def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Token types of packed sources; 0 where a source, or all, come without."""
+    types = np.zeros(int(lengths.sum()), np.int64)
+    first = 0
+    for length, given in zip(lengths.tolist(), type_ids, strict=False):
+        if given:
+            types[first : first + length] = given
+        first += length
+    return types
+
+
+def _parts(lengths: Sequence[int]) -> list[slice]:
+    """Neighbouring sources that one run encodes: of at most RUN_TOKENS together, or one alone."""
+    parts, first, held = [], 0, 0
+    for index, length in enumerate(lengths):
+        if held and held + length > RUN_TOKENS:
+            parts.append(slice(first, index))
+            first, held = index, 0
+        held += length
+    return [*parts, slice(first, len(lengths))]

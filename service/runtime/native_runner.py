@@ -1,0 +1,128 @@
+"""Runs the native graphs of a bundle: tokens packed, caches in blocks of one pool, sampling inside the graph.
+
+Owns the pool's memory; who uses which block is the engine's business. Refuses to know requests and text. One thread
+calls it: the arrays of a step are reused by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.graph import Graph
+from antiphon.model.bundle.manifest import Bundle, GraphSet, Precision
+from antiphon.model.config import ModelConfig
+from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import Task as HeadTask
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.runtime.native_decoder import NativeDecoder
+from antiphon.service.runtime.native_encoder import NativeEncoder
+from antiphon.service.runtime.reserve import reserve
+from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
+
+_LANES = 16  # head widths are rounded up to it in the pool
+
+
+class NativeRunner:
+    """The encoder and decoder graphs of one bundle, or a decoder alone, over one pool of cache blocks.
+
+    threads counts the cores one run may use. num_blocks is the size of the pool; None is enough for max_rows of the
+    longest sequences, resident only where used. workspace_limit_bytes bounds what ONNX Runtime may hold beside weights;
+    a run that needs more raises GraphError and leaves the runner usable.
+    Raises GraphError, BundleError (no such precision) or WorkspaceError.
+    """
+
+    has_decoder = True
+    can_share_blocks = True
+    can_resume = True
+    heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        max_rows: int,
+        threads: int,
+        precision: Precision | None = None,
+        num_blocks: int | None = None,
+        workspace_limit_bytes: int | None = None,
+    ) -> None:
+        model, graphs = bundle.manifest.model, bundle.graph_set(precision, "native")
+        self.has_encoder = self.can_embed = model.architecture != "decoder"
+        self.max_rows = max_rows
+        self.vocab_size = model.vocab_size
+        self.source_vocab_size = model.resolved_source_vocab_size
+        # A prompt leaves room for one token at least.
+        self.max_source_len = model.max_source_len if self.has_encoder else model.max_target_len - 1
+        self.max_target_len = model.max_target_len
+        self.bos_id = model.bos_id
+        self.eos_id = model.eos_id
+        self.precision = graphs.precision
+        self.block_size = BLOCK_SIZE
+        longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+        self.num_blocks = num_blocks or max_rows * longest
+        self.cache = _reserve_pool(model, graphs, self.num_blocks)
+        self.cache_bytes_per_token = self.cache[0].nbytes // BLOCK_SIZE
+        self.workspace = Workspace(is_own=True)
+        self._encoder: NativeEncoder | None = None
+        if self.has_encoder:
+            encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
+            self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), self.cache)
+        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
+        self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
+        self.workspace.trim()  # what loading worked in
+        self.workspace.limit_growth(workspace_limit_bytes)
+
+    def encode(
+        self,
+        sources: Sequence[Sequence[int]],
+        first_row: int,
+        block_tables: Sequence[Sequence[int]],
+        *,
+        type_ids: Sequence[Sequence[int]] = (),
+        keep_memory: bool = False,
+    ) -> EncodeReport:
+        """Encode sources of any lengths, packed; source i fills the blocks block_tables[i].
+
+        first_row and type_ids mean nothing here. Raises ValueError when a source does not fit its table, GraphError
+        when the graph fails.
+        """
+        if self._encoder is None:
+            raise ValueError("a decoder alone encodes nothing")
+        return self._encoder.run(sources, block_tables=block_tables, keep_memory=keep_memory)
+
+    def decode(self, batch: DecodeBatch) -> Draw:
+        """Feed every row its new tokens and choose its next one, in one run; arrays are valid until the next.
+
+        Raises ValueError when the batch does not fit, GraphError when the graph fails: the operators check every
+        position and block.
+        """
+        return self._decoder.run(batch)
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copy blocks of the pool. Raises ValueError for a block outside it."""
+        for block in (*sources.tolist(), *targets.tolist()):
+            if not 0 <= block < self.num_blocks:  # NumPy would count from the end
+                raise ValueError(f"block {block} is not of this pool of {self.num_blocks}")
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self.cache[target] = self.cache[source]
+
+    def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
+        """Nothing to do: a row's cache is where its block tables say."""
+
+    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Never asked: only encoders alone have heads."""
+        raise NotImplementedError(f"this model has no {task} head")
+
+
+def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDArray[Any]:
+    """The pool, as GraphSet describes it."""
+    head_width = -(-model.resolved_head_dim // _LANES) * _LANES
+    shape = (num_blocks, model.decoder_layers, 2, model.num_heads, BLOCK_SIZE * head_width)
+    # Blocks are handed out from one end of the pool, and a block just freed goes first.
+    return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks", is_dense=True)

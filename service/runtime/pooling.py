@@ -1,0 +1,25 @@
+"""How the encoder's states become one vector, or stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.service.domain.request import Pooling
+
+
+def pool(states: NDArray[np.float32], pooling: Pooling, *, normalize: bool) -> NDArray[np.float32]:
+    """states [S, M] -> [M] float32, with NONE [S, M]; vectors scaled to length 1 where `normalize`, but for zeros."""
+    vectors: NDArray[np.float64]
+    if pooling is Pooling.MEAN:
+        vectors = states.mean(axis=0, dtype=np.float64)
+    elif pooling is Pooling.MAX:
+        vectors = states.max(axis=0).astype(np.float64)
+    elif pooling is Pooling.NONE:
+        vectors = states.astype(np.float64)
+    else:
+        vectors = states[0].astype(np.float64)
+    if normalize:
+        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        vectors = vectors / np.where(lengths == 0.0, 1.0, lengths)
+    return np.asarray(vectors, np.float32)

@@ -1,0 +1,118 @@
+"""What becomes of an encoder's states: one vector, scores of labels, or tokens for masked places.
+
+Each request's numbers come from its own rows alone, so they are the same bits whatever else was read in the step.
+
+Axes: S tokens of a source, N of all sources, M width of the states, K states read, O outputs of a head, k proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.head_config import Scores
+from antiphon.model.head_config import Task as HeadTask
+from antiphon.service.domain.request import Readout, Request, Task
+from antiphon.service.runtime.pooling import pool
+from antiphon.service.runtime.runner import Runner
+
+# Outputs of a head that are held at once: a vocabulary is wide, and a text may be all masks.
+_MAX_OUTPUTS = 1 << 22
+
+_Place = tuple[Request, int]
+"""A request, and a row of the memory that it wants read."""
+
+
+def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: Runner) -> dict[str, Readout]:
+    """What the requests that want no target get, by request id.
+
+    memory [N, M]: the states of every request's source, one after the other. Raises ValueError where a head's outputs
+    are not finite, and what the runner raises.
+    """
+    found: dict[str, Readout] = {}
+    places: dict[HeadTask, list[_Place]] = {}
+    first = 0
+    for request in requests:
+        end = first + len(request.source_ids)
+        if request.head is not None:
+            places.setdefault(request.head, []).extend((request, first + pick) for pick in request.picks)
+        elif request.task is Task.EMBED:
+            vector = pool(memory[first:end], request.pooling, normalize=request.normalize)
+            found[request.request_id] = Readout(vector)
+        first = end
+    for task, held in places.items():
+        found |= _read_head(task, held, memory, runner)
+    return found
+
+
+def scores_of(outputs: NDArray[np.float32], scores: Scores) -> NDArray[np.float64]:
+    """outputs [K, O] -> scores [K, O]: softmax of each row, a sigmoid of each output, or the outputs themselves."""
+    values = outputs.astype(np.float64)
+    if scores == "none":
+        return values
+    if scores == "sigmoid":
+        with np.errstate(over="ignore"):  # what is far below zero scores 0
+            return 1.0 / (1.0 + np.exp(-values))
+    raised = np.exp(values - values.max(axis=1, keepdims=True))
+    return np.asarray(raised / raised.sum(axis=1, keepdims=True))
+
+
+def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Indices and scores [K, count] of each row's best, best first; of equal ones the lower index."""
+    count = min(count, scores.shape[1])
+    ids = np.sort(np.argpartition(-scores, count - 1, axis=1)[:, :count], axis=1)
+    order = np.argsort(-np.take_along_axis(scores, ids, axis=1), axis=1, kind="stable")
+    ids = np.take_along_axis(ids, order, axis=1)
+    return ids, np.take_along_axis(scores, ids, axis=1)
+
+
+def _read_head(
+    task: HeadTask, places: Sequence[_Place], memory: NDArray[np.float32], runner: Runner
+) -> dict[str, Readout]:
+    parts: dict[str, list[Readout]] = {}
+    for chosen in _runs(places, runner.vocab_size):
+        outputs = runner.run_head(task, memory[[row for _, row in chosen]])
+        if not np.isfinite(outputs).all():
+            raise ValueError(f"outputs of the {task} head are not finite")
+        for request, rows in _by_request(chosen):
+            part = _reduced(request, outputs[rows], runner)
+            parts.setdefault(request.request_id, []).append(part)
+    return {request_id: _joined(held) for request_id, held in parts.items()}
+
+
+def _runs(places: Sequence[_Place], width: int) -> Iterator[Sequence[_Place]]:
+    """The places in runs of a head, of bounded size."""
+    count = max(1, _MAX_OUTPUTS // width)
+    for start in range(0, len(places), count):
+        yield places[start : start + count]
+
+
+def _by_request(places: Sequence[_Place]) -> Iterator[tuple[Request, slice]]:
+    """Each request with its rows of a run's outputs, which are neighbours."""
+    first = 0
+    for index, (request, _) in enumerate(places, 1):
+        if index == len(places) or places[index][0] is not request:
+            yield request, slice(first, index)
+            first = index
+
+
+def _reduced(request: Request, outputs: NDArray[np.float32], runner: Runner) -> Readout:
+    """What is kept of a head's outputs [K, O] for one request."""
+    assert request.head is not None
+    if request.task is Task.EMBED:
+        return Readout(pool(outputs, request.pooling, normalize=request.normalize))
+    scores = scores_of(outputs, runner.heads[request.head].scores)
+    if request.task is not Task.FILL_MASK:
+        return Readout(scores.astype(np.float32))
+    ids, best = top_of(scores, request.num_fillings)
+    return Readout(best.astype(np.float32), ids)
+
+
+def _joined(parts: Sequence[Readout]) -> Readout:
+    if len(parts) == 1:
+        return parts[0]
+    ids = [part.token_ids for part in parts if part.token_ids is not None]
+    values = np.concatenate([part.values for part in parts])
+    return Readout(values, np.concatenate(ids) if ids else None)

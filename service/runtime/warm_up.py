@@ -1,0 +1,85 @@
+"""Runs a model once as its first requests will: so that none pays for a first time, and nonsense is found before it.
+
+Also what tells a broken model from bad requests, once an engine's steps fail one after the other. Writes to the cache
+blocks from 0 on and to the first rows: only for a runner that no sequence uses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.model.ops.choices import greedy_choices
+from antiphon.service.runtime.runner import NOT_FINITE, DecodeBatch, Runner
+
+# Of the source that stands for a usual one, in tokens.
+_USUAL_LEN = 32
+# A head's outputs may be a vocabulary wide.
+_HEAD_ROWS = 8
+
+
+class NotFinite(Exception):
+    """A graph gives no numbers. part: "encoder", "decoder", or the task of a head."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(f"the outputs of the {part} graph are not finite")
+        self.part = part
+
+
+def warm_up(runner: Runner) -> None:
+    """Encode a usual source, then fill every row, decode a token for each, and run every head.
+
+    Raises NotFinite, or what the runner raises.
+    """
+    if runner.has_encoder:
+        usual_len = min(_USUAL_LEN, runner.max_source_len)
+        _encode(runner, [[runner.eos_id] * usual_len])
+        states = _encode(runner, [[runner.eos_id]] * _num_rows(runner))
+        for task in runner.heads:
+            assert states is not None
+            _check(runner.run_head(task, states[:_HEAD_ROWS]), task)
+    if runner.has_decoder:
+        _decode(runner)
+
+
+def _num_rows(runner: Runner) -> int:
+    """As many as run together, each with a block for its source, if it has one, and one for its target."""
+    if not runner.has_decoder:
+        return runner.max_rows
+    return max(1, min(runner.max_rows, runner.num_blocks // (1 + runner.has_encoder)))
+
+
+def _encode(runner: Runner, sources: list[list[int]]) -> NDArray[np.float32] | None:
+    """The sources' states [N, M] where the runner keeps them; block i is the i-th of theirs."""
+    num_blocks = [blocks_for(len(source), runner.block_size) if runner.has_decoder else 0 for source in sources]
+    ends = np.cumsum(num_blocks).tolist()
+    tables = [range(end - count, end) for end, count in zip(ends, num_blocks, strict=True)]
+    states = runner.encode(sources, 0, tables, keep_memory=runner.can_embed).memory
+    if states is not None:
+        _check(states, "encoder")
+    return states
+
+
+def _decode(runner: Runner) -> None:
+    """Decode the first token of every row, after the one-token sources in blocks 0 and following."""
+    num_rows = _num_rows(runner)
+    rows = np.arange(num_rows, dtype=np.int32)
+    draw = runner.decode(
+        DecodeBatch(
+            token_ids=np.full(num_rows, runner.bos_id, np.int64),
+            positions=np.zeros(num_rows, np.int32),
+            offsets=np.arange(num_rows + 1, dtype=np.int32),
+            self_tables=rows[:, None] + (num_rows if runner.has_encoder else 0),
+            cross_tables=rows[:, None],
+            source_lens=np.full(num_rows, int(runner.has_encoder), np.int32),
+            choices=greedy_choices(rows),
+        )
+    )
+    if (draw.token_ids[:num_rows] == NOT_FINITE).any():
+        raise NotFinite("decoder")
+
+
+def _check(outputs: NDArray[np.float32], part: str) -> None:
+    if not np.isfinite(outputs).all():
+        raise NotFinite(part)

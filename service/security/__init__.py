@@ -1,1 +1,0 @@
-"""Who may call: certificates, tokens, and the gate before every service."""

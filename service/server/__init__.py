@@ -1,0 +1,1 @@
+"""The process: settings, ports, models and life cycle."""

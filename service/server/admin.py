@@ -1,0 +1,116 @@
+"""antiphon.v1.AdminService: which models there are, changed on a port of its own. Decides nothing.
+
+Off unless asked for, and on loopback unless told otherwise: whoever reaches it may load any bundle of this disk. Beside
+it channelz, which shows every connection of the process, with the addresses of who is at its other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_reflection.v1alpha import reflection
+from pydantic import TypeAdapter, ValidationError
+
+from antiphon.service.domain.errors import BadBundle, InvalidArgument
+from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.client_waits import ClientWaits
+from antiphon.service.rpc.calls.rpc import Context, InFlight, Method, handlers_of
+from antiphon.service.server.control import Control
+from antiphon.service.server.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
+from antiphon.service.server.memory import MemoryBudget
+from antiphon.service.server.model_settings import ModelName, ModelSettings
+from antiphon.service.server.settings import MAX_GRACE_S, ServerConfig, allowed_of_model
+from antiphon.v1 import admin_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
+CHANNELZ_NAME: str = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+
+_NAMES: TypeAdapter[str] = TypeAdapter(ModelName)
+_MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
+
+
+class AdminServicer:
+    """The RPC methods. They raise AntiphonError; `rpc.py` tells the client."""
+
+    def __init__(self, control: Control, budget: MemoryBudget, config: ServerConfig) -> None:
+        self._control = control
+        self._budget = budget
+        self._config = config
+
+    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+        """Load a bundle and serve it."""
+        plan = self._config.plan(_checked_name(message.name), _settings(message))
+        if not plan.path.is_dir():
+            raise BadBundle(f"{plan.path} is no directory of this server")
+        served = await self._control.load(plan)
+        return pb.LoadModelResponse(model=served.description)
+
+    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+        """Serve a model no longer."""
+        grace_s = self._config.drain_grace_s
+        if message.HasField("grace"):
+            grace_s = message.grace.seconds + message.grace.nanos / 1e9
+            if not 0 <= grace_s <= MAX_GRACE_S:
+                raise InvalidArgument("grace", f"{grace_s} s", f"0 to {MAX_GRACE_S} s")
+        return pb.UnloadModelResponse(has_drained=await self._control.unload(message.name, grace_s))
+
+    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+        """Say what each model holds of the memory budget."""
+        models = [
+            pb.ModelMemory(
+                name=name,
+                weight_bytes=memory.weight_bytes,
+                cache_bytes=memory.cache_bytes,
+                workspace_bytes=memory.workspace_bytes,
+            )
+            for name, memory in sorted(self._budget.held.items())
+        ]
+        return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
+
+
+def build_admin_server(
+    servicer: AdminServicer,
+    telemetry: Telemetry,
+    waits: ClientWaits,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A gRPC server with the admin service and reflection, bound to no port yet."""
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
+        HANDSHAKE_OPTION,
+    ]
+    server = grpc.aio.server(options=options, interceptors=interceptors)
+    methods: dict[str, Method] = {
+        "LoadModel": servicer.load_model,
+        "UnloadModel": servicer.unload_model,
+        "GetMemory": servicer.get_memory,
+    }
+    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry, waits)),))
+    channelz.add_channelz_servicer(server)
+    reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+def _checked_name(name: str) -> str:
+    try:
+        return _NAMES.validate_python(name)
+    except ValidationError:
+        allowed = "1 to 64 letters, digits, dots, underscores and hyphens, the first a letter or digit"
+        raise InvalidArgument("name", name, allowed) from None
+
+
+def _settings(message: pb.LoadModelRequest) -> ModelSettings:
+    if not Path(message.path).is_absolute() or "\0" in message.path:
+        raise InvalidArgument("path", message.path, "the absolute path of a bundle's directory on the server")
+    limits = {field.name: value for field, value in message.limits.ListFields()}
+    try:
+        return ModelSettings(path=Path(message.path), **limits)
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        raise InvalidArgument(f"limits.{field}", limits[field], allowed_of_model(field)) from None

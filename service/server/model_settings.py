@@ -1,0 +1,85 @@
+"""The settings of one of several models: where its bundle lies, and the engine limits that are its own.
+
+A limit left out takes the server's setting of the same name. Knows what is allowed, not what it is used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from antiphon.model.bundle.manifest import NAME_PATTERN
+
+PrecisionChoice = Literal["float32", "int8", "int4"]
+LoweringChoice = Literal["native", "contrib"]
+
+Threads = Annotated[int, Field(ge=1, le=1024)]
+NumSeqs = Annotated[int, Field(ge=1, le=4096)]
+BatchedTokens = Annotated[int, Field(ge=1, le=1_048_576)]
+QueuedRequests = Annotated[int, Field(ge=1, le=1_000_000)]
+QueueTime = Annotated[float, Field(ge=0.001, le=86_400)]
+QueuedTokens = Annotated[int, Field(ge=1, le=100_000_000)]
+CacheBlocks = Annotated[int, Field(ge=1, le=100_000_000)]
+WorkspaceBytes = Annotated[int, Field(ge=1, le=2**50)]
+
+ModelName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class ModelSettings(BaseModel):
+    """One model: the directory of its bundle, and limits of its own. A text alone is the directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path
+    precision: PrecisionChoice | None = None
+    lowering: LoweringChoice | None = None
+    threads: Threads | None = None
+    max_num_seqs: NumSeqs | None = None
+    max_num_batched_tokens: BatchedTokens | None = None
+    max_queued_requests: QueuedRequests | None = None
+    max_queued_tokens: QueuedTokens | None = None
+    max_queue_time_s: QueueTime | None = None
+    kv_cache_blocks: CacheBlocks | None = None
+    workspace_limit_bytes: WorkspaceBytes | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlan:
+    """Everything needed to load one model. name None takes the bundle's."""
+
+    name: str | None
+    path: Path
+    precision: PrecisionChoice | None
+    lowering: LoweringChoice | None
+    threads: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    max_queue_time_s: float
+    kv_cache_blocks: int | None
+    workspace_limit_bytes: int | None
+    max_message_bytes: int
+    max_text_bytes: int
+
+
+def read_model_flags(flags: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+    """What `--model NAME=PATH`, given any number of times, says. Raises ValueError naming the flag that is wrong."""
+    given: dict[str, Mapping[str, str]] = {}
+    for flag in flags:
+        name, separator, path = flag.partition("=")
+        if not (name and separator and path):
+            raise ValueError(f"--model is {flag!r}; it must be NAME=PATH, a name and the directory of a bundle")
+        if name in given:
+            raise ValueError(f"--model names {name!r} twice")
+        given[name] = {"path": path}
+    return given

@@ -1,0 +1,51 @@
+"""Where accounts of calls go, by the settings: the log, and a collector of spans where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from antiphon.service.observability.access_log import AccessLog
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.observability.trace_context import Sampler
+from antiphon.service.server.settings import ConfigError, ServerConfig
+
+if TYPE_CHECKING:
+    from antiphon.service.observability.spans import Spans
+
+# For a reader of the log, or a collector, that is slow while the server leaves.
+_FLUSH_S = 3.0
+
+
+def check_tracing(config: ServerConfig) -> None:
+    """Raise ConfigError where spans are asked for and what sends them is not installed."""
+    if config.otlp_endpoint is None:
+        return
+    try:
+        import antiphon.service.observability.spans  # noqa: F401 - is there, and what it imports
+    except ImportError as error:
+        missing = f"otlp_endpoint is {config.otlp_endpoint!r}, and {error.name} is not installed"
+        raise ConfigError(f"{missing}: pip install 'antiphon[trace]'") from None
+
+
+@contextlib.asynccontextmanager
+async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIterator[Telemetry]:
+    """The accounts of a server; on leaving, what is not written or sent yet is, within seconds."""
+    sinks: list[AccessLog | Spans] = []
+    sampler = None
+    if config.access_log != "none":
+        sinks.append(AccessLog(families, is_for_all=config.access_log == "all"))
+    if config.otlp_endpoint is not None:
+        from antiphon.service.observability.spans import (
+            open_spans,  # without the setting, opentelemetry is never imported
+        )
+
+        sinks.append(open_spans(config.otlp_endpoint, families))
+        sampler = Sampler(config.trace_sample_ratio)
+    try:
+        yield Telemetry(families, *sinks, sampler=sampler)
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(sink.close, _FLUSH_S) for sink in sinks))

@@ -1,0 +1,389 @@
+"""Every setting of a server, from flags, environment and a TOML file; a wrong value is refused by name.
+
+Flags win over `ANTIPHON_*` variables, those over the TOML file, that over the defaults. Knows what is allowed, not
+what it is used for; loads no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from antiphon.service.rpc.security.access_settings import AccessSettings, Port, contradiction
+from antiphon.service.server.model_settings import (
+    BatchedTokens,
+    CacheBlocks,
+    LoweringChoice,
+    ModelName,
+    ModelPlan,
+    ModelSettings,
+    NumSeqs,
+    PrecisionChoice,
+    QueuedRequests,
+    QueuedTokens,
+    QueueTime,
+    Threads,
+    WorkspaceBytes,
+    read_model_flags,
+)
+
+ENV_PREFIX = "ANTIPHON_"
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+MAX_GRACE_S = 3600
+SHIPPED_BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+ENDPOINT_PATTERN = r"^https?://[^/\s]+/?$"
+AccessLog = Literal["all", "errors", "none"]
+
+
+class ConfigError(Exception):
+    """A setting cannot be used; the message names the field, its value, where it came from and what is allowed."""
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and the container's CPU quota where there is one."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(affinity, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no cgroup v2, or "max": no quota
+        return affinity
+
+
+class ServerConfig(AccessSettings):
+    """Settings of one server process. Frozen; names carry their units."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    bundle: Path = Field(default=SHIPPED_BUNDLE, description="Directory of the exported model to serve.")
+    models: dict[ModelName, ModelSettings] = Field(
+        default_factory=dict,
+        description="A model to serve, NAME=PATH of its bundle; again for each. The first is the default of requests.",
+    )
+    precision: PrecisionChoice | None = Field(
+        default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
+    )
+    lowering: LoweringChoice | None = Field(
+        default=None, description="Operators of the graphs to run; unset takes native where the bundle has them."
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
+    port: Port = Field(default=50051, description="Port that gRPC listens on; 0 takes any free one.")
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Address that /metrics listens on.")
+    metrics_port: Port = Field(default=9090, description="Port that /metrics listens on; 0 takes any free one.")
+    admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the admin service listens on.")
+    admin_port: Port | None = Field(
+        default=None, description="Port of the admin service, which loads and unloads models; 0 takes any free one."
+    )
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
+        default=None, description="Most bytes that all models may count for: weights, caches, workspaces."
+    )
+    threads: Threads = Field(
+        default_factory=usable_cores, description="Threads that compute one step; unset is every core."
+    )
+    max_num_seqs: NumSeqs = Field(default=64, description="Most rows that decode together: outputs and beams.")
+    max_num_batched_tokens: BatchedTokens = Field(
+        default=1024, description="Most source, prefix and judged tokens taken up in one step."
+    )
+    max_queued_requests: QueuedRequests = Field(default=1024, description="Most requests that wait.")
+    max_queued_tokens: QueuedTokens = Field(
+        default=131_072, description="Most source tokens of waiting requests together."
+    )
+    max_queue_time_s: QueueTime = Field(
+        default=30.0, description="Longest expected wait of a request that is still taken."
+    )
+    kv_cache_blocks: CacheBlocks | None = Field(
+        default=None, description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."
+    )
+    workspace_limit_bytes: WorkspaceBytes | None = Field(
+        default=None, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
+    )
+    max_stream_messages_per_s: int = Field(
+        default=500,
+        ge=1,
+        le=1_000_000,
+        description="Most messages a second of all streams together; with more tokens than that, each brings several.",
+    )
+    slow_reader_timeout_s: float = Field(
+        default=30.0,
+        ge=0.1,
+        le=86_400,
+        description="Time that an answer, or a message of a stream, may wait for its client to read it.",
+    )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=MAX_GRACE_S,
+        description="Time after SIGTERM in which new requests are still served, for load balancers to look away.",
+    )
+    drain_grace_s: float = Field(
+        default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
+    )
+    watchdog_timeout_s: float = Field(
+        default=60.0, ge=0.1, le=MAX_GRACE_S, description="Time a step of an engine may take before liveness fails."
+    )
+    load_reports: Literal["on", "off"] = Field(
+        default="on",
+        description="Whether RPCs tell in a trailer how busy the server is, and a service of its own does.",
+    )
+    load_report_interval_s: float = Field(
+        default=1.0, ge=0.1, le=3600, description="Shortest interval between the reports of a load report stream."
+    )
+    log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
+    log_format: LogFormat = Field(default="text", description="How log lines are written; json is an object a line.")
+    access_log: AccessLog = Field(default="all", description="RPCs to log when they are over, at level info.")
+    otlp_endpoint: Annotated[str, Field(pattern=ENDPOINT_PATTERN)] | None = Field(
+        default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset sends none."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of the calls without a trace that begin one."
+    )
+
+    @property
+    def plans(self) -> tuple[ModelPlan, ...]:
+        """The models to load, the default first: `models`, or `bundle` under its own name."""
+        if not self.models:
+            return (self.plan(None, ModelSettings(path=self.bundle)),)
+        return tuple(self.plan(name, settings) for name, settings in self.models.items())
+
+    def plan(self, name: str | None, settings: ModelSettings) -> ModelPlan:
+        """How to load a model: by its settings, by the server's where it has none. name None takes the bundle's."""
+        chosen = {
+            field: own if (own := getattr(settings, field)) is not None else getattr(self, field)
+            for field in ModelSettings.model_fields
+            if field != "path"
+        }
+        return ModelPlan(
+            name=name,
+            path=settings.path,
+            max_message_bytes=self.max_message_bytes,
+            max_text_bytes=self.max_text_bytes,
+            **chosen,
+        )
+
+
+def fields() -> Mapping[str, FieldInfo]:
+    """Every field of ServerConfig, in order of declaration, those of its ports last."""
+    inherited = AccessSettings.model_fields
+    own = {name: field for name, field in ServerConfig.model_fields.items() if name not in inherited}
+    return {**own, **inherited}
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each field, a positional bundle, --config and --print-config."""
+    parser.add_argument(
+        "bundle_path", nargs="?", metavar="BUNDLE", help="the same as --bundle (default: the English-German one)"
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file of settings (also {CONFIG_VARIABLE})")
+    parser.add_argument("--print-config", action="store_true", help="print the settings in effect as TOML, and exit")
+    group = parser.add_argument_group("settings", f"each also as {ENV_PREFIX}NAME, and as `name` in the TOML file")
+    schemas = _schemas()
+    for name, field in fields().items():
+        schema = schemas[name]
+        action = "append" if name == "models" else "store"
+        group.add_argument(flag_of(name), dest=name, action=action, metavar=_metavar(schema), help=_help(field, schema))
+
+
+def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> ServerConfig:
+    """Combine flags, environment and TOML file. Raises ConfigError on the first field that is wrong.
+
+    environment is consulted for the TOML file's name only; pydantic reads os.environ itself.
+    """
+    flags = _flags(arguments)
+    environment = os.environ if environment is None else environment
+    config_file = arguments.config or environment.get(CONFIG_VARIABLE) or None
+    table = _read_toml(Path(config_file)) if config_file else {}
+
+    class Layered(ServerConfig):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, table)
+
+    try:
+        config = Layered(**flags)
+    except SettingsError as error:  # only models are JSON
+        raise ConfigError(f"models (from {ENV_PREFIX}MODELS) is not JSON: {error.__cause__}") from None
+    except ValidationError as error:
+        raise ConfigError(_explain(error, flags, config_file)) from None
+    _check_ports(config)
+    if problem := contradiction(config, has_admin=config.admin_port is not None):
+        raise ConfigError(problem)
+    if config.models and "bundle" in config.model_fields_set:
+        raise ConfigError(f"bundle is {config.bundle} and there are models; give one or the other")
+    # Sources are merged from the weakest to the strongest; the default model is the first of the strongest.
+    first = [name for name in flags.get("models", ()) if name in config.models]
+    return config.model_copy(update={"models": {name: config.models[name] for name in (*first, *config.models)}})
+
+
+def _check_ports(config: ServerConfig) -> None:
+    """Raise ConfigError where two listeners share a port and an address."""
+    taken = {(config.host, config.port): "port"}
+    for field in ("metrics", "admin", "probe"):
+        host, port = getattr(config, f"{field}_host"), getattr(config, f"{field}_port")
+        if port and (other := taken.setdefault((host, port), f"{field}_port")) != f"{field}_port":
+            raise ConfigError(f"{field}_port is {port}; it must differ from {other}, on the same address")
+
+
+def to_toml(config: ServerConfig) -> str:
+    """The configuration as TOML that --config reads back; unset fields become comments."""
+    values = {name: getattr(config, name) for name in fields() if name != "models"}
+    if config.models:
+        values["bundle"] = None
+    lines = [_toml_line(name, value) for name, value in values.items()]
+    if not config.models:
+        lines.append(_toml_line("models", None))
+    for name, settings in config.models.items():
+        lines += ["", f"[models.{json.dumps(name)}]"]
+        lines += [_toml_line(field, getattr(settings, field)) for field in ModelSettings.model_fields]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_line(name: str, value: object) -> str:
+    if value is None:
+        return f"# {name} is unset"
+    if isinstance(value, bool):
+        return f"{name} = {str(value).lower()}"
+    shown = value if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
+    return f"{name} = {shown}"
+
+
+def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(arguments, name) for name in fields() if getattr(arguments, name) is not None}
+    if arguments.bundle_path is not None:
+        if "bundle" in given:
+            raise ConfigError(f"bundle is given twice: {arguments.bundle_path} and --bundle {given['bundle']}")
+        given["bundle"] = arguments.bundle_path
+    if "models" in given:
+        try:
+            given["models"] = read_model_flags(given["models"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return given
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _explain(error: ValidationError, flags: Mapping[str, Any], config_file: str | None) -> str:
+    first = error.errors()[0]
+    name, *inner = map(str, first["loc"])
+    origin = _origin(name, inner, flags, config_file)
+    if name not in fields():
+        return f"{name} (from {origin}) is not a setting; the settings are {', '.join(fields())}"
+    if name == "models" and inner:
+        return _explain_model(inner, origin, first["type"], first["input"])
+    return f"{name} (from {origin}) is {first['input']!r}; it must be {_allowed(_schemas()[name])}"
+
+
+def _explain_model(inner: list[str], origin: str, kind: str, value: object) -> str:
+    """What is wrong with a model's name, or with a setting of it; inner: where in `models`."""
+    name, *rest = inner
+    field, known = rest[0] if rest else "", ModelSettings.model_fields
+    if field == "[key]":
+        return (
+            f"models (from {origin}) names {name!r}; a name is 1 to 64 letters, digits, dots, underscores and hyphens"
+        )
+    where = ".".join(["models", name, *rest])
+    if kind == "missing":
+        return f"{where} (from {origin}) is missing; it must be the directory of a bundle"
+    if field not in known:
+        expected = "a table with a path" if not field else f"one of {', '.join(known)}"
+        return f"{where} (from {origin}) is not a setting of a model; it must be {expected}"
+    return f"{where} (from {origin}) is {value!r}; it must be {allowed_of_model(field)}"
+
+
+def _origin(name: str, inner: list[str], flags: Mapping[str, Any], config_file: str | None) -> str:
+    """Where a value was given: a flag, a variable or the file. inner: where in `models`, for that setting."""
+    variable = f"{ENV_PREFIX}{name.upper()}"
+    if name in flags and (
+        name != "models" or (inner and inner[0] in flags[name] and inner[1:] in (["path"], ["[key]"]))
+    ):
+        return flag_of(name)
+    return variable if os.environ.get(variable) else str(config_file)
+
+
+def _schemas() -> dict[str, dict[str, Any]]:
+    """JSON schema of each field; of an optional field, the schema of its value."""
+    return _value_schemas(ServerConfig)
+
+
+def allowed_of_model(field: str) -> str:
+    """What a field of ModelSettings takes, in words."""
+    return _allowed(_value_schemas(ModelSettings)[field])
+
+
+def _value_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    properties: dict[str, dict[str, Any]] = kind.model_json_schema()["properties"]
+    return {name: schema.get("anyOf", [schema])[0] for name, schema in properties.items()}
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """What a field takes, in words."""
+    if choices := schema.get("enum"):
+        return f"one of {', '.join(choices)}"
+    if schema["type"] == "object":
+        return "a table of models by name, each with a path"
+    if pattern := schema.get("pattern"):
+        return f"a text that matches {pattern}"
+    if schema["type"] == "string":
+        return "a text that is not empty"
+    if schema["type"] == "boolean":
+        return "true or false"
+    kind = "a whole number" if schema["type"] == "integer" else "a number"
+    return f"{kind} from {schema['minimum']} to {schema['maximum']}"
+
+
+def _help(field: FieldInfo, schema: Mapping[str, Any]) -> str:
+    text = (field.description or "").rstrip(".").replace("%", "%%")
+    text = text[0].lower() + text[1:]
+    if choices := schema.get("enum"):
+        text += f": {', '.join(choices)}"
+    if field.default_factory is not None or field.default in (None, SHIPPED_BUNDLE):
+        return text
+    default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    return f"{text} (default: {default})"
+
+
+def _metavar(schema: Mapping[str, Any]) -> str:
+    if schema.get("format") in ("path", "file"):
+        return "DIR" if schema["format"] == "path" else "FILE"
+    if schema["type"] == "boolean":
+        return "BOOL"
+    if schema["type"] == "object":
+        return "NAME=PATH"
+    return "TEXT" if schema["type"] == "string" else "N"
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: --model, which names one, for models."""
+    return "--model" if name == "models" else f"--{name.replace('_', '-')}"

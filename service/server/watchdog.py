@@ -1,0 +1,81 @@
+"""Notices an engine whose step does not end, and an event loop that is late; acts on neither, but says so.
+
+The liveness probe fails for as long as an engine hangs: whoever runs the process then ends it. Threads cannot be ended
+from within, and the blocks of a step that never ended cannot be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from antiphon.service.rpc.calls.probes import Probes
+from antiphon.service.rpc.v1.models import Served
+
+log = logging.getLogger(__name__)
+
+# Looks a second, but at least so many for each timeout.
+_LOOKS_PER_TIMEOUT = 4
+_MAX_INTERVAL_S = 1.0
+_LAG_INTERVAL_S = 0.5
+
+
+class Watchdog:
+    """Watches the engines of some models. For the event loop; busy_s of an engine may be asked from any thread.
+
+    timeout_s: how long a step may take, or work wait for one to begin.
+    """
+
+    def __init__(self, models: Iterable[Served], probes: Probes, timeout_s: float) -> None:
+        self._models = models
+        self._probes = probes
+        self._timeout_s = timeout_s
+        self._hung: frozenset[str] = frozenset()
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(min(_MAX_INTERVAL_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
+
+    async def look(self) -> None:
+        """Compare every engine with the timeout; tell the probes, the metrics and, of each change, the log."""
+        served = {one.name: one for one in self._models}
+        hung = frozenset(name for name, one in served.items() if one.engine.busy_s > self._timeout_s)
+        for name, one in served.items():
+            one.metrics.hangs(is_hung=name in hung)
+        for name in hung - self._hung:
+            engine = served[name].engine
+            log.critical(
+                "model %s: its engine has not ended a step for %.1f s; its thread is here:\n%s",
+                name,
+                engine.busy_s,
+                engine.stack(),
+            )
+        for name in self._hung - hung:
+            log.warning("model %s: its engine goes on", name)
+        if bool(hung) != bool(self._hung):
+            await self._probes.live(is_live=not hung)
+        self._hung = hung
+
+
+class LoopLag:
+    """How late the event loop is: it should come by every half second. The lag may be read from any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._due_s = clock() + _LAG_INTERVAL_S
+        self._last_s = 0.0
+
+    async def run(self) -> None:
+        """Come by, again and again, until cancelled."""
+        while True:
+            self._due_s = self._clock() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self._last_s = max(0.0, self._clock() - self._due_s)
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds by which it was late the last time, or is late now, whichever is more."""
+        return max(self._last_s, self._clock() - self._due_s)

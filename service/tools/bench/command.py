@@ -1,0 +1,189 @@
+"""`antiphon bench`: measures a bundle on this machine, section by section, and stops by itself."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.manifest import BundleError, load_bundle
+from antiphon.model.ops.workspace import WorkspaceError
+from antiphon.model.text.tokenizer import TokenizerError
+from antiphon.service.server.settings import SHIPPED_BUNDLE, usable_cores
+from antiphon.service.tools.bench.node_profile import profile_nodes
+from antiphon.service.tools.bench.report import BenchError, BenchFailure, Finding, machine, table, to_json
+from antiphon.service.tools.bench.sections import SECTIONS
+from antiphon.service.tools.bench.setup import MODELS, PRESETS, Setup
+from antiphon.service.tools.bench.sources import Corpus, everyday, held_out, read_corpus
+
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `antiphon bench`."""
+    parser.add_argument(
+        "bundle", type=Path, nargs="?", default=SHIPPED_BUNDLE, metavar="BUNDLE",
+        help="exported model (default: the English-German one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--section", nargs="+", choices=SECTIONS, metavar="NAME",
+        help=f"which of {', '.join(SECTIONS)} to run (default: all; with --profile: none)",
+    )  # fmt: skip
+    _add_models(parser)
+    _add_sentences(parser)
+    _add_scale(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the decode section here, as a PNG")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write here which graph nodes take the time")
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
+        help="random: random weights at fixed lengths; bundle: BUNDLE on sentences (default: both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="base", help="size of the random model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR",
+        help="float32 weights of BUNDLE, for CTranslate2; without them BUNDLE is not compared with it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep models made for the benchmark here (default: made anew)"
+    )
+    parser.add_argument("--lowering", choices=("native", "contrib"), help="graphs to run (default: as serve does)")
+
+
+def _add_sentences(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", type=Path, metavar="FILE", help="sentences, one a line (default: some built in)")
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="their translations, for BLEU of both sides")
+    parser.add_argument("--recipe", metavar="NAME", help="or: what this recipe's data holds out, with references")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder of the files the recipe names (default: $ANTIPHON_DATA)"
+    )
+
+
+def _add_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rows", type=_positive, nargs="+", metavar="N",
+        help="rows of decode (default: 1 8 32 64 128) and of engine (default: 32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=_positive, default=usable_cores(), metavar="N", help="CPU threads (default: every core)"
+    )
+    parser.add_argument(
+        "--repeat", type=_positive, default=5, metavar="N", help="measured runs of each side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=8.0, metavar="S",
+        help="length of one open-loop run of poisson; other loads grow with it (default: %(default)s)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; 0 when done, 2 for a wrong argument, 1 when a side failed or the sides disagree."""
+    try:
+        _check_outputs(args)
+        with tempfile.TemporaryDirectory(prefix="antiphon-bench-") as scratch:
+            _measure(args, _setup(args, Path(scratch)))
+    except (BenchError, BundleError, TokenizerError, GraphError, WorkspaceError) as error:
+        print(f"antiphon bench: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except BenchFailure as failure:
+        print(f"antiphon bench: {failure}", file=sys.stderr)
+        return EXIT_FAILURE
+    return 0
+
+
+def _measure(args: argparse.Namespace, setup: Setup) -> None:
+    names = args.section or ([] if args.profile else list(SECTIONS))
+    findings = [finding for name in dict.fromkeys(names) for finding in _run_section(name, setup)]
+    if findings:
+        print(f"{machine(args.threads)}\n{table(findings)}")
+    if args.json is not None:
+        _write("--json", args.json, to_json(findings, args.threads))
+    if args.plot is not None:
+        from antiphon.service.tools.bench.plot import plot_decode
+
+        plot_decode(args.plot, findings, machine(args.threads))
+    if args.profile is not None:
+        profiles = f"{machine(args.threads)}\n{profile_nodes(setup)}"
+        print(profiles)
+        _write("--profile", args.profile, profiles + "\n")
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """What would fail at the end fails now, before anything is measured."""
+    for flag in ("json", "plot", "profile"):
+        path: Path | None = getattr(args, flag)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BenchError(f"--{flag} {path}: {path.absolute().parent} is not a directory")
+    if args.plot is not None:
+        if args.section and "decode" not in args.section:
+            raise BenchError("--plot draws the decode section; add it to --section")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise BenchError("--plot needs matplotlib, which is not installed; run: pip install matplotlib")
+    if args.work is not None and args.work.exists() and not args.work.is_dir():
+        raise BenchError(f"--work {args.work} is not a directory")
+
+
+def _setup(args: argparse.Namespace, scratch: Path) -> Setup:
+    setup = Setup(
+        bundle=load_bundle(args.bundle),
+        corpus=_corpus(args),
+        models=args.model,
+        work=(args.work or scratch).absolute(),
+        checkpoint=args.checkpoint,
+        preset=args.preset,
+        rows=tuple(dict.fromkeys(args.rows)) if args.rows else None,
+        threads=args.threads,
+        repeat=args.repeat,
+        seconds=args.seconds,
+        lowering=args.lowering,
+    )
+    setup.bundle_subject.sources(len(setup.corpus.texts))  # one too long is found before anything is measured
+    return setup
+
+
+def _corpus(args: argparse.Namespace) -> Corpus:
+    if args.recipe is not None:
+        if args.source is not None:
+            raise BenchError("--recipe and --source: give one of them")
+        return held_out(args.recipe, args.data)
+    if args.source is None:
+        if args.reference is not None:
+            raise BenchError(f"--reference {args.reference}: give its sources with --source")
+        return everyday()
+    return read_corpus(args.source, args.reference)
+
+
+def _run_section(name: str, setup: Setup) -> list[Finding]:
+    print(f"antiphon bench: {name}", file=sys.stderr)
+    return SECTIONS[name](setup)
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{flag} {path} cannot be written: {error}") from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 600 or math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 600")
+    return value

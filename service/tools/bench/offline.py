@@ -1,0 +1,144 @@
+"""The engine without a network: as many requests at once as asked for, each followed by the next."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import Metrics
+from antiphon.service.runtime.runner import Runner
+
+# The server sets the same: the event loop must not keep the interpreter from the engine for several steps.
+_SWITCH_INTERVAL_S = 0.001
+
+A = TypeVar("A")
+
+
+class Offline:
+    """A running engine and an event loop, as in a server; ended on leaving the context.
+
+    rows: sequences that run together.
+    """
+
+    def __init__(self, runner: Runner, *, rows: int) -> None:
+        config = EngineConfig(max_num_seqs=rows, max_queued_requests=1_000_000, max_queued_tokens=100_000_000)
+        self._eos_id = runner.eos_id
+        self._engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
+        self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+    def translate(
+        self, sources: Sequence[Sequence[int]], *, concurrency: int, max_new_tokens: int, beam_width: int = 1
+    ) -> list[list[int]]:
+        """Target ids of each source, in order, the end token included where it came; greedy, or the best of beams.
+
+        concurrency: requests that wait or run at any time.
+        """
+        params = SamplingParams(max_new_tokens=max_new_tokens, beam_width=beam_width)
+        return self._loop.run(self._translate(sources, concurrency, params))
+
+    def run(self, work: Coroutine[Any, Any, A]) -> A:
+        """Run a coroutine in the event loop that the streams belong to."""
+        return self._loop.run(work)
+
+    def sample(self, source: Sequence[int], params: SamplingParams) -> list[list[int]]:
+        """Target ids of each sample of one request."""
+        return self._loop.run(self._sample(source, params))
+
+    async def waits_beside(self, source: Sequence[int], params: SamplingParams, max_new_tokens: int) -> list[float]:
+        """Seconds to the first token of short greedy requests, one after another, while one with `params` runs.
+
+        The short ones come from another caller, from the first token of the long request to its end; from within `run`.
+        """
+        stream, waits = self._submit("long", source, params), []
+        await anext(stream)
+        rest = asyncio.ensure_future(stream.collect())
+        while not rest.done():
+            waits += await self.waits_alone(source, max_new_tokens)
+        _raise_error(rest.result()[0])
+        return waits
+
+    async def waits_alone(self, source: Sequence[int], max_new_tokens: int) -> list[float]:
+        """Seconds to the first token of one short greedy request, as the only number of a list; from within `run`."""
+        started_s = time.perf_counter()
+        return [await self.first_token_s("short", source, max_new_tokens, client="short") - started_s]
+
+    async def first_token_s(self, name: str, source: Sequence[int], max_new_tokens: int, *, client: str = "") -> float:
+        """Stream one request to its end, from within `run`; when its first token came, by time.perf_counter.
+
+        name: of no other request under way. Cancelled, it ends the request.
+        """
+        stream = self._submit(name, source, SamplingParams(max_new_tokens=max_new_tokens), client=client)
+        first_s = None
+        try:
+            async for event in stream:
+                first_s = first_s or time.perf_counter()
+                if event.error is not None:
+                    raise event.error
+        except asyncio.CancelledError:
+            self._engine.cancel(name)
+            raise
+        assert first_s is not None
+        return first_s
+
+    async def _translate(
+        self, sources: Sequence[Sequence[int]], concurrency: int, params: SamplingParams
+    ) -> list[list[int]]:
+        targets: dict[int, list[int]] = {}
+
+        async def work(waiting: Iterator[tuple[int, Sequence[int]]]) -> None:
+            for index, source in waiting:
+                targets[index] = self._ids(await self._translate_one(str(index), source, params))
+
+        shared = iter(enumerate(sources))
+        await asyncio.gather(*(work(shared) for _ in range(concurrency)))
+        return [targets[index] for index in range(len(sources))]
+
+    async def _translate_one(self, name: str, source: Sequence[int], params: SamplingParams) -> TokenEvent:
+        stream = self._submit(name, source, params)
+        event, *_ = await stream.collect()  # of several outputs the best
+        _raise_error(event)
+        return event
+
+    async def _sample(self, source: Sequence[int], params: SamplingParams) -> list[list[int]]:
+        events = await self._submit("samples", source, params).collect()
+        _raise_error(events[0])
+        return [self._ids(event) for event in events]
+
+    def _submit(self, name: str, source: Sequence[int], params: SamplingParams, *, client: str = "") -> OutputStream:
+        stream, arrival_s = OutputStream(name), self._engine.clock()
+        request = Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s, client=client)
+        self._engine.submit(request, stream)
+        return stream
+
+    def _ids(self, event: TokenEvent) -> list[int]:
+        has_stopped = event.finish_reason is FinishReason.STOP
+        return [*event.token_ids, self._eos_id] if has_stopped else list(event.token_ids)
+
+    def __enter__(self) -> Self:
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._engine.stop()
+        self._loop.close()
+        sys.setswitchinterval(self._switch_interval_s)
+
+
+def _raise_error(event: TokenEvent) -> None:
+    if event.error is not None:
+        raise event.error

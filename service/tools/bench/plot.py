@@ -1,0 +1,37 @@
+"""Draws the decode section: tokens a second of both sides over the rows, and their ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from antiphon.service.tools.bench.report import BenchError, Finding
+
+
+def plot_decode(path: Path, findings: Sequence[Finding], title: str) -> None:
+    """Write a PNG of two panels; findings of other sections are left out."""
+    shown = [found for found in findings if found.name == "decode" and found.unit == "tokens/s" and found.ratio]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    speed, ratio = figure.subplots(1, 2)
+    for case in dict.fromkeys(found.case for found in shown):
+        held = sorted((found for found in shown if found.case == case), key=lambda found: found.rows)
+        rows = [found.rows for found in held]
+        lines = speed.plot(rows, [found.antiphon for found in held], "o-", label=f"Antiphon, {case}")
+        color = lines[0].get_color()
+        speed.plot(rows, [found.ctranslate2 or 0 for found in held], "s--", color=color, label=f"CTranslate2, {case}")
+        ratio.plot(rows, [found.ratio or 0 for found in held], "o-", color=color, label=case)
+    ratio.axhline(1, color="black", linewidth=1)
+    ticks = sorted({found.rows for found in shown})
+    for axes, label in ((speed, "target tokens/s"), (ratio, "Antiphon over CTranslate2")):
+        axes.set(xlabel="rows", ylabel=label, xscale="log", ylim=(0, None))
+        axes.set_xticks(ticks, [str(rows) for rows in ticks])
+        axes.minorticks_off()
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(title, fontsize="small")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise BenchError(f"--plot {path} cannot be written: {error}") from None

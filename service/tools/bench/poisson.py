@@ -1,0 +1,186 @@
+"""Section `poisson`: requests of mixed lengths that arrive at random times, and how long each waits.
+
+Ours is the engine with its streams; CTranslate2 stands behind a batcher, the usual way to serve it, whose window,
+largest batch and workers are the best of a sweep. Waits count from the scheduled time. CTranslate2 gives a batch's
+answers when the batch is done: its first token comes with the last.
+
+Sentences end where they end. Random models never do, and CTranslate2 takes one limit for a batch: there every target
+has 16 tokens, a short sentence's, over sources of 5 to 60.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, product
+from operator import attrgetter
+from typing import Any
+
+import uvloop
+
+from antiphon.load.arrivals import poisson_arrivals
+from antiphon.load.percentiles import percentile
+from antiphon.load.search import highest_rate
+from antiphon.service.tools.bench.arrivals import Waits, offer
+from antiphon.service.tools.bench.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.offline import Offline
+from antiphon.service.tools.bench.report import Case, Finding
+from antiphon.service.tools.bench.setup import Setup, Subject
+from antiphon.service.tools.bench.sources import Ids
+from antiphon.service.tools.bench.timing import alternate
+from antiphon.service.tools.bench.twin import Prompt, Twin, TwinSettings, layouts, prompts_of
+
+ROWS = 64
+LIMIT_S = 0.25
+_PERCENTS = (50, 95, 99)
+_WINDOWS_S = (0.005, 0.010)
+_MAX_BATCHES = (8, 16, 32, 64)
+_RANDOM_TARGET_LEN = 16
+_SHORTEST, _LONGEST = 5, 60
+# The search ends within 4 %: 60^(1 / 2^7) = 1.03.
+_STEPS = 7
+_LOWEST, _HIGHEST = 0.02, 1.2  # of the rate with everything waiting from the start
+_MAX_SEARCHES = 3
+# A run is given up so long after its last arrival: far beyond the limit, so it has failed by then.
+_PATIENCE_S = 4.0
+_SEED = 4
+
+# One open-loop run at some arrival times.
+Run = Callable[[Sequence[float]], Waits]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What arrives: sources in a cycle, and the bound of every target."""
+
+    sources: list[Ids]
+    max_new_tokens: int
+
+
+def poisson(setup: Setup) -> list[Finding]:
+    """Every model that has a twin."""
+    return [found for subject in setup.twinned() for found in _poisson_subject(subject, setup)]
+
+
+def _poisson_subject(subject: Subject, setup: Setup) -> list[Finding]:
+    work, twin = _work(subject, setup.num_sentences), Twin(subject.twin_folder)
+    runner = setup.runner(subject, ROWS)
+    with Offline(runner, rows=ROWS) as offline:
+        translate = partial(
+            offline.translate, work.sources, concurrency=len(work.sources), max_new_tokens=work.max_new_tokens
+        )
+        our_capacity = len(work.sources) / min(_seconds(translate) for _ in range(3))
+        their_capacity, (settings, batcher) = _best_batcher(twin, work, setup)
+        ours, theirs = partial(_run_ours, offline, work), partial(_run_theirs, twin, work, settings, batcher)
+        searches = alternate(
+            lambda: _search(ours, our_capacity, setup.seconds),
+            lambda: _search(theirs, their_capacity, setup.seconds),
+            min(setup.repeat, _MAX_SEARCHES),
+        )
+        rate = statistics.median(their_rate for _, their_rate in searches) or their_capacity * _LOWEST
+        arrivals = poisson_arrivals(rate, setup.seconds, _SEED)
+        waits = alternate(lambda: ours(arrivals), lambda: theirs(arrivals), min(setup.repeat, _MAX_SEARCHES))
+    against = f"{settings}, window {batcher.window_s * 1e3:.0f} ms"
+    return _findings(subject.name, against, rate, searches, waits)
+
+
+def _findings(
+    name: str, against: str, rate: float, searches: Sequence[tuple[float, float]], waits: Sequence[tuple[Waits, Waits]]
+) -> list[Finding]:
+    case = partial(Case, name="poisson", rows=ROWS, against=against, is_twin=True)
+    findings = [case(case=f"{name}, highest rate with p99 <= 250 ms").finding(searches, "requests/s")]
+    for what, seconds_of in (("latency", attrgetter("last_s")), ("TTFT", attrgetter("first_s"))):
+        for percent in _PERCENTS:
+            figures = [
+                (1e3 * percentile(seconds_of(ours), percent), 1e3 * percentile(seconds_of(theirs), percent))
+                for ours, theirs in waits
+            ]
+            findings.append(case(case=f"{name}, p{percent} {what} at {rate:,.1f} requests/s").finding(figures, "ms"))
+    return findings
+
+
+def _work(subject: Subject, count: int) -> Work:
+    if not subject.is_endless:
+        return Work(sources=subject.sources(count), max_new_tokens=subject.max_new_tokens)
+    rng = random.Random(_SEED)
+    lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(count // 4)]
+    return Work(sources=subject.random_sources(lengths), max_new_tokens=_RANDOM_TARGET_LEN)
+
+
+def _search(run: Run, capacity: float, seconds: float) -> float:
+    def holds(rate: float) -> bool:
+        waits = run(poisson_arrivals(rate, seconds, _SEED))
+        return percentile(waits.last_s, 99) <= LIMIT_S
+
+    return highest_rate(holds, _LOWEST * capacity, _HIGHEST * capacity, _STEPS)
+
+
+def _run_ours(offline: Offline, work: Work, arrivals: Sequence[float]) -> Waits:
+    names = map(str, count())
+
+    async def ask(index: int) -> float:
+        source = work.sources[index % len(work.sources)]
+        return await offline.first_token_s(next(names), source, work.max_new_tokens)
+
+    return offline.run(offer(ask, arrivals, patience_s=_PATIENCE_S))
+
+
+def _run_theirs(
+    twin: Twin, work: Work, settings: TwinSettings, config: BatcherConfig, arrivals: Sequence[float]
+) -> Waits:
+    translator = twin.translator(settings.workers, settings.threads)
+    prompts = prompts_of(work.sources)
+
+    def translate(batch: Sequence[Prompt]) -> Sequence[Any]:
+        results: Sequence[Any] = translator.translate_batch(
+            batch, beam_size=1, max_decoding_length=work.max_new_tokens, max_input_length=0
+        )
+        return results
+
+    async def run() -> Waits:
+        async with Batcher(translate, config) as batcher:
+
+            async def ask(index: int) -> float:
+                await batcher.ask(prompts[index % len(prompts)])
+                return time.perf_counter()
+
+            return await offer(ask, arrivals, patience_s=_PATIENCE_S)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+def _best_batcher(twin: Twin, work: Work, setup: Setup) -> tuple[float, tuple[TwinSettings, BatcherConfig]]:
+    """CTranslate2's requests a second with everything waiting, and the batcher with the least p95 at 0.6 of that."""
+    prompts = prompts_of(work.sources)
+    candidates = [
+        TwinSettings(workers=workers, threads=threads, max_batch_size=size)
+        for (workers, threads), size in product(layouts(setup.threads), _MAX_BATCHES)
+    ]
+    seconds = []
+    for settings in candidates:
+        twin.translate(prompts[:2], settings, max_new_tokens=2)
+        seconds.append(twin.translate(prompts, settings, work.max_new_tokens)[0].seconds)
+    capacity = len(prompts) / min(seconds)
+    arrivals = poisson_arrivals(0.6 * capacity, setup.seconds / 4, _SEED)
+    waits = {}
+    for settings, window_s in product(candidates, _WINDOWS_S):
+        config = BatcherConfig(workers=settings.workers, max_batch=settings.max_batch_size, window_s=window_s)
+        waits[settings, config] = percentile(_run_theirs(twin, work, settings, config, arrivals).last_s, 95)
+        print(
+            f"antiphon bench:   {settings}, window {window_s * 1e3:.0f} ms: p95 {waits[settings, config] * 1e3:.0f} ms",
+            file=sys.stderr,
+        )
+    return capacity, min(waits, key=waits.__getitem__)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s

@@ -1,0 +1,106 @@
+"""Sections about our own parts: `engine` beside static batches, `grpc_overhead` beside the engine, `startup`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+
+from antiphon.client import Source
+from antiphon.service.runtime.runner import Runner
+from antiphon.service.tools.bench.offline import Offline
+from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, compare
+from antiphon.service.tools.bench.server import BenchServer, run_client
+from antiphon.service.tools.bench.setup import Setup, Subject
+from antiphon.service.tools.bench.sources import Ids
+from antiphon.service.tools.bench.static import translate_static
+from antiphon.service.tools.bench.timing import alternate, timed
+
+ENGINE_ROWS = (32,)
+# Static batches, of `rows` each, that one run of the engine section is worth.
+_NUM_BATCHES = 12
+STREAMS = 64
+_RANDOM_FILLS = 4
+
+
+def engine(setup: Setup) -> list[Finding]:
+    """The bundle's engine, with everything waiting from the start, against static batches of as many rows."""
+    findings = []
+    for rows in setup.rows or ENGINE_ROWS:
+        subject = setup.bundle_subject
+        runner = setup.runner(subject, rows)
+        sources, limit = subject.sources(_NUM_BATCHES * rows), subject.max_new_tokens
+        targets = translate_static(runner, sources, rows=rows, max_new_tokens=limit, is_sorted=True)
+        findings += _against_static(runner, setup, (rows, limit), "sentences", sources)
+        length = statistics.median_high(map(len, targets))
+        # Sources that do not end before, so that a limit makes all targets equally long.
+        lasting = [source for source, target in zip(sources, targets, strict=True) if len(target) >= length]
+        repeated = (lasting * (len(sources) // len(lasting) + 1))[: len(sources)]
+        findings += _against_static(runner, setup, (rows, length), f"{length} tokens each", repeated)
+    return findings
+
+
+def _against_static(
+    runner: Runner, setup: Setup, shape: tuple[int, int], case: str, sources: Sequence[Ids]
+) -> list[Finding]:
+    """shape: rows, and the bound of every target."""
+    rows, limit = shape
+    static = partial(translate_static, runner, sources, rows=rows, max_new_tokens=limit)
+    arriving, sorted_first = partial(static, is_sorted=False), partial(static, is_sorted=True)
+    with Offline(runner, rows=rows) as offline:
+        ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=limit)
+        if not ours() == arriving() == sorted_first():
+            raise BenchFailure(f"engine, {case}: the engine and the static batches disagree on tokens")
+        runs = [(timed(ours), timed(arriving), timed(sorted_first)) for _ in range(setup.repeat)]
+    return [
+        finding
+        for side, against in ((1, "static batches as they arrive"), (2, "static batches sorted by length"))
+        for finding in compare(
+            Case(name="engine", case=case, rows=rows, against=against), [(run[0], run[side]) for run in runs]
+        )
+    ]
+
+
+def grpc_overhead(setup: Setup) -> list[Finding]:
+    """What a client gets over concurrent streams, against the engine alone with as many requests under way."""
+    return [found for subject in setup.subjects() for found in _over_grpc(subject, setup)]
+
+
+def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
+    """The client sends texts, or ids where there is no text; it has a process of its own, on the same cores."""
+    limit = subject.max_new_tokens
+    sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
+    asked: Sequence[Source] = sources if subject.is_endless else subject.texts(setup.num_sentences)
+    with (
+        Offline(setup.runner(subject, STREAMS), rows=STREAMS) as offline,
+        BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, lowering=setup.lowering) as server,
+    ):
+        alone = partial(offline.translate, sources, concurrency=STREAMS, max_new_tokens=limit)
+        over_grpc = partial(run_client, server.target, asked, streams=STREAMS, max_new_tokens=limit)
+        expected = [subject.tokenizer.decode(target) for target in alone()]
+        if over_grpc()[1] != expected:
+            raise BenchFailure(f"grpc_overhead, {subject.name}: the client's texts differ from the engine's")
+        pairs = alternate(lambda: over_grpc()[0], lambda: timed(alone), setup.repeat)
+    kind = f"{limit} tokens each" if subject.is_endless else "sentences"
+    case = Case(name="grpc_overhead", case=f"{subject.name}, {kind}", rows=STREAMS, against="the engine alone")
+    return compare(case, pairs)
+
+
+def startup(setup: Setup) -> list[Finding]:
+    """Seconds to the ready line, and memory resident then and after a load."""
+    subject = setup.bundle_subject
+    texts, limit = subject.texts(setup.num_sentences), subject.max_new_tokens
+    ready_s = []
+    for _ in range(setup.repeat):
+        with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, lowering=setup.lowering) as server:
+            ready_s.append(server.ready_s)
+            figures = [("ready", server.memory_mb("VmRSS"))]
+            run_client(server.target, texts, streams=STREAMS, max_new_tokens=limit)
+            figures += [("after load", server.memory_mb("VmRSS")), ("at its peak", server.memory_mb("VmHWM"))]
+    return [_figure("until ready", statistics.median(ready_s), "s")] + [
+        _figure(f"resident {when}", megabytes, "MB") for when, megabytes in figures
+    ]
+
+
+def _figure(case: str, value: float, unit: str) -> Finding:
+    return Finding(name="startup", case=case, rows=STREAMS, antiphon=round(value, 3), unit=unit)

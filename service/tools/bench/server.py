@@ -1,0 +1,92 @@
+"""The real server and a real client as processes of their own, and what the system says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from antiphon.client import Source
+from antiphon.model.bundle.manifest import Lowering
+from antiphon.service.tools.bench.report import BenchFailure, Speed
+
+_READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
+# Far beyond what anything here takes: a bound for a benchmark that would otherwise hang.
+PATIENCE_S = 600
+
+
+class BenchServer:
+    """`antiphon serve` on free ports of the loopback, up and ready; ended on leaving the context.
+
+    ready_s: seconds from the start of the process to its ready line. Raises BenchFailure where that never comes.
+    """
+
+    def __init__(self, bundle: Path, *, rows: int, threads: int, lowering: Lowering | None = None) -> None:
+        settings = {
+            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error",
+            "lowering": lowering,
+        }  # fmt: skip
+        flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
+        started_s = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "antiphon.cli", "serve", str(bundle), *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+        )
+        assert self._process.stdout is not None
+        match = _READY.match(self._process.stdout.readline())
+        self.ready_s = time.perf_counter() - started_s
+        if match is None:
+            self._end()
+            raise BenchFailure("the server did not start; its own words are above")
+        self.target = match["target"]
+
+    def memory_mb(self, field: str) -> float:
+        """A field of /proc/PID/status, VmRSS or VmHWM, in MB."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        return int(status.partition(f"{field}:")[2].split()[0]) * 1024 / 1e6
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+
+def run_client(target: str, sources: Sequence[Source], *, streams: int, max_new_tokens: int) -> tuple[Speed, list[str]]:
+    """Translate sources over `streams` concurrent streams, from a process of its own; how fast, and into what.
+
+    Raises BenchFailure when the client fails.
+    """
+    command = (sys.executable, "-m", "antiphon.service.tools.bench.client", target, str(streams), str(max_new_tokens))
+    ended = subprocess.run(
+        command, input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
+        env=_environment(),
+    )  # fmt: skip
+    if ended.returncode != 0:
+        raise BenchFailure("the client failed; its own words are above")
+    answer = json.loads(ended.stdout)
+    return Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"]), answer["texts"]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without any setting of a server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")}

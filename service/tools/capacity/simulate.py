@@ -1,0 +1,210 @@
+"""`antiphon simulate`: a day's traffic, the autoscaler as it is shipped, and what it comes to.
+
+Every request is simulated by itself, on replicas as fast as a measured one; docs/CAPACITY.md says what the model is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from antiphon.service.server.settings import ServerConfig
+from antiphon.service.tools.capacity.day_report import Figures, as_text, figures_of
+from antiphon.service.tools.capacity.fleet import Fleet, Outcome, Surroundings
+from antiphon.service.tools.capacity.ranges import number, whole
+from antiphon.service.tools.capacity.replicas import CapacityError
+from antiphon.service.tools.capacity.scaled_object import ScaledObject, Trigger, read_scaled_object
+from antiphon.service.tools.capacity.service_curve import ServiceCurve, read_curve
+from antiphon.service.tools.capacity.simulated_replica import ReplicaLimits
+from antiphon.service.tools.capacity.traffic import Burst, Traffic, day, read_traffic, steady
+
+EXIT_USER_ERROR = 2
+# For contrast: what else one might scale on.
+_WAITING_TARGETS = (2, 5, 10)
+_CPU_TARGET = 0.8
+_HOUR_S = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon simulate`."""
+    parser.add_argument(
+        "--curve", type=Path, required=True, metavar="FILE", help="what one replica does, as measure_curve writes it"
+    )
+    parser.add_argument(
+        "--scaled-object", type=Path, metavar="FILE", help="KEDA's ScaledObject; without one nothing is scaled"
+    )
+    parser.add_argument("--compare", action="store_true", help="beside it: other thresholds, CPU, and a static fleet")
+    _add_traffic_flags(parser.add_argument_group("what comes"))
+    _add_surroundings_flags(parser.add_argument_group("what replicas live in"))
+    group = parser.add_argument_group("what is written")
+    group.add_argument("--objective-s", type=number(0, 3600), default=1.0, metavar="S", help="(default: %(default)s)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the day, as PNG; needs matplotlib")
+
+
+def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
+    what = group.add_mutually_exclusive_group()
+    what.add_argument("--steady", type=number(0, 1e5), metavar="R", help="requests a second, all the time")
+    what.add_argument("--traffic", type=Path, metavar="FILE", help="CSV of time_s, requests_per_s, at even intervals")
+    what.add_argument(
+        "--peak",
+        type=number(0, 1e5),
+        metavar="R",
+        help="requests a second at the peak of a day (default: 4 replicas' most)",
+    )
+    group.add_argument(
+        "--noise",
+        type=number(-1e-9, 2),
+        default=0.1,
+        metavar="D",
+        help="deviation of its logarithm (default: %(default)s)",
+    )
+    group.add_argument("--burst-at-h", type=number(-1e-9, 24), default=15.0, metavar="H", help="(default: %(default)s)")
+    group.add_argument(
+        "--burst-min", type=number(-1e-9, 1440), default=10.0, metavar="M", help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--burst-factor", type=number(0, 100), default=2.0, metavar="X", help="times the rate (default: %(default)s)"
+    )
+    group.add_argument("--hours", type=number(0, 24), default=24.0, metavar="H", help="so much of it (default: all)")
+    group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="(default: %(default)s)")
+
+
+def _add_surroundings_flags(group: argparse._ArgumentGroup) -> None:
+    fields = ServerConfig.model_fields
+    group.add_argument(
+        "--replicas", type=whole(1, 10_000), metavar="N", help="at first, or always (default: minReplicaCount, or 1)"
+    )
+    group.add_argument(
+        "--start-s", type=number(-1e-9, 3600), default=20.0, metavar="S", help="until a new pod is ready (default: 20)"
+    )
+    group.add_argument(
+        "--discovery-s",
+        type=number(-1e-9, 86_400),
+        default=300.0,
+        metavar="S",
+        help="until all clients know it, ANTIPHON_MAX_CONNECTION_AGE_S; 0 behind a proxy (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cache-of-full-rows",
+        type=number(0, 1),
+        default=1.0,
+        metavar="U",
+        help="share of the cache blocks that max_num_seqs usual requests hold (default: all)",
+    )
+    for flag, kind in (
+        ("--max-num-seqs", whole(1, 4096)),
+        ("--max-queued-requests", whole(1, 1_000_000)),
+        ("--max-queue-time-s", number(0, 86_400)),
+    ):
+        default = fields[flag[2:].replace("-", "_")].default
+        group.add_argument(
+            flag, type=kind, default=default, metavar="N", help="as of the server (default: %(default)s)"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate; returns the exit code."""
+    try:
+        curve = read_curve(arguments.curve)
+        scaled = None if arguments.scaled_object is None else read_scaled_object(arguments.scaled_object)
+        _check(arguments, scaled)
+        traffic = _traffic(arguments, curve)
+        found = list(_simulated(arguments, curve, scaled, traffic))
+        figures = [figures_of(name, outcome, arguments.objective_s) for name, outcome in found]
+        print(as_text(figures, traffic, curve))
+        _write(arguments, figures, found, curve)
+    except CapacityError as error:
+        print(f"antiphon simulate: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def _check(arguments: argparse.Namespace, scaled: ScaledObject | None) -> None:
+    if arguments.compare and scaled is None:
+        raise CapacityError("--compare needs --scaled-object: what the others are compared with")
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise CapacityError(f"{flag} {path} cannot be written: it must name a file in a directory that exists")
+    if arguments.plot is not None:
+        import matplotlib  # noqa: F401 - the command line says what to install
+
+
+def _traffic(arguments: argparse.Namespace, curve: ServiceCurve) -> Traffic:
+    if arguments.traffic is not None:
+        whole_day = read_traffic(arguments.traffic)
+    elif arguments.steady is not None:
+        whole_day = steady(arguments.steady)
+    else:
+        burst = Burst(
+            start_s=_HOUR_S * arguments.burst_at_h, length_s=60 * arguments.burst_min, factor=arguments.burst_factor
+        )
+        peak = arguments.peak or 4 * curve.highest_per_s
+        whole_day = day(peak, noise=max(0.0, arguments.noise), burst=burst, seed=arguments.seed)
+    count = max(1, math.ceil(_HOUR_S * arguments.hours / whole_day.interval_s))
+    return Traffic(rates=whole_day.rates[:count], interval_s=whole_day.interval_s)
+
+
+def _simulated(
+    arguments: argparse.Namespace, curve: ServiceCurve, scaled: ScaledObject | None, traffic: Traffic
+) -> Iterator[tuple[str, Outcome]]:
+    """The ScaledObject's own day first, then those to compare."""
+    limits = ReplicaLimits(
+        max_rows=arguments.max_num_seqs,
+        max_waiting=arguments.max_queued_requests,
+        max_wait_s=arguments.max_queue_time_s,
+    )
+    surroundings = Surroundings(
+        start_s=arguments.start_s,
+        discovery_s=arguments.discovery_s,
+        cache_of_full_rows=arguments.cache_of_full_rows,
+    )
+    first = arguments.replicas or (1 if scaled is None else scaled.scaling.min_replicas)
+    for name, one, count in _cases(arguments, curve, scaled, traffic, first):
+        print(f"antiphon simulate: {name}", file=sys.stderr)
+        yield name, Fleet(curve, limits, surroundings, one).run(traffic, count, arguments.seed)
+
+
+def _cases(
+    arguments: argparse.Namespace, curve: ServiceCurve, scaled: ScaledObject | None, traffic: Traffic, first: int
+) -> Iterator[tuple[str, ScaledObject | None, int]]:
+    """Name, what scales, and replicas at first."""
+    if scaled is None:
+        yield f"static, {first}", None, first
+        return
+    yield "as shipped", scaled, first
+    if not arguments.compare:
+        return
+    for target in _WAITING_TARGETS:
+        yield f"waiting {target}", scaled.with_triggers(Trigger(metric="waiting", target=target)), first
+    yield "cache 0.8", scaled.with_triggers(Trigger(metric="cache", target=0.8)), first
+    half = Trigger(metric="running", target=arguments.max_num_seqs / 2)
+    yield f"running {half.target:g}", scaled.with_triggers(half), first
+    yield f"{half.target:g}, waiting 5", scaled.with_triggers(half, Trigger(metric="waiting", target=5)), first
+    yield f"cpu {_CPU_TARGET:g}", scaled.with_triggers(Trigger(metric="cpu", target=_CPU_TARGET)), first
+    enough = math.ceil(traffic.peak_per_s / curve.highest_per_s)
+    yield f"static, {enough}", None, enough
+
+
+def _write(
+    arguments: argparse.Namespace, figures: list[Figures], found: list[tuple[str, Outcome]], curve: ServiceCurve
+) -> None:
+    if arguments.json is not None:
+        text = json.dumps({"curve": curve.origin, "cases": [asdict(one) for one in figures]}, indent=2)
+        _write_bytes("--json", arguments.json, f"{text}\n".encode())
+    if arguments.plot is not None:
+        from antiphon.service.tools.capacity.day_plot import draw_day
+
+        _write_bytes("--plot", arguments.plot, draw_day(found, curve))
+
+
+def _write_bytes(flag: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise CapacityError(f"{flag} {path} cannot be written: {error.strerror}") from None

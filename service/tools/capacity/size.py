@@ -1,0 +1,189 @@
+"""`antiphon size`: requests, limits, settings and replicas for a bundle and a rate, with the reasoning."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from antiphon.service.tools.capacity.kustomize import component
+from antiphon.service.tools.capacity.ranges import number, whole
+from antiphon.service.tools.capacity.replicas import CapacityError, Demand, ServiceRate, read_load_result
+from antiphon.service.tools.capacity.size_report import as_json, as_text
+from antiphon.service.tools.capacity.sizing import Lengths, Sizing, open_profiled, size
+
+EXIT_USER_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon size`."""
+    parser.add_argument(
+        "bundle",
+        type=Path,
+        nargs="?",
+        default=SHIPPED_BUNDLE,
+        metavar="BUNDLE",
+        help="directory of the exported model (default: the English-German one)",
+    )
+    _add_demand_flags(parser.add_argument_group("what comes"))
+    _add_replica_flags(parser.add_argument_group("one replica, as in antiphon serve"))
+    group = parser.add_argument_group("what is written")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument("--kustomize", type=Path, metavar="FILE", help="write a Kustomize component; - prints it")
+
+
+def _add_demand_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--rate", type=number(0, 1e9), metavar="R", help="requests a second in all, at the peak")
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--load-result",
+        type=Path,
+        metavar="FILE",
+        help="what one replica sustains: JSON of `antiphon load --search` against one with as many cores",
+    )
+    rate.add_argument("--requests-per-s", type=number(0, 1e9), metavar="R", help="the same, as a number")
+    group.add_argument(
+        "--utilisation",
+        type=number(0, 1),
+        default=0.7,
+        metavar="U",
+        help="share of that to plan with (default: %(default)s)",
+    )
+    group.add_argument(
+        "--spare", type=whole(0, 1000), default=1, metavar="N", help="replicas that may be lost (default: %(default)s)"
+    )
+    group.add_argument(
+        "--zones",
+        type=whole(1, 100),
+        default=1,
+        metavar="Z",
+        help="zones, of which one may be lost (default: %(default)s, none may)",
+    )
+    group.add_argument(
+        "--clients",
+        type=whole(1, 1_000_000),
+        default=20,
+        metavar="N",
+        help="processes that call (default: %(default)s)",
+    )
+    group.add_argument(
+        "--call-bytes",
+        type=whole(1, 1 << 30),
+        # Measured by a proxy that counted: everyday sentences, streamed, 100 bytes in and 420 out on HTTP/2.
+        default=520,
+        metavar="N",
+        help="bytes of a call both ways (default: %(default)s, a sentence of ten tokens, streamed)",
+    )
+    for side in ("source", "target"):
+        group.add_argument(
+            f"--{side}-tokens",
+            type=whole(1, 1_048_576),
+            metavar="N",
+            help=f"length that few {side}s exceed, for the cache (default: the model's longest)",
+        )
+
+
+def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--cores", type=whole(1, 1024), default=2, metavar="N", help="cores (default: %(default)s)")
+    for flag, high in (
+        ("--max-num-seqs", 4096),
+        ("--max-num-batched-tokens", 1_048_576),
+        ("--max-queued-requests", 1_000_000),
+        ("--max-queued-tokens", 100_000_000),
+    ):
+        default = ServerConfig.model_fields[flag[2:].replace("-", "_")].default
+        group.add_argument(flag, type=whole(1, high), default=default, metavar="N", help="(default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a sizing; returns the exit code."""
+    try:
+        sizing = _sized(arguments)
+        if arguments.kustomize is not None:
+            _write(arguments.kustomize, component(sizing, _command(arguments)))
+    except CapacityError as error:
+        print(f"antiphon size: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if str(arguments.kustomize) != "-":
+        print(json.dumps(as_json(sizing), indent=2) if arguments.json else as_text(sizing))
+    return 0
+
+
+def _sized(arguments: argparse.Namespace) -> Sizing:
+    bundle = open_profiled(arguments.bundle)
+    lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
+    return size(bundle, _plan(arguments), lengths, _demand(arguments), _rate(arguments))
+
+
+def _rate(arguments: argparse.Namespace) -> ServiceRate | None:
+    if arguments.load_result is not None:
+        return read_load_result(arguments.load_result)
+    if arguments.requests_per_s is not None:
+        return ServiceRate(requests_per_s=arguments.requests_per_s, origin="--requests-per-s")
+    if arguments.rate is not None:
+        raise CapacityError(
+            "--rate needs to know what one replica sustains: --requests-per-s, or --load-result with what "
+            "`antiphon load --search --objective-p99-ms 250 --duration 30 --json FILE` wrote of one with as many cores"
+        )
+    return None
+
+
+def _demand(arguments: argparse.Namespace) -> Demand | None:
+    if arguments.rate is None:
+        return None
+    return Demand(
+        requests_per_s=arguments.rate,
+        utilisation=arguments.utilisation,
+        spare=arguments.spare,
+        zones=arguments.zones,
+        clients=arguments.clients,
+        call_bytes=arguments.call_bytes,
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> ModelPlan:
+    fields = ServerConfig.model_fields
+    return ModelPlan(
+        name=None,
+        path=arguments.bundle,
+        precision=None,
+        lowering=None,
+        threads=arguments.cores,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_queued_requests=arguments.max_queued_requests,
+        max_queued_tokens=arguments.max_queued_tokens,
+        max_queue_time_s=fields["max_queue_time_s"].default,
+        kv_cache_blocks=None,
+        workspace_limit_bytes=None,
+        max_message_bytes=fields["max_message_bytes"].default,
+        max_text_bytes=fields["max_text_bytes"].default,
+    )
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The command line that makes the same component, its paths as they were given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    words = ["antiphon", "size"]
+    if arguments.bundle != defaults.pop("bundle"):
+        words.append(str(arguments.bundle))
+    for name, default in defaults.items():
+        value = getattr(arguments, name)
+        if value != default and name != "json":
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return " ".join(words)
+
+
+def _write(path: Path, content: str) -> None:
+    if str(path) == "-":
+        print(content, end="")
+        return
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise CapacityError(f"--kustomize {path} cannot be written: {error.strerror}") from None

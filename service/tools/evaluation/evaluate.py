@@ -1,0 +1,332 @@
+"""`antiphon evaluate`: run a bundle's engine, or a checkpoint in PyTorch, on a test set, and score it.
+
+Opens what is scored; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score it, quality.py records.
+
+The bundle runs through the same engine as in the server, without the network. torch is imported for checkpoints only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, Precision, load_bundle
+from antiphon.model.ops.workspace import WorkspaceError
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
+from antiphon.model.training.corpus import Pair, load_corpus
+from antiphon.model.training.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.rpc.v1.languages import RequestLanguages, named_languages
+from antiphon.service.runtime.encoder_runner import EncoderRunner
+from antiphon.service.runtime.runners import open_runner
+from antiphon.service.tools.evaluation.evaluate_labels import LabelScore, evaluate_labels
+from antiphon.service.tools.evaluation.evaluate_texts import NoTextError, TextScore, evaluate_texts
+from antiphon.service.tools.evaluation.evaluate_translations import (
+    Decode,
+    Reader,
+    Score,
+    TestSet,
+    in_batches,
+    run_engine,
+    score_system,
+)
+from antiphon.service.tools.evaluation.quality import record
+
+OneScore = TypeVar("OneScore", LabelScore, TextScore)
+
+# What --text goes without: options of translations and of labels.
+_NOT_BESIDE_TEXT = (
+    "recipe", "data", "source", "reference", "source_language", "target_language", "ctranslate2", "checkpoint",
+    "output",
+)  # fmt: skip
+
+
+class EvaluationError(Exception):
+    """The evaluation cannot run; the message names the argument or file."""
+
+
+_USER_ERRORS = (EvaluationError, RecipeError, BundleError, TokenizerError, GraphError, WorkspaceError, OSError)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `antiphon evaluate`."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a bundle, or a checkpoint to run in PyTorch")
+    parser.add_argument("--recipe", help="score the held-out part of this recipe's data (with --data)")
+    parser.add_argument("--data", type=Path, help="folder that holds the files the recipe names")
+    parser.add_argument("--part", choices=("test", "valid"), default="test", help="part of the recipe's data")
+    parser.add_argument("--source", type=Path, help="or: a file of sources, one a line, plain or .gz")
+    parser.add_argument("--reference", type=Path, help="and its references, line by line")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="or, of a decoder alone: a file to take the perplexity of, plain or .gz. A line is a text whose first "
+        "token (the begin token if the model has one there) is given and the others judged, long ones in windows "
+        "of the model's length; blank lines and single tokens are skipped",
+    )
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}-language", default="", metavar="CODE", help="of a bundle of several (default: the model's)"
+        )
+    parser.add_argument(
+        "--precision", choices=("float32", "int8", "int4"), help="graphs of the bundle (default: int8 if held)"
+    )
+    parser.add_argument(
+        "--lowering", choices=("native", "contrib"), help="operators of the graphs (default: native if held)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
+    parser.add_argument("--ctranslate2", action="store_true", help="for a checkpoint: also CTranslate2, same weights")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="score every precision of a bundle, and write the scores into its manifest",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="with --record: what a bundle that translates was exported from, if it has no float32 graphs",
+    )
+    parser.add_argument("--output", type=Path, help="write the translations here, one a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a system instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of `antiphon evaluate`; returns the exit code."""
+    try:
+        for option in ("threads", "rows"):
+            if getattr(args, option) < 1:
+                raise EvaluationError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+        scores = _scores(args)
+    except _USER_ERRORS as error:
+        print(f"antiphon evaluate: {error}", file=sys.stderr)
+        return 2
+    for score in scores:
+        print(json.dumps(asdict(score)) if args.json else score.row)
+    return 0
+
+
+def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore]:
+    if args.text is not None:
+        return _evaluate_texts(args)
+    if recipe := _labelling_recipe(args):
+        return _evaluate_labels(args, recipe)
+    test_set = _test_set(args)
+    is_bundle = (args.model / MANIFEST_NAME).is_file()
+    if is_bundle and args.ctranslate2:
+        raise EvaluationError("--ctranslate2 compares a checkpoint's weights; give the checkpoint, not a bundle")
+    if args.output is not None and not args.output.parent.is_dir():
+        raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
+    if args.record:
+        return _record(args, test_set)
+    return _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
+
+
+def _labelling_recipe(args: argparse.Namespace) -> FineTuneRecipe | None:
+    """The recipe, if it is one of labels and not of translations."""
+    recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
+    return recipe if isinstance(recipe, FineTuneRecipe) else None
+
+
+def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
+    if beside := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
+        raise EvaluationError(f"--text measures a decoder alone; leave out --{beside[0].replace('_', '-')}")
+    texts, bundle = _read(args.text), load_bundle(args.model)
+    if (architecture := bundle.manifest.model.architecture) != "decoder":
+        raise EvaluationError(f"--text measures a decoder alone; {args.model} has architecture={architecture!r}")
+
+    def score(precision: Precision | None) -> TextScore:
+        runner = open_runner(
+            bundle, max_rows=args.rows, threads=args.threads, precision=precision, lowering=args.lowering
+        )
+        return evaluate_texts(bundle, runner, texts)
+
+    try:
+        scores = {precision: score(precision) for precision in _precisions(args, bundle)}
+    except NoTextError as error:
+        raise EvaluationError(f"{args.text}: {error}") from None
+    return _recorded(args, bundle, scores, [args.text])
+
+
+def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> list[LabelScore]:
+    bundle = load_bundle(args.model)
+    if args.record and args.part != "test":
+        raise EvaluationError(f"--record scores the recipe's test files; leave out --part {args.part}")
+
+    def score(precision: Precision | None) -> LabelScore:
+        runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
+        if not isinstance(runner, EncoderRunner):
+            raise EvaluationError(f"recipe {recipe.name!r} has task {recipe.task!r}; {args.model} is no encoder alone")
+        return evaluate_labels(bundle, runner, recipe, args.data, args.part)
+
+    scores = {precision: score(precision) for precision in _precisions(args, bundle)}
+    return _recorded(args, bundle, scores, [args.data / file.path for file in recipe.data.test])
+
+
+def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | None]:
+    """Which graphs to score: to record, all there are."""
+    if not args.record:
+        return [args.precision]
+    if args.precision or args.checkpoint or args.output:
+        raise EvaluationError("--record scores every precision; leave out --precision, --checkpoint and --output")
+    precisions = _held(bundle)
+    if "float32" not in precisions:
+        raise EvaluationError(
+            f"{args.model} has no float32 graphs to compare with; make it with --precision float32 as well"
+        )
+    return [*precisions]
+
+
+def _held(bundle: Bundle) -> list[Precision]:
+    return list(dict.fromkeys(graphs.precision for graphs in bundle.manifest.graphs))
+
+
+def _recorded(
+    args: argparse.Namespace, bundle: Bundle, scores: dict[Precision | None, OneScore], files: list[Path]
+) -> list[OneScore]:
+    """The scores; written into the manifest where that is asked for."""
+    if args.record:
+        measure, exact = scores["float32"].quality
+        record(bundle, measure, {name: held.quality[1] for name, held in scores.items() if name}, exact, files)
+    return list(scores.values())
+
+
+def _test_set(args: argparse.Namespace) -> TestSet:
+    if args.recipe and args.data:
+        recipe = load_recipe(args.recipe)
+        corpus = load_corpus(recipe.data, args.data)
+        pairs = _first_references(corpus.test if args.part == "test" else corpus.valid)
+        return TestSet(pairs=pairs, is_tokenised=recipe.data.preprocess == "moses-lower")
+    if args.source and args.reference:
+        sources, references = _read(args.source), _read(args.reference)
+        if len(sources) != len(references):
+            raise EvaluationError(
+                f"{args.source} has {len(sources)} lines, {args.reference} has {len(references)}; they must match"
+            )
+        return TestSet(pairs=list(zip(sources, references, strict=True)), is_tokenised=False)
+    raise EvaluationError("give --recipe with --data, or --source with --reference; of a decoder alone --text")
+
+
+def _first_references(pairs: Sequence[Pair]) -> list[Pair]:
+    """Each source once, with the first of its references."""
+    return list(dict(reversed(pairs)).items())[::-1]
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} cannot be read: {error}") from None
+    return text.removesuffix("\n").split("\n")
+
+
+def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+    """Score every precision of a bundle and write what it scores into the manifest. Nothing is written if one fails."""
+    if args.recipe or args.precision or args.output:
+        raise EvaluationError("--record scores every precision on --source and --reference; leave out the rest")
+    bundle = load_bundle(args.model)
+    if bundle.manifest.model.architecture != "encoder-decoder":
+        raise EvaluationError(f"{args.model} translates nothing; --record takes --text, or --recipe of labels, for it")
+    precisions = _held(bundle)
+    if "float32" not in precisions and args.checkpoint is None:
+        raise EvaluationError(
+            f"{args.model} has no float32 graphs to compare with; --checkpoint names what it was exported from"
+        )
+    options = vars(args)
+    scores = [
+        _evaluate_bundle(argparse.Namespace(**{**options, "precision": name}), test_set)[0] for name in precisions
+    ]
+    exact = scores[precisions.index("float32")] if "float32" in precisions else None
+    if exact is None:
+        exact = _evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
+        scores.append(exact)
+    found = {name: score.bleu for name, score in zip(precisions, scores, strict=False)}
+    record(bundle, "bleu", found, exact.bleu, (args.source, args.reference))
+    return scores
+
+
+def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+    bundle = load_bundle(args.model)
+    if (architecture := bundle.manifest.model.architecture) != "encoder-decoder":
+        raise EvaluationError(f"{args.model} is a model with architecture={architecture!r}, which translates nothing")
+    text = bundle.manifest.text
+    languages = _languages(text, args)
+    limit = bundle.manifest.model.max_source_len
+    reader = Reader(open_tokenizer(bundle.path, text), text, limit, languages.ids)
+    runner = open_runner(
+        bundle, max_rows=args.rows, threads=args.threads, precision=args.precision, lowering=args.lowering
+    )
+
+    def decode(sources: Sequence[list[int]]) -> list[list[int]]:
+        return asyncio.run(run_engine(runner, sources, languages))
+
+    return [score_system(f"antiphon {runner.precision}", decode, reader, test_set, args.output)]
+
+
+def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
+    try:
+        return named_languages(text, args.source_language, args.target_language)
+    except InvalidArgument as error:
+        flag = f"--{error.field.replace('_', '-')}"
+        raise EvaluationError(f"{flag} is {error.value!r}; it must be {error.allowed}") from None
+
+
+def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+    import torch
+
+    from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint
+    from antiphon.model.transformer.greedy import greedy
+
+    torch.set_num_threads(args.threads)
+    try:
+        checkpoint = load_checkpoint(args.model)
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from None
+    reader = Reader(checkpoint.tokenizer, checkpoint.text, checkpoint.config.max_source_len)
+
+    def decode(sources: Sequence[list[int]]) -> list[list[int]]:
+        max_new_tokens = checkpoint.config.max_target_len
+        return in_batches(sources, args.rows, lambda part: greedy(checkpoint.model, part, max_new_tokens))
+
+    systems: list[tuple[str, Decode]] = [("pytorch float32", decode)]
+    with TemporaryDirectory() as folder:
+        if args.ctranslate2:
+            systems += _twins(checkpoint, Path(folder), args)
+        return [
+            score_system(name, system, reader, test_set, args.output if index == 0 else None)
+            for index, (name, system) in enumerate(systems)
+        ]
+
+
+def _twins(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
+    try:
+        import ctranslate2
+    except ModuleNotFoundError:
+        raise EvaluationError("--ctranslate2: it is not installed; run: pip install ctranslate2") from None
+
+    from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
+    from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate
+
+    assert isinstance(checkpoint, Checkpoint)
+    try:
+        save_twin(checkpoint, folder)
+    except CheckpointError as error:
+        raise EvaluationError(f"--ctranslate2: {error}") from None
+
+    def system(compute_type: str) -> Decode:
+        translator = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=args.threads)
+        limit = checkpoint.config.max_target_len
+        return lambda sources: translate(translator, sources, max_batch_size=args.rows, max_decoding_length=limit)
+
+    return [(f"ctranslate2 {name}", system(name)) for name in ("float32", "int8")]

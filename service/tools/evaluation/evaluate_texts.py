@@ -1,0 +1,110 @@
+"""`antiphon evaluate --text` of a decoder alone: perplexity of texts, through the engine's Score.
+
+Knows texts, tokens and log-probabilities; evaluate.py opens bundles and prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from antiphon.model.bundle.manifest import Bundle, Measure
+from antiphon.model.text.template import fill, num_before
+from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.service.domain.request import Request, SamplingParams, Task
+from antiphon.service.runtime.runners import AnyRunner
+from antiphon.service.tools.evaluation.offline import answer_all
+
+# The first token of a text or window is given; the ones behind it are judged.
+SHORTEST = 2
+
+
+class NoTextError(ValueError):
+    """Texts in which there is no token to judge."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextScore:
+    """One system on some texts. perplexity: exp of the mean negative log-likelihood of the tokens judged.
+
+    texts: those that were read; skipped: those too short; windows: the pieces that they were judged in.
+    """
+
+    system: str
+    perplexity: float
+    tokens: int
+    texts: int
+    skipped: int
+    windows: int
+    seconds: float
+
+    @property
+    def quality(self) -> tuple[Measure, float]:
+        """What a manifest records of it."""
+        return "perplexity", self.perplexity
+
+    @property
+    def row(self) -> str:
+        """The score on one line."""
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return (
+            f"{self.system:<24} perplexity {self.perplexity:.4f}  {self.tokens} tokens of {self.texts} texts{skipped}  "
+            f"{self.tokens / self.seconds:,.0f} tokens/s"
+        )
+
+
+def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> TextScore:
+    """Score a decoder alone on texts. Raises NoTextError where none has two tokens."""
+    encoded = [ids for ids in _read(bundle, texts) if len(ids) >= SHORTEST]
+    pieces = [piece for ids in encoded for piece in windows(ids, bundle.manifest.model.max_target_len)]
+    if not pieces:
+        raise NoTextError(f"none of {len(texts)} lines has {SHORTEST} tokens, the first of which is given")
+    requests = [_judging(str(index), piece) for index, piece in enumerate(pieces)]
+    started = time.perf_counter()
+    events = asyncio.run(answer_all(runner, requests, unit="window"))
+    seconds = time.perf_counter() - started
+    logprobs = [one.logprob for event in events for one in event.logprobs]
+    return TextScore(
+        system=f"antiphon {runner.precision}",
+        perplexity=math.exp(-math.fsum(logprobs) / len(logprobs)),
+        tokens=len(logprobs),
+        texts=len(encoded),
+        skipped=len(texts) - len(encoded),
+        windows=len(pieces),
+        seconds=seconds,
+    )
+
+
+def windows(ids: Sequence[int], longest: int) -> list[Sequence[int]]:
+    """Pieces of at most `longest` tokens, each beginning with the last token of the one before.
+
+    Every token but the first is judged once, after what stands before it in its piece.
+    """
+    return [ids[start : start + longest] for start in range(0, len(ids) - 1, longest - 1)]
+
+
+def _read(bundle: Bundle, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Tokens of each text with what its template puts before it; nothing behind, and none at all for blank lines."""
+    tokenizer, text = open_tokenizer(bundle.path, bundle.manifest.text), bundle.manifest.text
+    before = num_before(text)
+    filled = []
+    for line, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        filled.append(fill(text, ids)[0][: before + len(ids)] if line.strip() else ())
+    return filled
+
+
+def _judging(name: str, ids: Sequence[int]) -> Request:
+    return Request(
+        request_id=name,
+        source_ids=(),
+        begin_id=ids[0],
+        num_prompt_ids=1,
+        task=Task.SCORE,
+        target_ids=tuple(ids[1:]),
+        params=SamplingParams(),
+        arrival_s=0.0,
+        is_streamed=False,
+    )

@@ -1,0 +1,125 @@
+"""`antiphon evaluate` of models that translate: decode a test set and score it with sacreBLEU.
+
+Knows texts, ids and scores; what decodes them is given, and evaluate.py opens it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from tqdm import tqdm
+
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.template import LanguageIds
+from antiphon.model.text.tokenizer import Tokenizer, encode_sources
+from antiphon.model.training.corpus import Pair
+from antiphon.service.domain.request import Request, SamplingParams
+from antiphon.service.rpc.v1.languages import RequestLanguages
+from antiphon.service.runtime.runners import AnyRunner
+from antiphon.service.tools.evaluation.offline import answer_all
+
+Decode = Callable[[Sequence[list[int]]], list[list[int]]]
+
+_NO_LANGUAGES = RequestLanguages()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """One system on one test set. bleu and chrf are sacreBLEU's; tokens_per_s counts target tokens."""
+
+    system: str
+    bleu: float
+    chrf: float
+    sentences: int
+    too_long: int
+    seconds: float
+    tokens_per_s: float
+    bleu_signature: str
+
+    @property
+    def row(self) -> str:
+        """The score on one line."""
+        left_out = f", {self.too_long} too long" if self.too_long else ""
+        return (
+            f"{self.system:<24} BLEU {self.bleu:5.2f}  chrF {self.chrf:5.2f}  {self.sentences} sentences{left_out}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  {self.bleu_signature}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TestSet:
+    """Sources with their references. is_tokenised: the text is tokenised already, so scoring must not do it again."""
+
+    pairs: list[Pair]
+    is_tokenised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How one model's texts become ids and back; languages None: its default ones."""
+
+    tokenizer: Tokenizer
+    text: TextFormat
+    max_source_len: int
+    languages: LanguageIds | None = None
+
+
+async def run_engine(
+    runner: AnyRunner, sources: Sequence[list[int]], languages: RequestLanguages = _NO_LANGUAGES
+) -> list[list[int]]:
+    """Greedy target ids of sources as the model reads them, in their order, all asked for at once."""
+    requests = [
+        Request(
+            request_id=str(index),
+            source_ids=tuple(source),
+            begin_id=languages.begin_id,
+            params=languages.params(SamplingParams(), ()),
+            arrival_s=0.0,
+        )
+        for index, source in enumerate(sources)
+    ]
+    return [list(event.token_ids) for event in await answer_all(runner, requests, unit="sentence")]
+
+
+def in_batches(sources: Sequence[list[int]], rows: int, decode: Decode) -> list[list[int]]:
+    """Decode in batches of neighbours in length; results in the order of the sources."""
+    order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+    results: dict[int, list[int]] = {}
+    for start in tqdm(range(0, len(order), rows), unit="batch", disable=None):
+        part = order[start : start + rows]
+        results.update(zip(part, decode([sources[index] for index in part]), strict=True))
+    return [results[index] for index in range(len(sources))]
+
+
+def score_system(system: str, decode: Decode, reader: Reader, test_set: TestSet, output: Path | None) -> Score:
+    """Decode a test set and score it; the translations go to `output`, one a line, where it is given."""
+    texts = [source for source, _ in test_set.pairs]
+    encoded = encode_sources(reader.tokenizer, reader.text, texts, reader.languages)
+    # A source the model cannot take counts as an empty translation: leaving it out would flatter the score.
+    fitting = [index for index, ids in enumerate(encoded) if 0 < len(ids) <= reader.max_source_len]
+    started = time.perf_counter()
+    targets = decode([encoded[index] for index in fitting])
+    seconds = time.perf_counter() - started
+    hypotheses = [""] * len(encoded)
+    for index, ids in zip(fitting, targets, strict=True):
+        hypotheses[index] = reader.tokenizer.decode(ids)
+    if output is not None:
+        output.write_text("".join(f"{line}\n" for line in hypotheses), encoding="utf-8")
+    references = [[reference for _, reference in test_set.pairs]]
+    bleu = BLEU(tokenize="none" if test_set.is_tokenised else "13a", force=test_set.is_tokenised)
+    result = bleu.corpus_score(hypotheses, references)
+    return Score(
+        system=system,
+        bleu=round(result.score, 2),
+        chrf=round(CHRF().corpus_score(hypotheses, references).score, 2),
+        sentences=len(hypotheses),
+        too_long=len(encoded) - len(fitting),
+        seconds=round(seconds, 2),
+        tokens_per_s=round(sum(len(ids) + 1 for ids in targets) / seconds, 1),
+        bleu_signature=str(bleu.get_signature()),
+    )

@@ -1,0 +1,36 @@
+"""Requests answered by an engine of their own, without the network: what `antiphon evaluate` measures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+from tqdm import tqdm
+
+from antiphon.service.domain.request import Request, TokenEvent
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics import Metrics
+from antiphon.service.runtime.runners import AnyRunner
+
+
+async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: str) -> list[TokenEvent]:
+    """The event that ends each request's first output, in their order; all are asked at once.
+
+    unit: what the progress bar counts. Raises what the engine refuses a request with.
+    """
+    tokens = sum(request.num_source_tokens for request in requests)
+    # Twice what there is: the last quarter of a queue is kept for other clients.
+    config = EngineConfig(max_queued_requests=2 * len(requests) + 1, max_queued_tokens=2 * tokens + 1)
+    engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
+    engine.start()
+    try:
+        streams = [OutputStream(request.request_id) for request in requests]
+        for request, stream in zip(requests, streams, strict=True):
+            engine.submit(replace(request, arrival_s=engine.clock()), stream)
+        return [(await stream.collect())[0] for stream in tqdm(streams, unit=unit, disable=None)]
+    finally:
+        await asyncio.to_thread(engine.stop)
