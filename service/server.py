@@ -7,7 +7,6 @@ does the servicer's, what a request does the engine's, which models there are th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import gc
 import sys
@@ -40,7 +39,6 @@ from antiphon.service.hosting.memory import MemoryBudget
 from antiphon.service.hosting.models import Models, Served
 from antiphon.service.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.network.batches import free_failed_batches
-from antiphon.service.network.call_tasks import follow_calls
 from antiphon.service.network.client_waits import ClientWaits, WaitLimits
 from antiphon.service.network.listener import (
     OTHER_PORT_CONNECTIONS,
@@ -288,7 +286,6 @@ def build_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
-    follow_calls(asyncio.get_running_loop())
     free_failed_batches()
     # What channelz shows it shows on the admin port only.
     options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]

@@ -19,8 +19,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.service.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
-from antiphon.service.network.call_tasks import call_task_of, current_handler, end_call
 from antiphon.service.network.client_waits import ClientWaits, Stage, Wait
+from antiphon.service.network.core_cancel import cancel_call
 from antiphon.service.network.ending import ClientGone, abort, code_of, failure_of
 from antiphon.service.network.parsing import Malformed, Parser, parser
 from antiphon.service.network.refusal import Metadata, status_of
@@ -40,6 +40,12 @@ class _NoRequest(InvalidArgument):
     """A client ended its side of a call, or the whole call, without a request."""
 
 
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
 @dataclass(slots=True, eq=False)
 class _Rpc:
     """An RPC under way.
@@ -49,7 +55,7 @@ class _Rpc:
 
     call: Call
     context: Context
-    handler: asyncio.Task[Any] = field(default_factory=current_handler)
+    handler: asyncio.Task[Any] = field(default_factory=_current_task)
     answer: Wait | None = None
     has_request: bool = False
 
@@ -57,10 +63,11 @@ class _Rpc:
         """Return what stands for this call while it waits for its client."""
         return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
 
-    def unread(self, stage: Stage, num_bytes: int) -> Wait:
-        """Return what stands for this call while its client reads its end. It must not keep the call's context."""
-        handler = self.handler
-        return self.wait(stage, lambda _: end_call(handler), num_bytes)
+    def give_up_answer(self, error: AntiphonError) -> None:
+        """End the call with an error instead of an answer that its client does not read."""
+        code, message, _ = status_of(error)
+        self.call.code, self.call.error = code.name, error
+        cancel_call(self.context, code, message)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +208,7 @@ class InFlight:
 
     def _exit(self, rpc: _Rpc, *, is_open: bool) -> None:
         if rpc.answer is not None:
-            if not self._waits.end(rpc.answer):
-                rpc.call.code = "CANCELLED"  # what its client sees of an answer that was given up
+            self._waits.end(rpc.answer)
             self._telemetry.end(rpc.call)
         if self._resets is not None:
             is_reset = not rpc.has_request and rpc.call.code == "CANCELLED"
@@ -260,8 +266,6 @@ class InFlight:
         except ClientGone:
             if isinstance(call.error, _NoRequest):  # the call was reset, not ended without a request
                 call.code, call.error = "CANCELLED", None
-        else:
-            self._keep_unread(rpc)
         raise asyncio.CancelledError from None
 
     async def _answered(self, rpc: _Rpc, method: Method, parse: Parser) -> bytes | None:
@@ -270,7 +274,7 @@ class InFlight:
         if answer is None:
             return None
         data: bytes = answer.SerializeToString()
-        rpc.answer = rpc.unread(Stage.ANSWER, len(data))
+        rpc.answer = rpc.wait(Stage.ANSWER, rpc.give_up_answer, len(data))
         self._waits.begin(rpc.answer)
         return data
 
@@ -317,12 +321,6 @@ class InFlight:
         with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
             await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))
         rpc.handler.cancel()  # it may wait for something else than its client
-
-    def _keep_unread(self, rpc: _Rpc) -> None:
-        """Let a status wait behind a message that its client does not read, for as long as an answer may."""
-        wait = rpc.unread(Stage.STATUS, rpc.call.num_unsent_bytes)
-        self._waits.begin(wait)
-        call_task_of(rpc.handler).add_done_callback(lambda _: self._waits.end(wait))
 
     def _trailers(self, call: Call) -> Metadata:
         if self._last_trailer is not None:
