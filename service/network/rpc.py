@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.service.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
+from antiphon.service.network.call_turns import CallTurns
 from antiphon.service.network.client_waits import ClientWaits, Stage, Wait
 from antiphon.service.network.core_cancel import cancel_call
 from antiphon.service.network.ending import ClientGone, abort, code_of, failure_of
@@ -99,6 +100,7 @@ class InFlight:
         self._resets = resets
         self._waits = waits
         self._limits = limits
+        self._turns = CallTurns()
         self._last_trailer: Trailer | None = None
         self._num_active = 0  # a drain waits for these
         self._num_open = 0  # streams that may idle, for which it does not
@@ -245,6 +247,7 @@ class InFlight:
         """Run an RPC, and end it with a status and trailers, also where it raises."""
         call, context = rpc.call, rpc.context
         try:
+            await self._turns.take(call.caller)
             self._check(call)
             answer = await run()
             call.code = code_of(context)
