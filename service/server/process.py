@@ -7,7 +7,6 @@ does the servicer's, what a request does the engine's, which models there are th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import gc
 import sys
@@ -32,7 +31,6 @@ from antiphon.service.observability.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.background import in_background, is_anything_left, running_beside
 from antiphon.service.rpc.calls.batches import free_failed_batches
-from antiphon.service.rpc.calls.call_tasks import follow_calls
 from antiphon.service.rpc.calls.client_wait_metrics import WaitMetrics
 from antiphon.service.rpc.calls.client_waits import ClientWaits, WaitLimits
 from antiphon.service.rpc.calls.ports import PortError, check_port, serve_metrics
@@ -289,7 +287,6 @@ def build_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A gRPC server with the calls, health and reflection, bound to no port yet."""
-    follow_calls(asyncio.get_running_loop())
     free_failed_batches()
     # What channelz shows it shows on the admin port only.
     options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]

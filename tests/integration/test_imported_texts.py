@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from antiphon.client import Client, Options, ServerError
 from tests.integration.process import ServerProcess
 from tests.parity.tokenizer_checkpoints import KINDS

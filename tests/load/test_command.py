@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from antiphon.load import command
 from antiphon.load.plan import Plan
 from antiphon.load.record import Outcome, Record, Reply

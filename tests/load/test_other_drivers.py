@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from antiphon.load.drive import DriveError
 from antiphon.load.mlperf_summary import read_summary
 from tests.integration.process import PATIENCE_S, environment

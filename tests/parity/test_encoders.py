@@ -11,10 +11,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from antiphon.model.bundle import graph_ports
 from antiphon.model.bundle.graph_ports import Port
-from antiphon.model.bundle.manifest import Bundle, Precision, graph_ports, load_bundle
+from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.model.bundle.native_encoder import NativeEncoder
-from antiphon.model.export.export import ExportError, export, export_bundle, profile, trace
+from antiphon.model.export import export, profile, trace
+from antiphon.model.export.export import ExportError, export_bundle
 from antiphon.model.export.verify import VerificationError
 from antiphon.model.export.verify_encoder import verify_encoder
 from antiphon.model.head_config import Task

@@ -11,9 +11,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, Provenance, graph_ports, load_bundle
+from antiphon.model.bundle import graph_ports
+from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, Provenance, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.export import ExportError, export, export_bundle, trace
+from antiphon.model.export import export, trace
+from antiphon.model.export.export import ExportError, export_bundle
 from antiphon.model.export.verify import VerificationError
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer

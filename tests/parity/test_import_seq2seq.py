@@ -14,7 +14,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.model.bundle.native_stepper import native_session, run_native
 from antiphon.service.domain.request import Request, SamplingParams

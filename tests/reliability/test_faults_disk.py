@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from antiphon.model.bundle.manifest import load_bundle
 from tests.disks import disk_of
 from tests.parity.seq2seq_checkpoints import save

@@ -167,7 +167,7 @@ def test_external_data_is_found_wherever_a_graph_may_hide_it(tmp_path: Path) -> 
 
 
 def test_numbers_of_the_fields_are_onnx_own() -> None:
-    from antiphon.model.bundle.manifest import external_data
+    from antiphon.model.bundle import external_data
 
     kinds: dict[str, Any] = {
         "Model": onnx.ModelProto,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 
 
 @pytest.mark.parametrize("name", cli.SUBCOMMANDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.server.process import settings as config
+from antiphon.service.server import settings as config
 from antiphon.service.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 
 

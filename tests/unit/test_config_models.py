@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.server.process import settings as config
+from antiphon.service.server import settings as config
 from antiphon.service.server.settings import ConfigError, to_toml
 from tests.unit.test_config import load
 

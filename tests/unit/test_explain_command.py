@@ -14,9 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from antiphon.cli import main as cli
 from antiphon.cli.alignment_plot import plot_alignment
 from antiphon.cli.explain import END
-from antiphon.cli.main import main as cli
 from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"

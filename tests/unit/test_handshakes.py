@@ -18,10 +18,10 @@ from antiphon.client import AsyncClient, RetryPolicy, ServerError
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.server import admin, listener
 from antiphon.service.server.access import Access
 from antiphon.service.server.admin import AdminServicer, build_admin_server
 from antiphon.service.server.listener import listening
-from antiphon.service.server.process import admin, listener
 from antiphon.service.server.settings import ServerConfig
 from tests.certificates import Authority, client_hello, trusting
 from tests.serving import SOURCE, serving

@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from antiphon.cli import main as cli
 from antiphon.cli.health import _STATUSES, own_target
-from antiphon.cli.main import main as cli
 from tests.serving import MODEL_NAME, serving
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from tests.parity.seq2seq_checkpoints import save
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from antiphon.cli.main import main as cli
+from antiphon.cli import main as cli
 from antiphon.client import AsyncClient
 from antiphon.model.text.format import TextFormat
 from antiphon.v1 import inference_pb2 as pb

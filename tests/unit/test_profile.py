@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.model.bundle.manifest import Bundle, load_bundle
 from antiphon.model.bundle.memory_fit import Measurement, fit_memory
-from antiphon.model.export.export import profile
+from antiphon.model.export import profile
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.model_runner import ModelRunner
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle

@@ -10,6 +10,7 @@ is here; docs/CLIENT.md shows it at work.
 
 from __future__ import annotations
 
+from antiphon.client.admin_client import AdminClient
 from antiphon.client.async_client import AsyncClient
 from antiphon.client.connection import Connection, LoadBalancing, RetryPolicy
 from antiphon.client.messages import (
@@ -30,6 +31,7 @@ from antiphon.client.terms import DEFAULT_TARGET, Priority
 
 __all__ = [
     "DEFAULT_TARGET",
+    "AdminClient",
     "AsyncClient",
     "Classification",
     "Client",

@@ -20,8 +20,6 @@ from antiphon.service.domain.errors import AntiphonError, RequestTimeout, SlowRe
 _MIN_AGE_S = 1.0
 # Room is made for so large a part of a limit at once: the search for it looks at every call that waits.
 _ROOM_SHARE = 16
-# How long the status of a failed call may wait behind messages that its client does not read.
-_STATUS_TIMEOUT_S = 10.0
 # When a client whose call was given up to make room may come again.
 _RETRY_S = 1.0
 
@@ -31,7 +29,6 @@ class Stage(enum.Enum):
 
     REQUEST = "request"  # the rest of its request message
     ANSWER = "answer"  # its client to read the answer
-    STATUS = "status"  # the same, of messages before its status
     OPEN = "open"  # the next message of a stream that may idle
 
 
@@ -87,7 +84,6 @@ class ClientWaits:
         self._timeouts_s = {
             Stage.REQUEST: limits.request_timeout_s,
             Stage.ANSWER: limits.answer_timeout_s,
-            Stage.STATUS: min(limits.answer_timeout_s, _STATUS_TIMEOUT_S),
         }
         self._unsent_bytes = 0
 
@@ -144,8 +140,7 @@ class ClientWaits:
         limit = self._limits.max_unsent_bytes
         wanted = limit - limit // _ROOM_SHARE
         while self._unsent_bytes > wanted:
-            unread = (*self._waits[Stage.ANSWER], *self._waits[Stage.STATUS])
-            answers = [wait for wait in unread if wait is not newest and wait.num_bytes]
+            answers = [wait for wait in self._waits[Stage.ANSWER] if wait is not newest and wait.num_bytes]
             if not answers:
                 return
             for wait in _of_largest_holder(answers, lambda one: one.num_bytes):

@@ -14,12 +14,13 @@ from antiphon.service.domain.errors import AntiphonError, EngineFault
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.logs import where_of
 from antiphon.service.observability.telemetry import Context
+from antiphon.service.rpc.calls.core_cancel import cancel_call
 from antiphon.service.rpc.calls.deadline import remaining_s
 from antiphon.service.rpc.calls.refusal import Metadata, status_of
 
 log = logging.getLogger(__name__)
 
-# How long a handler waits for the status of its failed call to pass messages that its client does not read.
+# Time for the status of a failed call to follow a message that its client does not read.
 _STATUS_PATIENCE_S = 2.0
 
 
@@ -47,7 +48,7 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
 
 
 async def abort(call: Call, context: Context, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-    """End an RPC with a status. Returns where it still waits behind a message that its client does not read.
+    """End an RPC with a status; a message that its client does not read is dropped, and the status goes alone.
 
     Raises AbortError once the status is sent, ClientGone where nothing can be sent any more.
     """
@@ -60,7 +61,7 @@ async def abort(call: Call, context: Context, code: grpc.StatusCode, message: st
         asyncio.get_running_loop().call_soon(_forget_frames, aborted)  # gRPC keeps it
         raise
     except TimeoutError:
-        return
+        cancel_call(context, code, message)
     except grpc.aio.InternalError:
         raise ClientGone from None
 

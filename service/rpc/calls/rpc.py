@@ -22,8 +22,9 @@ from antiphon.service.domain.errors import AntiphonError, InvalidArgument, InWor
 from antiphon.service.observability.call import Call, enter_call
 from antiphon.service.observability.telemetry import Context as Context
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.call_tasks import call_task_of, current_handler, end_call
+from antiphon.service.rpc.calls.call_turns import CallTurns
 from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage, Wait
+from antiphon.service.rpc.calls.core_cancel import cancel_call
 from antiphon.service.rpc.calls.ending import ClientGone, abort, code_of, failure_of
 from antiphon.service.rpc.calls.parsing import Malformed, Parser, parser
 from antiphon.service.rpc.calls.refusal import Metadata, status_of
@@ -40,6 +41,12 @@ class _NoRequest(InvalidArgument):
     """A client ended its side of a call, or the whole call, without a request."""
 
 
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
 @dataclass(slots=True, eq=False)
 class _Rpc:
     """An RPC under way.
@@ -49,7 +56,7 @@ class _Rpc:
 
     call: Call
     context: Context
-    handler: asyncio.Task[Any] = field(default_factory=current_handler)
+    handler: asyncio.Task[Any] = field(default_factory=_current_task)
     answer: Wait | None = None
     has_request: bool = False
 
@@ -57,10 +64,11 @@ class _Rpc:
         """Return what stands for this call while it waits for its client."""
         return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
 
-    def unread(self, stage: Stage, num_bytes: int) -> Wait:
-        """Return what stands for this call while its client reads its end. It must not keep the call's context."""
-        handler = self.handler
-        return self.wait(stage, lambda _: end_call(handler), num_bytes)
+    def give_up_answer(self, error: AntiphonError) -> None:
+        """End the call with an error instead of an answer that its client does not read."""
+        code, message, _ = status_of(error)
+        self.call.code, self.call.error = code.name, error
+        cancel_call(self.context, code, message)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +100,7 @@ class InFlight:
         self._resets = resets
         self._waits = waits
         self._limits = limits
+        self._turns = CallTurns()
         self._last_trailer: Trailer | None = None
         self._num_active = 0  # a drain waits for these
         self._num_open = 0  # streams that may idle, for which it does not
@@ -201,8 +210,7 @@ class InFlight:
 
     def _exit(self, rpc: _Rpc, *, is_open: bool) -> None:
         if rpc.answer is not None:
-            if not self._waits.end(rpc.answer):
-                rpc.call.code = "CANCELLED"  # what its client sees of an answer that was given up
+            self._waits.end(rpc.answer)
             self._telemetry.end(rpc.call)
         if self._resets is not None:
             is_reset = not rpc.has_request and rpc.call.code == "CANCELLED"
@@ -239,6 +247,7 @@ class InFlight:
         """Run an RPC, and end it with a status and trailers, also where it raises."""
         call, context = rpc.call, rpc.context
         try:
+            await self._turns.take(call.caller)
             self._check(call)
             answer = await run()
             call.code = code_of(context)
@@ -260,8 +269,6 @@ class InFlight:
         except ClientGone:
             if isinstance(call.error, _NoRequest):  # the call was reset, not ended without a request
                 call.code, call.error = "CANCELLED", None
-        else:
-            self._keep_unread(rpc)
         raise asyncio.CancelledError from None
 
     async def _answered(self, rpc: _Rpc, method: Method, parse: Parser) -> bytes | None:
@@ -270,7 +277,7 @@ class InFlight:
         if answer is None:
             return None
         data: bytes = answer.SerializeToString()
-        rpc.answer = rpc.unread(Stage.ANSWER, len(data))
+        rpc.answer = rpc.wait(Stage.ANSWER, rpc.give_up_answer, len(data))
         self._waits.begin(rpc.answer)
         return data
 
@@ -317,12 +324,6 @@ class InFlight:
         with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
             await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))
         rpc.handler.cancel()  # it may wait for something else than its client
-
-    def _keep_unread(self, rpc: _Rpc) -> None:
-        """Let a status wait behind a message that its client does not read, for as long as an answer may."""
-        wait = rpc.unread(Stage.STATUS, rpc.call.num_unsent_bytes)
-        self._waits.begin(wait)
-        call_task_of(rpc.handler).add_done_callback(lambda _: self._waits.end(wait))
 
     def _trailers(self, call: Call) -> Metadata:
         if self._last_trailer is not None:

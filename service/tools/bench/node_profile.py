@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from antiphon.model.bundle.manifest import graph
+from antiphon.model.bundle import graph
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.static import translate_static
 
