@@ -126,9 +126,9 @@ async def test_cancelling_the_stream_cancels_its_requests() -> None:
             await stream.write(ids_request(SOURCE))
         await asyncio.to_thread(gate.reached.wait)
         async with asyncio.timeout(60):
-            while (
-                served.registry.get_sample_value("antiphon_grpc_server_in_flight") != 4
-            ):  # the stream, and its requests
+            while True:
+                if served.registry.get_sample_value("antiphon_grpc_server_in_flight") == 4:  # stream and requests
+                    break
                 await asyncio.sleep(0.01)
         stream.cancel()
         await served.calls.wait_until_idle()
