@@ -15,6 +15,9 @@ FACES := .venv-faces
 DEPLOY := .venv-deploy
 UNPACKED := build/deploy-tools
 
+# Processes that run tests side by side. Each loads models: memory for about 2 GB each.
+JOBS ?= 2
+
 PROTOS := $(shell find protos -name '*.proto')
 NATIVE := $(wildcard model/ops/native/*)
 
@@ -43,7 +46,7 @@ watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--p
 
 test: lint faces deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 faces: $(FACES)/.installed ## Make .venv-faces, where tests run published clients of the Open Inference Protocol.
 
