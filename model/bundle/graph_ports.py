@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,14 @@ from antiphon.model.bundle.manifest import Lowering
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.ops.cache_geometry import pool_axes
+from antiphon.model.ops.choices import PER_CHOICE
+
+_TYPES_OF_CHOICES: dict[type[np.generic], torch.dtype] = {
+    np.float32: torch.float32,
+    np.int32: torch.int32,
+    np.int64: torch.int64,
+    np.uint64: torch.int64,  # the same bits
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,17 +118,10 @@ def _paged_decoder_inputs(config: ModelConfig) -> list[Port]:
         _ints("cross_tables", "rows", "cross_table"),
         _ints("source_lens", "rows"),
         pool_port(config),
-        _ints("picks", "choices"),
-        _floats("temperatures", "choices"),
-        _ints("top_ks", "choices"),
-        _floats("top_ps", "choices"),
-        _floats("min_ps", "choices"),
-        _floats("typical_ps", "choices"),
-        _ids("seeds", "choices"),
-        _ids("given_ids", "choices"),
-        _ints("num_logprobs", "choices"),
-        _ints("is_normalized", "choices"),
-        _ints("is_exclusive", "choices"),
+        *(
+            Port(name=name, dtype=_TYPES_OF_CHOICES[dtype], axes=("choices",))
+            for name, (dtype, _) in PER_CHOICE.items()
+        ),
         _ints("edit_offsets", "edit_offsets"),
         _ints("edit_ids", "edits"),
         _floats("edit_values", "edits", 3),

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from antiphon.model.ops import native_attention, native_linear, native_select  # noqa: F401  registers the operators
+from antiphon.model.ops.choices import PER_CHOICE
 from antiphon.model.ops.onnx_schema import operator
 
 _embed = operator("Embed", "input_ids:ids positions:ints weight:T position_table?:T", "out:T", scale=float)
@@ -54,11 +56,11 @@ _paged_write = operator(
     num_heads=int,
     layer=int,
 )
+_TYPES_OF_CHOICES = {np.float32: "T", np.int32: "ints", np.int64: "ids", np.uint64: "ids"}
+_PER_CHOICE = " ".join(f"{name}:{_TYPES_OF_CHOICES[dtype]}" for name, (dtype, _) in PER_CHOICE.items())
 _select = operator(
     "Select",
-    "hidden:T weight:T positions:ints picks:ints temperatures:T top_ks:ints top_ps:T min_ps:T typical_ps:T seeds:ids"
-    " given_ids:ids num_logprobs:ints is_normalized:ints is_exclusive:ints edit_offsets:ints edit_ids:ints"
-    " edit_values:T bias?:T",
+    f"hidden:T weight:T positions:ints {_PER_CHOICE} edit_offsets:ints edit_ids:ints edit_values:T bias?:T",
     "token_ids:ids logprobs:T top_ids:ids top_logprobs:T top_scores:T",
 )
 

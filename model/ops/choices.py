@@ -9,7 +9,10 @@ Axes: K choices, E edits, V vocabulary, k candidates.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,26 +61,41 @@ class Choices:
         return len(self.picks)
 
 
-def greedy_choices(picks: NDArray[np.int32]) -> Choices:
-    """The likeliest token after each picked one, without log-probabilities or edits."""
-    num_choices = len(picks)
-    ints, floats = np.zeros(num_choices, np.int32), np.zeros(num_choices, np.float32)
+PER_CHOICE: Mapping[str, tuple[type[np.generic], int]] = {
+    "picks": (np.int32, 0),
+    "temperatures": (np.float32, 0),
+    "top_ks": (np.int32, 0),
+    "top_ps": (np.float32, 1),
+    "min_ps": (np.float32, 0),
+    "typical_ps": (np.float32, 1),
+    "seeds": (np.uint64, 0),
+    "given_ids": (np.int64, -1),
+    "num_logprobs": (np.int32, -1),
+    "is_normalized": (np.int32, 0),
+    "is_exclusive": (np.int32, 0),
+}
+"""Fields of Choices that have one element a choice, in their order: element type, and the neutral value.
+
+Inputs of the native decoder graph, operands of Select and the arrays of running rows come from this table.
+"""
+
+
+def neutral_choices(num_choices: int) -> Choices:
+    """Return choices whose settings all have their neutral values, in arrays of their own."""
+    settings: dict[str, NDArray[Any]] = {
+        name: np.full(num_choices, neutral, dtype) for name, (dtype, neutral) in PER_CHOICE.items()
+    }
     return Choices(
-        picks=picks,
-        temperatures=floats,
-        top_ks=ints,
-        top_ps=floats + 1,
-        min_ps=floats,
-        typical_ps=floats + 1,
-        seeds=np.zeros(num_choices, np.uint64),
-        given_ids=np.full(num_choices, -1, np.int64),
-        num_logprobs=ints - 1,
-        is_normalized=ints,
-        is_exclusive=ints,
+        **settings,
         edit_offsets=np.zeros(num_choices + 1, np.int32),
-        edit_ids=ints[:0],
+        edit_ids=np.zeros(0, np.int32),
         edit_values=np.zeros((0, 3), np.float32),
     )
+
+
+def greedy_choices(picks: NDArray[np.int32]) -> Choices:
+    """Return choices of the likeliest token after each picked one, without log-probabilities or edits."""
+    return dataclasses.replace(neutral_choices(len(picks)), picks=picks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.controls.table import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
+from antiphon.controls.table import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
+from antiphon.controls.table import MAX_SEED as MAX_SEED
+from antiphon.controls.table import EarlyStopping as EarlyStopping
+from antiphon.controls.table import SamplingFields
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.domain.combinations import Controls, check_combination
 from antiphon.service.domain.ranges import FREE, check_free, check_ranges
-from antiphon.service.domain.ranges import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
-from antiphon.service.domain.ranges import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
-from antiphon.service.domain.ranges import MAX_SEED as MAX_SEED
 
 
 class FinishReason(enum.Enum):
@@ -37,14 +39,6 @@ class FinishReason(enum.Enum):
 
 ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
 """Ends that are answers, whole or as far as was asked."""
-
-
-class EarlyStopping(enum.Enum):
-    """When a beam search ends; the values are those of transformers' `early_stopping`."""
-
-    HEURISTIC = False  # no live beam, at its present length, scores better than the worst finished hypothesis
-    FIRST = True  # beam_width hypotheses are finished
-    NEVER = "never"  # no live beam could score better even at its best length
 
 
 class Priority(enum.Enum):
@@ -77,56 +71,11 @@ class Pooling(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How targets are chosen. docs/CONTROLS.md gives the order of the steps and what excludes what.
+class SamplingParams(SamplingFields):
+    """Sampling controls of one request, each of them and all together checked against the table.
 
-    max_new_tokens: most tokens to produce, the end token included; None is the model's limit.
-    min_new_tokens: tokens to produce before the end token or a stop id may be chosen.
-    time_limit_s: seconds from arrival after which what there is is returned; None is none.
-    temperature: 0 is greedy; otherwise logits are divided by it, (0, 100].
-    top_k: keep the k likeliest tokens; 0 keeps all.
-    top_p: keep the likeliest tokens whose probabilities reach p, (0, 1].
-    min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
-    typical_p: keep the locally typical tokens that reach this mass, (0, 1].
-    seed: 64-bit key of the counter-based generator; the same seed gives the same tokens.
-    num_return_sequences: outputs: samples, or the best hypotheses of a beam search.
-    beam_width: hypotheses kept alive; 1 is no beam search.
-    length_penalty: a hypothesis scores its log-probability over its length to this power.
-    repetition_penalty: divides positive logits of tokens produced or given, multiplies negative ones; 1 is off.
-    presence_penalty, frequency_penalty: taken from a produced token's logit, once or as often as it came; 0 is off.
-    no_repeat_ngram_size: n tokens in a row come once only; 0 is off.
-    logit_bias: token ids and what is added to their logits.
-    forced_first_id: first token to produce, whatever the model says.
-    suppressed_ids, allowed_ids: tokens never chosen; where not empty, the only ones (and the end token) chosen.
-    stop_ids: tokens that end an output beside the end token.
-    ignore_eos: the end token is never chosen.
-    num_logprobs: None no log-probabilities, 0 those of the chosen tokens, k also k alternatives.
+    The fields are those of `antiphon.controls.table`. docs/CONTROLS.md gives the order of the steps.
     """
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    time_limit_s: float | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    seed: int = 0
-    num_return_sequences: int = 1
-    beam_width: int = 1
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    forced_first_id: int | None = None
-    suppressed_ids: tuple[int, ...] = ()
-    allowed_ids: tuple[int, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if _further(self) == _FURTHER_DEFAULTS:  # as of most requests, which need not pay for every check

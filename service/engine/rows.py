@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.model.ops.choices import PER_CHOICE, neutral_choices
 from antiphon.model.ops.counter_random import seed_of_output
 from antiphon.service.domain.request import Task
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
@@ -23,8 +24,6 @@ from antiphon.service.runtime.runner import Choices, DecodeBatch
 _MAX_TOP_K = 2**31 - 1
 # Settings become float32; so small a one may round, but not to 0, which means something else.
 _TINY = float(np.finfo(np.float32).tiny)
-# What there is one of for each choice; edits there are any number of.
-_OF_CHOICES = tuple(field.name for field in dataclasses.fields(Choices) if not field.name.startswith("edit_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,10 @@ class RunningRows:
         self.num_self_blocks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.keeps_tokens = history_width > 0
         self._history: NDArray[np.int32] = np.zeros((max_rows, history_width), np.int32)
-        self.choices = _no_choices(max_rows)
+        self.choices = neutral_choices(max_rows)
         own = (self.token_ids, self.positions, self.end_positions, self.source_lens, self.expiries_s, self.is_beam)
         tables = (self.self_tables, self.cross_tables, self.num_self_blocks, self._history)
-        chosen = (getattr(self.choices, name) for name in _OF_CHOICES)
+        chosen = (getattr(self.choices, name) for name in PER_CHOICE)
         self._arrays: tuple[NDArray[Any], ...] = (*own, *tables, *chosen)
         self._one_each: NDArray[np.int32] = np.arange(max_rows + 1, dtype=np.int32)
         self._starts: dict[int, _Start] = {}  # of rows that have not decoded yet and feed more than the begin token
@@ -263,7 +262,7 @@ class RunningRows:
     def _own_choices(self, picks: NDArray[np.int32]) -> Choices:
         """One choice a row, after the token picked; nothing edited yet."""
         num_rows, held = len(self.sequences), self.choices
-        taken = {name: getattr(held, name)[:num_rows] for name in _OF_CHOICES}
+        taken = {name: getattr(held, name)[:num_rows] for name in PER_CHOICE}
         return Choices(
             **taken | {"picks": picks},
             edit_offsets=held.edit_offsets[: num_rows + 1],
@@ -282,7 +281,7 @@ class RunningRows:
             return choices
         self.judging = [(self.sequences[row], token_id) for row, _, token_id in judged]
         rows, picks, given_ids = (list(column) for column in zip(*judged, strict=True))
-        extra = {name: getattr(choices, name)[rows] for name in _OF_CHOICES}
+        extra = {name: getattr(choices, name)[rows] for name in PER_CHOICE}
         extra |= {"picks": np.array(picks, np.int32), "given_ids": np.array(given_ids, np.int64)}
         joined = {name: np.concatenate((getattr(choices, name), array)) for name, array in extra.items()}
         none = np.zeros(len(picks), np.int32)
@@ -334,22 +333,3 @@ def _given(sequence: Sequence) -> int:
         return request.target_ids[-1]
     forced = request.params.forced_first_id
     return -1 if forced is None or sequence.produced or sequence.group.is_beam_search else forced
-
-
-def _no_choices(max_rows: int) -> Choices:
-    return Choices(
-        picks=np.zeros(max_rows, np.int32),
-        temperatures=np.zeros(max_rows, np.float32),
-        top_ks=np.zeros(max_rows, np.int32),
-        top_ps=np.ones(max_rows, np.float32),
-        min_ps=np.zeros(max_rows, np.float32),
-        typical_ps=np.ones(max_rows, np.float32),
-        seeds=np.zeros(max_rows, np.uint64),
-        given_ids=np.full(max_rows, -1, np.int64),
-        num_logprobs=np.full(max_rows, -1, np.int32),
-        is_normalized=np.zeros(max_rows, np.int32),
-        is_exclusive=np.zeros(max_rows, np.int32),
-        edit_offsets=np.zeros(max_rows + 1, np.int32),
-        edit_ids=np.zeros(0, np.int32),
-        edit_values=np.zeros((0, 3), np.float32),
-    )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from antiphon.controls.table import MAX_STOP_STRING_LEN, MAX_STOP_STRINGS
 from antiphon.model.text.tokenizer import IncrementalDecoder
 from antiphon.service.domain.errors import InvalidArgument
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_LEN = 256
 
 
 def check_stop_strings(stops: Sequence[str]) -> None:

@@ -16,23 +16,11 @@ from numpy.typing import NDArray
 from antiphon.model.bundle.graph import Graph
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.model.ops.choices import Choices, Draw
+from antiphon.model.ops.choices import PER_CHOICE, Choices, Draw
 from antiphon.service.runtime.runner import DecodeBatch
 
 _FED = ("input_ids", "positions", "offsets", "self_tables", "cross_tables", "source_lens")
-_SETTINGS: dict[str, type[np.generic]] = {
-    "picks": np.int32,
-    "temperatures": np.float32,
-    "top_ks": np.int32,
-    "top_ps": np.float32,
-    "min_ps": np.float32,
-    "typical_ps": np.float32,
-    "seeds": np.uint64,
-    "given_ids": np.int64,
-    "num_logprobs": np.int32,
-    "is_normalized": np.int32,
-    "is_exclusive": np.int32,
-}
+_SETTINGS = {name: dtype for name, (dtype, _) in PER_CHOICE.items()}
 _TOPS: dict[str, type[np.generic]] = {"top_ids": np.int64, "top_logprobs": np.float32, "top_scores": np.float32}
 _FIRST_NUM_EDITS = 256
 

@@ -10,7 +10,6 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.domain.ranges import LONGEST, RANGES
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
@@ -74,8 +73,6 @@ def test_every_field_of_the_contract_has_its_limits() -> None:
     for name, ask in REQUESTS.items():
         assert set(METHODS[name].input_type.fields_by_name) - {"model"} == set(ask.fields)
     assert set(pb.GenerateOptions.DESCRIPTOR.fields_by_name) == set(OPTIONS)
-    ranged = {*(limit.field for limit in RANGES), *LONGEST}
-    assert {"time_limit_millis" if name == "time_limit_s" else name for name in ranged} <= set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

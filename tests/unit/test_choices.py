@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw, choose, greedy_choices
+from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, PER_CHOICE, Choices, Draw, choose, greedy_choices
 from antiphon.model.ops.warpers import Warp
 from antiphon.service.domain.request import MAX_SEED
 from tests.batches import Choice, choices_of
@@ -321,6 +321,11 @@ def test_greedy_choices_are_those_of_settings_that_are_off() -> None:
         ours, theirs = getattr(built, field.name), getattr(listed, field.name)
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_settings_are_listed_in_the_order_of_their_fields() -> None:
+    """The native operator takes them by position."""
+    assert [*PER_CHOICE, "edit_offsets", "edit_ids", "edit_values"] == [one.name for one in dataclasses.fields(Choices)]
 
 
 def test_no_choices_are_an_empty_draw() -> None:

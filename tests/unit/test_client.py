@@ -16,6 +16,8 @@ import pytest
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError, TokenLogprob
 from antiphon.client.messages import as_delta, as_generations
 from antiphon.client.options import options_message
+from antiphon.controls.control import Kind
+from antiphon.controls.table import CONTROLS
 from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
@@ -85,50 +87,38 @@ def test_options_have_a_field_for_every_one_of_the_contract() -> None:
     assert {field.name for field in dataclasses.fields(Options)} == set(pb.GenerateOptions.DESCRIPTOR.fields_by_name)
 
 
-EVERY_OPTION = Options(
-    max_new_tokens=9,
-    min_new_tokens=2,
-    time_limit_millis=5000,
-    temperature=0.0,
-    top_k=5,
-    top_p=0.5,
-    min_p=0.25,
-    typical_p=0.75,
-    seed=0,
-    num_return_sequences=3,
-    beam_width=4,
-    length_penalty=-1.5,
-    early_stopping="never",
-    repetition_penalty=1.5,
-    presence_penalty=-0.5,
-    frequency_penalty=0.5,
-    no_repeat_ngram_size=2,
-    logit_bias={5: 1.5, 6: -2.0},
-    prefix_text="",
-    prefix_ids=(),
-    forced_first_id=0,
-    suppressed_ids=[7, 8],
-    allowed_ids=(9,),
-    stop_ids=[10],
-    stop_strings=["x", "yz"],
-    ignore_eos=False,
-    num_logprobs=0,
-)
+# Of each kind of control a value that is false, which must not be taken for an absent one, and another.
+VALUES: dict[Kind, tuple[Any, Any]] = {
+    Kind.WHOLE_NUMBER: (0, 5),
+    Kind.NUMBER: (0.0, -1.5),
+    Kind.SWITCH: (False, True),
+    Kind.CHOICE: ("heuristic", "never"),
+    Kind.TOKEN_ID: (0, 7),
+    Kind.TOKEN_IDS: ((), [7, 8]),
+    Kind.BIASES: ({}, {5: 1.5, 6: -2.0}),
+    Kind.TEXT: ("", "yz"),
+    Kind.TEXTS: ((), ["x", "yz"]),
+}
 
 
-def test_options_become_the_contracts_fields_one_by_one() -> None:
-    message = options_message(EVERY_OPTION)
+@pytest.mark.parametrize("which", [0, 1])
+def test_options_become_the_contracts_fields_one_by_one(which: int) -> None:
+    options = Options(**{control.name: VALUES[control.kind][which] for control in CONTROLS})
+    message = options_message(options)
     assert message is not None
     for field in dataclasses.fields(Options):
-        given = getattr(EVERY_OPTION, field.name)
+        given = getattr(options, field.name)
         sent = getattr(message, field.name)
         if pb.GenerateOptions.DESCRIPTOR.fields_by_name[field.name].has_presence:
             assert message.HasField(field.name)  # type: ignore[arg-type]
         if field.name == "prefix_ids":
             sent = sent.ids
         if field.name == "early_stopping":
-            given = pb.EARLY_STOPPING_NEVER
+            given = (pb.EARLY_STOPPING_HEURISTIC, pb.EARLY_STOPPING_NEVER)[which]
         assert (dict(sent) if isinstance(given, dict) else type(given)(sent)) == given
+
+
+def test_options_that_are_none_are_absent() -> None:
     assert not options_message(Options()).ListFields()  # type: ignore[union-attr]
 
 

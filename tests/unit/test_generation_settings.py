@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from antiphon.controls.table import SAMPLING_CONTROLS
 from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.model.config import preset
 from antiphon.model.importer.generation_settings import generation_defaults
 from antiphon.model.text.format import TextFormat
-from antiphon.service.domain.ranges import RANGES
 from antiphon.service.domain.request import SamplingParams
 
 CONFIG = preset("tiny")  # 96 tokens, at most 64 of a target
@@ -60,7 +60,7 @@ def test_what_no_server_takes_is_left_out_and_told(tmp_path: Path, capsys: pytes
 
 
 def test_a_bundles_defaults_have_the_ranges_of_the_options() -> None:
-    holds = {one.field: one.holds for one in RANGES}
+    holds = {one.field: one.range.holds for one in SAMPLING_CONTROLS if one.range is not None}
     for name, field in GenerationDefaults.model_fields.items():
         assert name in SamplingParams.__dataclass_fields__
         for bound in field.metadata:

@@ -24,24 +24,19 @@ from antiphon.model.bundle.manifest import (
     write_manifest,
 )
 from antiphon.model.config import ModelConfig
+from antiphon.model.ops.choices import PER_CHOICE
 from antiphon.model.text.format import TextFormat
 from tests.unit.tiny_graphs import TinyModel
 
 PANEL = 16
 DOMAIN = "antiphon"
-_SETTINGS = {
-    "picks": TensorProto.INT32,
-    "temperatures": TensorProto.FLOAT,
-    "top_ks": TensorProto.INT32,
-    "top_ps": TensorProto.FLOAT,
-    "min_ps": TensorProto.FLOAT,
-    "typical_ps": TensorProto.FLOAT,
-    "seeds": TensorProto.INT64,
-    "given_ids": TensorProto.INT64,
-    "num_logprobs": TensorProto.INT32,
-    "is_normalized": TensorProto.INT32,
-    "is_exclusive": TensorProto.INT32,
+_TYPES_OF_CHOICES = {
+    np.float32: TensorProto.FLOAT,
+    np.int32: TensorProto.INT32,
+    np.int64: TensorProto.INT64,
+    np.uint64: TensorProto.INT64,
 }
+_SETTINGS = {name: _TYPES_OF_CHOICES[dtype] for name, (dtype, _) in PER_CHOICE.items()}
 
 
 def write_native_bundle(path: Path, model: TinyModel, cache: CacheType = "float32") -> Bundle:

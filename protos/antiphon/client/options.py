@@ -1,21 +1,16 @@
-"""The decoding controls as the client gives them, and how they become the contract's GenerateOptions."""
+"""The sampling controls as the client gives them, and their conversion to the contract's GenerateOptions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from antiphon.controls.control import Control, Kind
+from antiphon.controls.table import CONTROLS
 from antiphon.v1 import inference_pb2
 
 EarlyStopping = Literal["heuristic", "first", "never"]
-
-_EARLY_STOPPING: dict[str, inference_pb2.EarlyStopping.ValueType] = {
-    "heuristic": inference_pb2.EARLY_STOPPING_HEURISTIC,
-    "first": inference_pb2.EARLY_STOPPING_FIRST,
-    "never": inference_pb2.EARLY_STOPPING_NEVER,
-}
-_LISTS = ("suppressed_ids", "allowed_ids", "stop_ids", "stop_strings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,32 +75,43 @@ class Options:
 
 
 def options_message(options: Options | None) -> inference_pb2.GenerateOptions | None:
-    """The contract's message. Raises ValueError naming the option whose value does not fit its field."""
+    """Return the contract's message. Raises ValueError naming the option whose value does not fit its field."""
     if options is None:
         return None
     message = inference_pb2.GenerateOptions()
-    for field in fields(options):
-        value = getattr(options, field.name)
+    for control in CONTROLS:
+        value = getattr(options, control.name)
         if value is None:
             continue
         try:
-            _set(message, field.name, value)
+            _set(message, control, value)
         except (TypeError, ValueError, KeyError, AttributeError):
-            raise ValueError(f"options.{field.name} is {value!r}, which does not fit the field") from None
+            raise ValueError(f"options.{control.name} is {value!r}, which does not fit the field") from None
     return message
 
 
-def _set(message: inference_pb2.GenerateOptions, name: str, value: Any) -> None:
-    if name in _LISTS:
-        if isinstance(value, str):  # each of its characters would be taken for a text of its own
-            raise TypeError(name)
-        getattr(message, name).extend(value)
-    elif name == "logit_bias":
-        message.logit_bias.update(value)
-    elif name == "prefix_ids":
-        message.prefix_ids.SetInParent()  # absent and empty are not the same
-        message.prefix_ids.ids.extend(value)
-    elif name == "early_stopping":
-        message.early_stopping = _EARLY_STOPPING[value]
-    else:
-        setattr(message, name, value)
+def _set(message: inference_pb2.GenerateOptions, control: Control, value: Any) -> None:
+    field = getattr(message, control.name)
+    match control.kind:
+        case Kind.TOKEN_IDS | Kind.TEXTS:
+            if isinstance(value, str):  # each of its characters would be taken for a text of its own
+                raise TypeError(control.name)
+            if isinstance(field, inference_pb2.TokenIds):
+                field.SetInParent()  # absent and empty are not the same
+                field = field.ids
+            field.extend(value)
+        case Kind.BIASES:
+            field.update(value)
+        case Kind.CHOICE:
+            setattr(message, control.name, _number_of(control, value))
+        case _:
+            setattr(message, control.name, value)
+
+
+def _number_of(control: Control, value: str) -> int:
+    """Return the number of a choice in the contract's enum, whose names begin with the control's."""
+    if value not in control.choices:
+        raise ValueError(value)
+    contract = inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_name[control.name].enum_type
+    assert contract is not None
+    return int(contract.values_by_name[f"{control.name}_{value}".upper()].number)

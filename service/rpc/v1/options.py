@@ -1,31 +1,30 @@
-"""GenerateOptions of the contract: read into domain values with every check made, and the defaults told back."""
+"""GenerateOptions of the contract: read into domain values with every check made, and written with the defaults.
+
+Every option is read as the kind of its row in `antiphon.controls.table` says.
+"""
 
 from __future__ import annotations
 
+import enum
 import secrets
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from antiphon.controls.control import Control, Kind
+from antiphon.controls.table import CONTROLS, SAMPLING_CONTROLS, TEXT_CONTROLS
 from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.service.domain.combinations import Controls
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.ranges import check_token_ids
-from antiphon.service.domain.request import EarlyStopping, SamplingParams
+from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.stop_strings import check_stop_strings
 from antiphon.service.rpc.v1.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
 from antiphon.v1 import inference_pb2 as pb
 
-_EARLY_STOPPING = {
-    pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
-    pb.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
-    pb.EARLY_STOPPING_FIRST: EarlyStopping.FIRST,
-    pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
-}
-
 _SEEDS_AT_ONCE = 512
 
-_EARLY_STOPPING_OF = {value: known for known, value in _EARLY_STOPPING.items()}
+_NAMES = {control.field: control.name for control in CONTROLS}
 
 
 def read_options(
@@ -39,40 +38,36 @@ def read_options(
 
 
 def as_option(error: InvalidArgument) -> InvalidArgument:
-    """A complaint about a control, with its field named as the client knows it."""
-    field = "time_limit_millis" if error.field == "time_limit_s" else error.field
-    return InvalidArgument(f"options.{field}", error.value, error.allowed)
+    """Return a complaint about a control with its field named as the client knows it."""
+    return InvalidArgument(f"options.{_NAMES.get(error.field, error.field)}", error.value, error.allowed)
 
 
 def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.GenerateOptions:
-    """Values that absent options take; without those whose absence means something of its own."""
+    """Return the values that absent options take, without those whose absence has a meaning of its own."""
     params = SamplingParams(**own_defaults(generation))
-    defaults = pb.GenerateOptions(early_stopping=_EARLY_STOPPING_OF[params.early_stopping])
-    for field in pb.GenerateOptions.DESCRIPTOR.fields:
-        value = getattr(params, field.name, None)
-        if field.name != "seed" and isinstance(value, bool | int | float):
-            setattr(defaults, field.name, value)
-    defaults.suppressed_ids.extend(params.suppressed_ids)
-    defaults.stop_ids.extend(params.stop_ids)
+    defaults = pb.GenerateOptions()
+    for control in SAMPLING_CONTROLS:
+        value = getattr(params, control.field)
+        if control.name == "seed" or value is None:
+            continue
+        if control.kind is Kind.TOKEN_IDS:
+            getattr(defaults, control.name).extend(value)
+        elif control.kind is Kind.CHOICE:
+            setattr(defaults, control.name, _number_of(control, value))
+        elif control.kind is not Kind.BIASES:
+            setattr(defaults, control.name, value)
     return defaults
 
 
 def _read(options: pb.GenerateOptions, vocab_size: int, generation: GenerationDefaults) -> Controls:
-    given = {field.name: value for field, value in options.ListFields()}
-    stop_strings = tuple(given.pop("stop_strings", ()))
-    check_stop_strings(stop_strings)
-    prefix_text, prefix_ids = given.pop("prefix_text", None), given.pop("prefix_ids", None)
-    if (millis := given.pop("time_limit_millis", None)) is not None:
-        given["time_limit_s"] = _seconds(millis)
+    given = {field.name: _READERS.get(field.name, _as_is)(value) for field, value in options.ListFields()}
+    check_stop_strings(given.get("stop_strings", ()))
+    if "time_limit_millis" in given:
+        given["time_limit_s"] = given.pop("time_limit_millis")
     if "seed" not in given:
         given["seed"] = next(_seeds)
-    beside: dict[str, Any] = dict(
-        stop_strings=stop_strings,
-        prefix_text=prefix_text,
-        prefix_ids=None if prefix_ids is None else tuple(prefix_ids.ids),
-    )
-    asked = {name: _READERS.get(name, _as_is)(value) for name, value in given.items()}
-    controls = with_defaults(asked, beside, generation)
+    texts = {control.field: given.pop(control.name) for control in TEXT_CONTROLS if control.name in given}
+    controls = with_defaults(given, texts, generation)
     check_token_ids(controls.params, vocab_size)
     return controls
 
@@ -95,21 +90,47 @@ def _seconds(millis: int) -> float:
     return millis / 1000
 
 
-def _early_stopping(value: int) -> EarlyStopping:
-    known = _EARLY_STOPPING.get(value)  # type: ignore[call-overload]
-    if known is None:
-        raise InvalidArgument("early_stopping", value, "one of the values of EarlyStopping")
-    return known  # type: ignore[no-any-return]
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """Return a list of ids; the contract holds one in a message where an empty list differs from an absent one."""
+    return tuple(value.ids if isinstance(value, pb.TokenIds) else value)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(value.items()))
+
+
+def _choice_of(control: Control) -> Callable[[int], enum.Enum]:
+    """Return a reader of the numbers that the contract's enum gives to the members of the control's."""
+    members: dict[int, enum.Enum] = {0: control.default}
+    members |= {_number_of(control, member): member for member in type(control.default)}
+    wanted = f"one of the values of {type(control.default).__name__}"
+
+    def read(number: int) -> enum.Enum:
+        if number not in members:
+            raise InvalidArgument(control.name, number, wanted)
+        return members[number]
+
+    return read
+
+
+def _number_of(control: Control, member: enum.Enum) -> int:
+    """Return the number of a member in the contract, where its name follows the control's."""
+    contract = pb.GenerateOptions.DESCRIPTOR.fields_by_name[control.name].enum_type
+    assert contract is not None
+    return int(contract.values_by_name[f"{control.name}_{member.name}".upper()].number)
 
 
 def _as_is(value: Any) -> Any:
     return value
 
 
+_READERS_OF_KINDS: dict[Kind, Callable[[Any], Any]] = {
+    Kind.TOKEN_IDS: _token_ids,
+    Kind.TEXTS: tuple,
+    Kind.BIASES: _biases,
+}
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "early_stopping": _early_stopping,
-    "logit_bias": lambda biases: tuple(sorted(biases.items())),
-    "suppressed_ids": tuple,
-    "allowed_ids": tuple,
-    "stop_ids": tuple,
+    "time_limit_millis": _seconds,
+    **{one.name: _READERS_OF_KINDS[one.kind] for one in CONTROLS if one.kind in _READERS_OF_KINDS},
+    **{one.name: _choice_of(one) for one in CONTROLS if one.kind is Kind.CHOICE},
 }
