@@ -20,12 +20,15 @@ _CLOSE_GRACE_S = 0.5
 Option = tuple[str, int]
 
 _MAX_INT = 2**31 - 1
+_MAX_UNACCEPTED_S = 24 * 3600
 # Core's own refusals come before any of our code, without advice and uncounted. The first counts ended streams that are
 # not freed yet, and refuses streams of clients that keep to the limit; the others drop calls that wait, at random.
 _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
     ("grpc.http.overload_protection", 0),
     ("grpc.server.max_pending_requests", _MAX_INT),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_INT),
+    # Core cancels calls that the event loop has not accepted after this time, 30 s by default.
+    ("grpc.server_max_unrequested_time_in_server", _MAX_UNACCEPTED_S),
 )
 HANDSHAKE_OPTION: Option = ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000)
 """Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's own default is two minutes."""
