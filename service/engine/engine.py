@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
-from antiphon.service.engine.admission import admit, check_ability, limits_of
-from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
-from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
-from antiphon.service.engine.scheduler import EncodeBudget, SchedulerLimits
+from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.step.stepper import StepParts, Stepper
 from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
-from antiphon.service.engine.logit_edits import LogitEdits
+from antiphon.service.engine.constraints.logits_processors import LogitEdits
 from antiphon.service.engine.stream import OutputStream, TokenSink
 
 # A token drawn from a narrowed distribution costs one part in so many more than another. Measured with the shipped

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import choose
 from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.logit_edits import LogitEdits
+from antiphon.service.engine.constraints.logits_processors import LogitEdits
 from tests.batches import Choice, choices_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

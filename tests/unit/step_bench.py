@@ -11,12 +11,12 @@ from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
-from antiphon.service.engine.scheduler import SchedulerLimits
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.scheduling.admission import admit, limits_of
+from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.step.stepper import StepParts, Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics

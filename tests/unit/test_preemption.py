@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from antiphon.service.domain.errors import InvalidArgument, QueueFull
 from antiphon.service.domain.request import FinishReason, Priority, Request, SamplingParams, Task, TokenEvent
-from antiphon.service.engine.reservations import LOOKAHEAD_STEPS
+from antiphon.service.engine.cache.reservations import LOOKAHEAD_STEPS
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import request_of, source_of
 from tests.unit.step_bench import BLOCK_SIZE, Bench, expected

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.request import MAX_SEED, SamplingParams
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.runtime.runner import DecodeBatch

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, Batch, EncodeBudget, SchedulerLimits, schedule
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.scheduling.scheduler import (
+    MAX_DEFERRED_STEPS,
+    Batch,
+    EncodeBudget,
+    SchedulerLimits,
+    schedule,
+)
 
 
 @dataclass(frozen=True)

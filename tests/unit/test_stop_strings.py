@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
+from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
 
 TOKENIZER = Tokenizer.train(["ab ba abab aab", "bbb ä ab"] * 4, vocab_size=275)
 # Few letters, so that strings overlap each other and themselves; ä is two bytes, and so may be two tokens.

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.service.domain.request import FinishReason
-from antiphon.service.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.rows import RunningRows, num_candidates
+from antiphon.service.engine.batch.rows import RunningRows, num_candidates
+from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import Item, TokenSink
 from antiphon.service.runtime.runner import Draw, Runner

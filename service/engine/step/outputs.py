@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from antiphon.service.domain.request import FinishReason, Timing, TokenEvent, TokenLogprob
-from antiphon.service.engine.beam_search import Hypothesis
+from antiphon.service.engine.beams.beam_search import Hypothesis
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 
 

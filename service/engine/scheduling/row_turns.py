@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.request_queue import RequestQueue
-from antiphon.service.engine.reservations import Reservations
-from antiphon.service.engine.rows import RunningRows
-from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.reservations import Reservations
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.scheduling.shares import Shares
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.engine.shares import Shares
 
 # Rows that end by themselves cost nothing: while some do, and they come together at this pace, none are taken.
 PATIENCE_STEPS = MAX_DEFERRED_STEPS + 1

@@ -15,18 +15,18 @@ import numpy as np
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.service.domain.request import ANSWERED, FinishReason, Readout, TokenEvent
-from antiphon.service.engine.beam_rows import BeamRows
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.commit import Ended, commit
-from antiphon.service.engine.outputs import beam_events, last_of, output_event, time_limit_events
-from antiphon.service.engine.preemption import Preemption
-from antiphon.service.engine.request_queue import RequestQueue
-from antiphon.service.engine.reservations import Reservations, empty_rows, may_run_short
-from antiphon.service.engine.row_turns import RowTurns
-from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits, schedule
+from antiphon.service.engine.beams.beam_rows import BeamRows
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.cache.reservations import Reservations, empty_rows, may_run_short
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.preemption import Preemption
+from antiphon.service.engine.scheduling.row_turns import RowTurns
+from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits, schedule
 from antiphon.service.engine.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
+from antiphon.service.engine.step.commit import Ended, commit
+from antiphon.service.engine.step.outputs import beam_events, last_of, output_event, time_limit_events
+from antiphon.service.engine.step.token_times import TokenTimes
 from antiphon.service.engine.stream import Item, OutputStream, Publisher, TokenSink
-from antiphon.service.engine.token_times import TokenTimes
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.readout import read_out
 from antiphon.service.runtime.runner import NOT_FINITE, Draw, Runner

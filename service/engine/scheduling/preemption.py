@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.service.engine.reservations import Reservations
-from antiphon.service.engine.row_turns import RowTurns
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.reservations import Reservations
+from antiphon.service.engine.scheduling.row_turns import RowTurns
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics import Metrics
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.drain_rate import AnswerPace, DrainRate
-from antiphon.service.engine.fair_line import FairLine
+from antiphon.service.engine.queue.drain_rate import AnswerPace, DrainRate
+from antiphon.service.engine.queue.fair_line import FairLine
 from antiphon.service.engine.sequence import SequenceGroup
 
 # Bounds of the retry advice: long enough not to hammer, short enough not to idle a replica that has recovered.

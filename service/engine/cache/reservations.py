@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics import CacheUse
 from antiphon.service.runtime.runner import Runner

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.service.domain.request import FinishReason, Task, TokenLogprob
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.sequence import Sequence
 from antiphon.service.engine.stream import Item, TokenSink
 from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Draw

@@ -12,8 +12,8 @@ from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.domain.request import Pooling, Request, Task, head_of
-from antiphon.service.engine.reservations import first_blocks, may_run_short
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.cache.reservations import first_blocks, may_run_short
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.runtime.runner import Runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.observability.metrics import Metrics
 
 
