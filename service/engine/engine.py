@@ -23,7 +23,8 @@ from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueu
 from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.step.stepper import StepParts, Stepper
+from antiphon.service.engine.step.parts import StepParts
+from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
-from antiphon.service.engine.constraints.logits_processors import LogitEdits
+from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.service.engine.stream import OutputStream, TokenSink
 
 # A token drawn from a narrowed distribution costs one part in so many more than another. Measured with the shipped
@@ -49,7 +49,7 @@ class Sequence:
     sink: TokenSink
     row: int | None = None
     self_block_table: tuple[int, ...] = ()
-    edits: LogitEdits | None = None
+    processors: LogitsProcessors | None = None
     stop_matcher: StopMatcher | None = None
     logprob_sum: float = 0.0
     num_generated: int = 0
@@ -57,15 +57,20 @@ class Sequence:
     is_finished: bool = False
 
     @property
-    def is_watched(self) -> bool:
-        """Whether its tokens must be looked at one by one."""
+    def needs_token_checks(self) -> bool:
+        """Return whether each of its tokens has to be checked by itself."""
         request = self.group.request
         return bool(
-            self.edits is not None
+            self.processors is not None
             or self.stop_matcher is not None
             or request.params.stop_ids
             or request.num_logprobs is not None
         )
+
+    def running_row(self) -> int:
+        """Return its row, where it has one."""
+        assert self.row is not None
+        return self.row
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -208,6 +213,6 @@ def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequen
     )
     if request.task is Task.GENERATE:
         for sequence in sequences:
-            sequence.edits = LogitEdits.of(request.params, request.given_ids(bos_id), eos_id)
+            sequence.processors = LogitsProcessors.of(request.params, request.given_ids(bos_id), eos_id)
             sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
     return sequences

@@ -16,7 +16,8 @@ from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueu
 from antiphon.service.engine.scheduling.admission import admit, limits_of
 from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from antiphon.service.engine.step.stepper import StepParts, Stepper
+from antiphon.service.engine.step.parts import StepParts
+from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics

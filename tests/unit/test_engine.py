@@ -185,7 +185,7 @@ async def test_engine_ends_every_request_when_it_dies_of_its_own_fault(bench: Be
 
     stepper = bench.engine._stepper
     assert stepper is not None
-    stepper._drop_expired = die  # type: ignore[method-assign]
+    stepper._drops.drop_expired = die  # type: ignore[method-assign]
     events = await read(bench.submit("a", source_of(target_len=2)))
     assert isinstance(events[-1].error, EngineFault)
     bench.engine._thread.join(TIMEOUT_S)

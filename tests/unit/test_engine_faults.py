@@ -80,7 +80,7 @@ async def test_engine_tells_whoever_waits_when_even_its_accounts_are_broken(benc
     def die(*args: object) -> None:
         raise RuntimeError("a bug")
 
-    stepper._drop_expired = die  # type: ignore[method-assign]
+    stepper._drops.drop_expired = die  # type: ignore[method-assign]
     end_all = stepper.end_all
     stepper.end_all = die  # type: ignore[method-assign, assignment]
     gate.open()

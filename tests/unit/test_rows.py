@@ -162,4 +162,4 @@ def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.Ab
     assert 0 < batch.temperatures[0] < 1e-30
     assert 0 < batch.top_ps[0] < 1e-30
     assert batch.top_ks[0] == 2**31 - 1
-    assert math.isinf(model.rows.expiries_s[0])
+    assert math.isinf(model.rows.expiries.times_s[0])

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.service.domain.request import FinishReason
-from antiphon.service.engine.batch.rows import RunningRows, num_candidates
+from antiphon.service.engine.batch.row_sampling import num_candidates
+from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import SequenceGroup
@@ -25,11 +26,11 @@ from antiphon.service.runtime.runner import Draw, Runner
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A search and its group. num_told: tokens of the first output that have left already."""
+    """A search and its group. num_streamed: tokens of the first output that have left already."""
 
     search: Search
     group: SequenceGroup
-    num_told: int = 0
+    num_streamed: int = 0
 
 
 class _Shape:
@@ -98,7 +99,7 @@ class BeamRows:
                 ended += self._advance_shape(shape, draw)
         return ended
 
-    def told(self) -> tuple[list[TokenSink], list[Item]]:
+    def common_tokens(self) -> tuple[list[TokenSink], list[Item]]:
         """Tokens that whatever wins will begin with and nobody has been told: sinks, and one token for each."""
         sinks: list[TokenSink] = []
         items: list[Item] = []
@@ -106,8 +107,8 @@ class BeamRows:
             for held in shape.running:
                 if not held.group.request.is_streamed or held.group.request.params.num_logprobs is not None:
                     continue
-                agreed = shape.searches.agreed(held.search, held.num_told)
-                held.num_told += len(agreed)
+                agreed = shape.searches.agreed(held.search, held.num_streamed)
+                held.num_streamed += len(agreed)
                 sinks += [held.group.stream] * len(agreed)
                 items += agreed
         return sinks, items
@@ -119,7 +120,7 @@ class BeamRows:
         """
         shape, held = self._of[group.request_id]
         count = group.request.params.num_return_sequences
-        return shape.searches.hypotheses(held.search, count, reason=reason), held.num_told
+        return shape.searches.hypotheses(held.search, count, reason=reason), held.num_streamed
 
     def _advance_shape(self, shape: _Shape, draw: Draw) -> list[SequenceGroup]:
         rows, candidates = shape.rows(), shape.searches.num_candidates
@@ -130,7 +131,7 @@ class BeamRows:
         fed = self._rows.positions[rows[:, 0]]  # what the first beam fed; the others, in a first step, less
         self._rows.token_ids[rows] = moves.token_ids
         self._rows.positions[rows] = fed[:, None] + 1
-        self._fork_edits(shape, moves.parents, moves.token_ids)
+        self._fork_processors(shape, moves.parents, moves.token_ids)
         return [shape.running[search.slot].group for search in moves.ended]
 
     def _share_blocks(self, shape: _Shape, rows: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
@@ -140,12 +141,12 @@ class BeamRows:
         current = filled // block_size  # the stretch that is written next
         is_partial = filled % block_size > 0
         if (parents != np.arange(parents.shape[1])).any():
-            own = self._rows.self_tables[rows]  # [G, W, X]
-            inherited = self._rows.self_tables[np.take_along_axis(rows, parents, axis=1)]
+            own = self._rows.tables.own[rows]  # [G, W, X]
+            inherited = self._rows.tables.own[np.take_along_axis(rows, parents, axis=1)]
             is_shared = np.arange(own.shape[2]) < (current + is_partial)[:, None]
             tables = np.where(is_shared[:, None, :], inherited, own)
             self._copy_on_write(tables, own, parents, np.where(is_partial, current, -1))
-            self._rows.self_tables[rows] = tables
+            self._rows.tables.own[rows] = tables
         for slot in np.flatnonzero(~is_partial).tolist():
             self._give_back(shape.running[slot].group, rows[slot], int(current[slot]))
 
@@ -175,25 +176,25 @@ class BeamRows:
 
     def _give_back(self, group: SequenceGroup, rows: NDArray[np.int64], num_full: int) -> None:
         """Free the blocks of full stretches that no beam names any more."""
-        named = set(self._rows.self_tables[rows, :num_full].ravel().tolist())
+        named = set(self._rows.tables.own[rows, :num_full].ravel().tolist())
         written = {block for sequence in group.sequences for block in sequence.self_block_table[:num_full]}
         unread = (written - named) & group.blocks
         if unread:
             self._pool.free(unread)
             group.blocks -= unread
 
-    def _fork_edits(self, shape: _Shape, parents: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+    def _fork_processors(self, shape: _Shape, parents: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         for slot, held in enumerate(shape.running):
             sequences = held.group.sequences
-            if sequences[0].edits is None:
+            if sequences[0].processors is None:
                 continue
-            before = [sequence.edits for sequence in sequences]
+            before = [sequence.processors for sequence in sequences]
             taken: set[int] = set()
             for sequence, parent in zip(sequences, parents[slot].tolist(), strict=True):
-                edits = before[parent]
-                assert edits is not None
-                sequence.edits = edits.fork() if parent in taken else edits
+                processors = before[parent]
+                assert processors is not None
+                sequence.processors = processors.fork() if parent in taken else processors
                 taken.add(parent)
             for sequence, token_id in zip(sequences, token_ids[slot].tolist(), strict=True):
-                assert sequence.edits is not None
-                sequence.edits.push(token_id)
+                assert sequence.processors is not None
+                sequence.processors.push(token_id)

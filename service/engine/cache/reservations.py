@@ -145,7 +145,7 @@ class Reservations:
 
     def _ends(self) -> NDArray[np.int32]:
         """For each row, the first position beyond its blocks."""
-        ends: NDArray[np.int32] = self._rows.num_self_blocks[: len(self._rows)] * np.int32(self._pool.block_size)
+        ends: NDArray[np.int32] = self._rows.tables.num_own[: len(self._rows)] * np.int32(self._pool.block_size)
         return ends
 
     def _extend(self, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ _NEUTRAL = (0.0, 1.0, 0.0)
 _FORBIDDEN = (0.0, 1.0, -np.inf)
 
 
-class LogitEdits:
+class LogitsProcessors:
     """The edits of one sequence, kept up to date token by token. Costs grow with the tokens edited, not produced.
 
     is_exclusive: tokens without an edit may not be chosen.
@@ -40,7 +40,7 @@ class LogitEdits:
             self._remember(token_id)
 
     @classmethod
-    def of(cls, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> LogitEdits | None:
+    def of(cls, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> LogitsProcessors | None:
         """The edits that params ask for; None where they ask for none."""
         is_edited = (
             params.repetition_penalty != 1.0
@@ -76,9 +76,9 @@ class LogitEdits:
             count += 1
         return self._ids[:count], self._values[:count]
 
-    def fork(self) -> LogitEdits:
+    def fork(self) -> LogitsProcessors:
         """A copy that goes its own way."""
-        twin = object.__new__(LogitEdits)
+        twin = object.__new__(LogitsProcessors)
         twin.__dict__.update(self.__dict__)
         twin._ids, twin._values = self._ids.copy(), self._values.copy()
         twin._slots, twin._followers = self._slots.copy(), self._followers.copy()

@@ -45,7 +45,7 @@ def commit(rows: RunningRows, draw: Draw, eos_id: int) -> Committed:
     if rows.num_beams:
         is_silent |= rows.is_beam[:num_rows]
         is_done &= ~rows.is_beam[:num_rows]
-    stopped, last = _watch(rows, draw, items, is_silent) if rows.watched else ({}, {})
+    stopped, last = _watch(rows, draw, items, is_silent) if rows.checked else ({}, {})
     ended = []
     if stopped or is_done.any():
         is_done[list(stopped)] = True
@@ -76,7 +76,7 @@ def _watch(
     stopped: dict[int, FinishReason] = {}
     last: dict[int, tuple[TokenLogprob, ...]] = {}
     judged = _judged(rows, draw)
-    for sequence in rows.watched:
+    for sequence in rows.checked:
         row = sequence.row
         assert row is not None
         token_id = int(draw.token_ids[row])
@@ -86,8 +86,8 @@ def _watch(
         if reason is not None:
             stopped[row] = reason
             is_silent[row] |= not _is_text(sequence, token_id)
-        if sequence.edits is not None:
-            sequence.edits.push(token_id)
+        if sequence.processors is not None:
+            sequence.processors.push(token_id)
         if (count := sequence.group.request.num_logprobs) is not None:
             item = token_logprob(draw, row, token_id, count)
             given = judged.get(sequence, ())
@@ -120,7 +120,7 @@ def _is_text(sequence: Sequence, token_id: int) -> bool:
 def _judged(rows: RunningRows, draw: Draw) -> dict[Sequence, tuple[TokenLogprob, ...]]:
     """Log-probabilities of given targets, their last token's left to the row's own choice."""
     found: dict[Sequence, tuple[TokenLogprob, ...]] = {}
-    for choice, (sequence, token_id) in enumerate(rows.judging, len(rows)):
+    for choice, (sequence, token_id) in enumerate(rows.scored, len(rows)):
         count = sequence.group.request.num_logprobs or 0
         found[sequence] = (*found.get(sequence, ()), token_logprob(draw, choice, token_id, count))
     return found

@@ -37,14 +37,14 @@ def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
 
 
 def beam_events(
-    group: SequenceGroup, found: Iterable[Hypothesis], num_told: int, reason: FinishReason | None
+    group: SequenceGroup, found: Iterable[Hypothesis], num_streamed: int, reason: FinishReason | None
 ) -> list[TokenEvent]:
     """The terminal events of a search's outputs, best first, with the tokens that have not been told.
 
     Where it found fewer than were asked for, the others are empty.
     """
     events = [
-        _hypothesis_event(group, index, hypothesis, num_told if index == 0 else 0)
+        _hypothesis_event(group, index, hypothesis, num_streamed if index == 0 else 0)
         for index, hypothesis in enumerate(found)
     ]
     missing = range(len(events), group.request.params.num_return_sequences)
@@ -60,14 +60,14 @@ def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> l
     return [*others, dataclasses.replace(last, is_last=True, num_generated=group.num_generated, timing=timing)]
 
 
-def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_told: int) -> TokenEvent:
+def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_streamed: int) -> TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     if group.request.num_logprobs is not None:
         logprobs = tuple(map(TokenLogprob, hypothesis.token_ids, hypothesis.logprobs))
     return TokenEvent(
         request_id=group.request_id,
         output_index=index,
-        token_ids=hypothesis.text_ids[num_told:],
+        token_ids=hypothesis.text_ids[num_streamed:],
         logprobs=logprobs,
         finish_reason=hypothesis.finish_reason,
         score=hypothesis.score,
