@@ -19,7 +19,8 @@ from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, Engi
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
-from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup

@@ -30,7 +30,8 @@ from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, limits_of
 from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup

@@ -12,7 +12,8 @@ from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.request_queue import QueueLimits, RequestQueue
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, limits_of
 from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState

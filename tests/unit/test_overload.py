@@ -15,7 +15,7 @@ import pytest
 
 from antiphon.service.domain.request import Priority
 from antiphon.service.engine.engine import EngineConfig
-from antiphon.service.engine.queue.request_queue import MAX_RETRY_S, MIN_RETRY_S
+from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 
 from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.service.domain.request import Priority
+from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S, QueueLimits
 from antiphon.service.engine.queue.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
-from antiphon.service.engine.queue.request_queue import (
-    INTERACTIVE_SHARE,
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    QueueLimits,
-    RequestQueue,
-)
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.queue.service_order import INTERACTIVE_SHARE
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from tests.fakes import request_of, source_of
