@@ -1,8 +1,9 @@
-"""Beams as rows of the batch: which rows a search holds, whose blocks they read, and what leaves before the end.
+"""Beams as rows of the batch: the rows of each search, the blocks they read, and tokens streamed before the end.
 
-Beams share every block they have in common. A row owns one block for each stretch of its longest target; while a
-stretch is being written each beam has a block of its own in it, and the blocks of a full stretch that no beam names any
-more are given back. Only a block that two beams are about to write is copied. Decides nothing about the search.
+Beams share the blocks of their common prefix. A row owns one block of each block column, that is, of each block_size
+positions of its longest target. In the column that is being written every beam has a block of its own; blocks of full
+columns that no beam reads any more are freed. A block is copied only when two beams are about to write to it. The
+search itself is in `beam_search.py`.
 
 Axes: G searches of one shape, W beams, X blocks of the longest target.
 """
@@ -26,7 +27,7 @@ from antiphon.service.runtime.runner import Draw, Runner
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A search and its group. num_streamed: tokens of the first output that have left already."""
+    """A search and its group. num_streamed: tokens of the first output that have been streamed."""
 
     search: Search
     group: SequenceGroup
@@ -41,13 +42,13 @@ class _Shape:
         self.running: list[_Running] = []
 
     def rows(self) -> NDArray[np.int64]:
-        """Row of every beam, [G, W]."""
+        """Return the row of every beam, [G, W]."""
         rows = [sequence.row for held in self.running for sequence in held.group.sequences]
         return np.array(rows, np.int64).reshape(len(self.running), self.searches.width)
 
 
 class BeamRows:
-    """Every beam search that runs, over the rows, blocks and caches of an engine."""
+    """All running beam searches, over the rows, blocks and caches of an engine."""
 
     def __init__(self, rows: RunningRows, pool: BlockPool, runner: Runner) -> None:
         self._rows = rows
@@ -82,7 +83,7 @@ class BeamRows:
         self._of[group.request_id] = (shape, held)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Forget the search of a group, if it has one."""
+        """Remove the search of a group, if it has one."""
         found = self._of.pop(group.request_id, None)
         if found is None:
             return
@@ -91,16 +92,16 @@ class BeamRows:
         if shape.searches.remove(held.search) is not None:
             shape.running[slot] = last
 
-    def advance(self, draw: Draw) -> list[SequenceGroup]:
-        """Move every beam to where its search goes on; returns the groups whose search is over, their rows as yet."""
+    def advance(self, samples: Draw) -> list[SequenceGroup]:
+        """Move every beam to its next token; returns the groups whose search has ended, their rows not yet freed."""
         ended: list[SequenceGroup] = []
         for shape in self._shapes.values():
             if shape.running:
-                ended += self._advance_shape(shape, draw)
+                ended += self._advance_shape(shape, samples)
         return ended
 
     def common_tokens(self) -> tuple[list[TokenSink], list[Item]]:
-        """Tokens that whatever wins will begin with and nobody has been told: sinks, and one token for each."""
+        """Return the common prefix of all live beams that has not been streamed: sinks, and one token for each."""
         sinks: list[TokenSink] = []
         items: list[Item] = []
         for shape in self._shapes.values():
@@ -114,31 +115,33 @@ class BeamRows:
         return sinks, items
 
     def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:
-        """A group's outputs, best first, and how many tokens of the first have left already.
+        """Return a group's outputs, best first, and the number of tokens of the first that have been streamed.
 
-        reason: what ends the live beams, where the search was not over.
+        reason: ends the live beams of a search that has not ended by itself.
         """
         shape, held = self._of[group.request_id]
         count = group.request.params.num_return_sequences
         return shape.searches.hypotheses(held.search, count, reason=reason), held.num_streamed
 
-    def _advance_shape(self, shape: _Shape, draw: Draw) -> list[SequenceGroup]:
+    def _advance_shape(self, shape: _Shape, samples: Draw) -> list[SequenceGroup]:
         rows, candidates = shape.rows(), shape.searches.num_candidates
         moves = shape.searches.advance(
-            draw.top_ids[rows, :candidates], draw.top_scores[rows, :candidates], draw.top_logprobs[rows, :candidates]
+            samples.top_ids[rows, :candidates],
+            samples.top_scores[rows, :candidates],
+            samples.top_logprobs[rows, :candidates],
         )
         self._share_blocks(shape, rows, moves.parents)
-        fed = self._rows.positions[rows[:, 0]]  # what the first beam fed; the others, in a first step, less
+        fed = self._rows.positions[rows[:, 0]]  # of the first beam; in a first step the others have fed less
         self._rows.token_ids[rows] = moves.token_ids
         self._rows.positions[rows] = fed[:, None] + 1
         self._fork_processors(shape, moves.parents, moves.token_ids)
         return [shape.running[search.slot].group for search in moves.ended]
 
     def _share_blocks(self, shape: _Shape, rows: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
-        """Let every row name its parent's blocks, but write to one of its own."""
+        """Let every row read its parent's blocks, and write to a block of its own."""
         filled = self._rows.positions[rows[:, 0]] + 1  # tokens cached
         block_size = self._pool.block_size
-        current = filled // block_size  # the stretch that is written next
+        current = filled // block_size  # the block column that is written next
         is_partial = filled % block_size > 0
         if (parents != np.arange(parents.shape[1])).any():
             own = self._rows.tables.own[rows]  # [G, W, X]
@@ -157,9 +160,9 @@ class BeamRows:
         parents: NDArray[np.int64],
         current: NDArray[np.int64],
     ) -> None:
-        """Give each beam that shares the block it is about to write one that no beam reads; changes `tables`.
+        """Give a block that no beam reads to each beam that shares the block it is about to write; changes `tables`.
 
-        current [G]: the stretch half written; -1 where a new one begins.
+        current [G]: the block column that is partly written; -1 where a new column begins.
         """
         same = parents[:, :, None] == parents[:, None, :]
         is_later = np.tril(same, -1).any(axis=2) & (current >= 0)[:, None]
@@ -167,7 +170,7 @@ class BeamRows:
         slots, later = np.nonzero(is_later)
         if not len(slots):
             return
-        # As many beams have no child as there are children too many; both come search by search.
+        # There are as many beams without a child as surplus children; both are ordered by search.
         free = np.nonzero(is_free)[1]
         targets = own[slots, free, current[slots]]
         sources = own[slots, parents[slots, later], current[slots]]
@@ -175,7 +178,7 @@ class BeamRows:
         tables[slots, later, current[slots]] = targets
 
     def _give_back(self, group: SequenceGroup, rows: NDArray[np.int64], num_full: int) -> None:
-        """Free the blocks of full stretches that no beam names any more."""
+        """Free the blocks of full block columns that no beam reads any more."""
         named = set(self._rows.tables.own[rows, :num_full].ravel().tolist())
         written = {block for sequence in group.sequences for block in sequence.self_block_table[:num_full]}
         unread = (written - named) & group.blocks
