@@ -1,4 +1,4 @@
-"""What is asked and how it ends: plain data that travels from the servicer to the engine and back.
+"""Requests and their results: plain data that travels from the servicer to the engine and back.
 
 Knows nothing of protobuf, tensors, blocks or clocks.
 """
@@ -23,84 +23,85 @@ from antiphon.service.domain.ranges import MAX_SEED as MAX_SEED
 
 
 class FinishReason(enum.Enum):
-    """Why an output ended."""
+    """Reason for which an output ended."""
 
     STOP = "stop"  # the model produced its end token
     LENGTH = "length"  # max_new_tokens or the model's own limit was reached
-    STOP_SEQUENCE = "stop_sequence"  # a stop id was chosen or a stop string completed
-    TIME_LIMIT = "time_limit"  # time_limit_s passed; what there is is returned
-    EXHAUSTED = "exhausted"  # the constraints left no token to choose
-    CANCELLED = "cancelled"  # the client hung up
+    STOP_SEQUENCE = "stop_sequence"  # a stop id was sampled or a stop string completed
+    TIME_LIMIT = "time_limit"  # time_limit_s passed; the tokens so far are returned
+    EXHAUSTED = "exhausted"  # the constraints allowed no further token
+    CANCELLED = "cancelled"  # the client cancelled the call
     DEADLINE = "deadline"  # the client's deadline passed
     ERROR = "error"  # the engine failed; the stream ends with INTERNAL
 
 
 ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
-"""Ends that are answers, whole or as far as was asked."""
+"""Reasons that end an answer, complete or up to a limit of the request."""
 
 
 class EarlyStopping(enum.Enum):
-    """When a beam search ends; the values are those of transformers' `early_stopping`."""
+    """Condition that ends a beam search; the values are those of transformers' `early_stopping`."""
 
-    HEURISTIC = False  # no live beam, at its present length, scores better than the worst finished hypothesis
+    HEURISTIC = False  # no live beam, at its current length, scores better than the worst finished hypothesis
     FIRST = True  # beam_width hypotheses are finished
     NEVER = "never"  # no live beam could score better even at its best length
 
 
 class Priority(enum.Enum):
-    """Who goes first while requests wait."""
+    """Order of service while requests wait."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
 
 class Task(enum.Enum):
-    """What is to be done with a source."""
+    """Operation on a source."""
 
     GENERATE = "generate"
-    SCORE = "score"  # judge target_ids
-    EMBED = "embed"  # pool the encoder's states
-    CLASSIFY = "classify"  # by heads of an encoder alone, named as there, from here on
+    SCORE = "score"  # compute log-probabilities of target_ids
+    EMBED = "embed"  # pool the encoder output
+    CLASSIFY = "classify"  # this and the following are heads of encoder-only models, under the same names
     TAG = "tag"
     FILL_MASK = "fill_mask"
     NEXT_SENTENCE = "next_sentence"
 
 
 class Pooling(enum.Enum):
-    """How the encoder's states become one vector."""
+    """Reduction of the encoder output to one vector."""
 
     MEAN = "mean"
     MAX = "max"
     FIRST = "first"
     MODEL = "model"  # the model's own pooling head
-    NONE = "none"  # all states, as they are
+    NONE = "none"  # the whole encoder output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How targets are chosen. docs/CONTROLS.md gives the order of the steps and what excludes what.
+    """Sampling parameters. docs/CONTROLS.md gives the order of the steps and the combinations that are refused.
 
     max_new_tokens: most tokens to produce, the end token included; None is the model's limit.
-    min_new_tokens: tokens to produce before the end token or a stop id may be chosen.
-    time_limit_s: seconds from arrival after which what there is is returned; None is none.
+    min_new_tokens: tokens to produce before the end token or a stop id can be sampled.
+    time_limit_s: seconds from arrival after which the tokens so far are returned; None is no limit.
     temperature: 0 is greedy; otherwise logits are divided by it, (0, 100].
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the likeliest tokens whose probabilities reach p, (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
     typical_p: keep the locally typical tokens that reach this mass, (0, 1].
     seed: 64-bit key of the counter-based generator; the same seed gives the same tokens.
-    num_return_sequences: outputs: samples, or the best hypotheses of a beam search.
-    beam_width: hypotheses kept alive; 1 is no beam search.
-    length_penalty: a hypothesis scores its log-probability over its length to this power.
-    repetition_penalty: divides positive logits of tokens produced or given, multiplies negative ones; 1 is off.
-    presence_penalty, frequency_penalty: taken from a produced token's logit, once or as often as it came; 0 is off.
-    no_repeat_ngram_size: n tokens in a row come once only; 0 is off.
-    logit_bias: token ids and what is added to their logits.
-    forced_first_id: first token to produce, whatever the model says.
-    suppressed_ids, allowed_ids: tokens never chosen; where not empty, the only ones (and the end token) chosen.
+    num_return_sequences: number of outputs: samples, or the best hypotheses of a beam search.
+    beam_width: beams of a beam search; 1 is no beam search.
+    length_penalty: the score of a hypothesis is its log-probability divided by its length to this power.
+    repetition_penalty: divides positive logits of produced or given tokens, multiplies negative ones; 1 is off.
+    presence_penalty, frequency_penalty: subtracted from a produced token's logit, once, or once for each occurrence;
+        0 is off.
+    no_repeat_ngram_size: no n-gram of this size is produced twice; 0 is off.
+    logit_bias: token ids and the numbers added to their logits.
+    forced_first_id: first token to produce, independent of the model.
+    suppressed_ids: tokens never sampled. allowed_ids: where not empty, the only tokens sampled beside the end token.
     stop_ids: tokens that end an output beside the end token.
-    ignore_eos: the end token is never chosen.
-    num_logprobs: None no log-probabilities, 0 those of the chosen tokens, k also k alternatives.
+    ignore_eos: the end token is never sampled.
+    num_logprobs: None no log-probabilities, 0 those of the sampled tokens, k also those of k alternatives.
     """
 
     max_new_tokens: int | None = None
@@ -129,7 +130,7 @@ class SamplingParams:
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if _further(self) == _FURTHER_DEFAULTS:  # as of most requests, which need not pay for every check
+        if _further(self) == _FURTHER_DEFAULTS:  # as for most requests, which need only few checks
             check_free(self)
             return
         check_ranges(self)
@@ -137,17 +138,17 @@ class SamplingParams:
 
     @property
     def is_narrowed(self) -> bool:
-        """True when every step searches the vocabulary for the part of it that a token is drawn from."""
+        """True when every step searches the vocabulary for the tokens to sample from."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.typical_p < 1)
 
     @property
     def is_greedy(self) -> bool:
-        """True when the likeliest token is always taken."""
+        """True when every token is the likeliest one."""
         return self.temperature == 0.0
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch that a request takes: its beams, or its samples."""
+        """Rows of the batch that a request takes: one for each beam or sample."""
         return self.beam_width if self.beam_width > 1 else self.num_return_sequences
 
 
@@ -157,28 +158,29 @@ _FURTHER_DEFAULTS = tuple(one.default for one in _FURTHER_FIELDS)
 
 
 class StopMatcher(Protocol):
-    """Reads one output's tokens and says when a stop string has come."""
+    """Finds stop strings in the tokens of one output."""
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; True when the text so far completes a stop string."""
+        """Read a token; returns True when the text so far completes a stop string."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One immutable ask, already validated and tokenised.
+    """One immutable request, already validated and tokenised.
 
-    source_ids: source tokens, end token included; empty for a decoder alone.
+    source_ids: source tokens, end token included; empty for decoder-only models.
     begin_id: first decoder input; None is the model's begin token.
     prefix_ids: first target tokens, given and not generated; without the begin token.
-    num_prompt_ids: of a decoder alone, how many of the begin token and prefix_ids are the prompt; otherwise 0.
+    num_prompt_ids: decoder-only: number of tokens among the begin token and prefix_ids that are the prompt; otherwise
+        0.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
-    stop_matcher: makes what reads one output for stop strings; None where there are none.
-    is_streamed: somebody reads tokens as they come; a beam search otherwise tells its outputs at the end only.
-    target_ids: of a SCORE, the tokens to judge, end token included. pooling, normalize: of an EMBED.
+    stop_matcher: makes a matcher for one output; None where there are no stop strings.
+    is_streamed: the client reads tokens as they come. A beam search that is not streamed sends outputs at its end only.
+    target_ids: tokens to score, end token included, for SCORE. pooling, normalize: for EMBED.
     type_ids: token types of the source; empty where all are 0.
-    picks: source positions whose states a head reads. num_fillings: of a FILL_MASK, tokens to propose for each.
-    trace_id: of the recorded trace that it belongs to; empty where there is none.
-    client: who asks, as `caller.py` names it: those who wait share by it. priority: who goes first.
+    picks: source positions whose encoder output a head reads. num_fillings: tokens to propose for each, for FILL_MASK.
+    trace_id: id of its recorded trace; empty where there is none.
+    client: name of the caller from `caller.py`; waiting clients take turns. priority: order of service.
     """
 
     request_id: str
@@ -204,32 +206,32 @@ class Request:
 
     @property
     def has_target(self) -> bool:
-        """Whether a target is generated or judged; otherwise the source's states are read, and that is all."""
+        """True when a target is generated or scored; otherwise only the encoder output is read."""
         return self.task in (Task.GENERATE, Task.SCORE)
 
     @property
     def head(self) -> HeadTask | None:
-        """The head that reads its source's states; None where none does."""
+        """Head that reads the encoder output of its source; None where none does."""
         return head_of(self.task, self.pooling)
 
     @property
     def num_source_tokens(self) -> int:
-        """Tokens of the source, or of the prompt that takes its place."""
+        """Tokens of the source, or of the prompt for decoder-only models."""
         return len(self.source_ids) or self.num_prompt_ids
 
     def given_ids(self, bos_id: int) -> tuple[int, ...]:
-        """What precedes the first produced token: the begin token, bos_id where none is named, and the prefix."""
+        """Return the tokens before the first produced one: begin_id, or bos_id where it is None, and the prefix."""
         return (bos_id if self.begin_id is None else self.begin_id, *self.prefix_ids)
 
     @property
     def num_logprobs(self) -> int | None:
-        """As params say; what a SCORE asks for without a number is its target's alone."""
+        """Log-probabilities to return, as in the parameters; a SCORE without a number returns those of its target."""
         asked = self.params.num_logprobs
         return 0 if asked is None and self.task is Task.SCORE else asked
 
 
 def head_of(task: Task, pooling: Pooling = Pooling.MEAN) -> HeadTask | None:
-    """The head that a task needs; None where it needs none."""
+    """Return the head that a task needs; None where it needs none."""
     if task is Task.EMBED:
         return "pool" if pooling is Pooling.MODEL else None
     return _HEADS.get(task)
@@ -245,10 +247,10 @@ _HEADS: dict[Task, HeadTask] = {
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What an encoder's states came to.
+    """Result of an encoder's pooling or head.
 
-    values: of an EMBED [M], with Pooling.NONE [S, M]; of a head, scores [K, O] of its outputs for each pick; of a
-    FILL_MASK [K, k], those of token_ids [K, k], the likeliest tokens.
+    values: for EMBED [M], with Pooling.NONE [S, M]; for a head the scores [K, O] of its outputs for each pick; for
+        FILL_MASK [K, k] the scores of token_ids [K, k], the likeliest tokens.
     """
 
     values: NDArray[np.float32]
@@ -257,7 +259,7 @@ class Readout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds a request spent, measured by the engine's clock; None where it never got that far."""
+    """Seconds from a request's arrival to its stages, on the engine's clock; None where it did not reach a stage."""
 
     queued_s: float | None
     first_token_s: float | None
@@ -267,7 +269,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and its natural log-probability, of the model's own distribution; alternatives best first."""
+    """A token and its natural log-probability in the model's own distribution; alternatives best first."""
 
     token_id: int
     logprob: float
@@ -278,16 +280,16 @@ class TokenLogprob:
 class TokenEvent:
     """New tokens of one output of a request, oldest first.
 
-    Exactly one event of each output has a finish reason, and exactly one of the request is its last, unless an error
-    ends it: that event is the last, whatever outputs were left.
+    Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
+    ends the request with one last event, also where outputs are unfinished.
 
-    output_index: which output.
-    token_ids: new target tokens; end token and stop ids are never among them.
-    logprobs: of token_ids, and of the token that ended the output last; empty where not asked.
-    score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked.
+    output_index: index of the output.
+    token_ids: new target tokens, without end token and stop ids.
+    logprobs: of token_ids, and then of the token that ended the output; empty where not asked for.
+    score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked for.
     num_generated: of the last event: target tokens produced for all outputs, end tokens included.
     timing: of the last event.
-    readout: of a task that wants no target.
+    readout: result of a task without a target.
     """
 
     request_id: str
