@@ -1,4 +1,4 @@
-"""Requests through an engine's steps, one by one, over native graphs whose pool nobody else uses meanwhile."""
+"""Requests through an engine's steps, one by one, over native graphs whose pool no other test uses meanwhile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Watcher:
 
 
 class Crowd:
-    """An engine's steps, one by one, over a runner whose pool nobody else uses meanwhile."""
+    """An engine's steps, one by one, over a runner whose pool no other test uses meanwhile."""
 
     def __init__(self, runner: NativeRunner, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -90,5 +90,5 @@ class Crowd:
         assert self.pool.num_free == self.pool.num_blocks
 
     def events(self, name: str) -> tuple[TokenEvent, ...]:
-        """The terminal event of each output of a request."""
+        """Return the terminal event of each output of a request."""
         return self.loop.run_until_complete(self.groups[name].stream.collect())

@@ -1,4 +1,4 @@
-"""Penalties and constraints as edits, held to transformers' logits processors inside its own greedy `generate`."""
+"""Penalties and constraints, compared with transformers' logits processors inside its own greedy `generate`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
         target = (*target, token_id)
         if edits is not None:
             edits.push(token_id)
-            edits = edits.fork()  # a fork goes on as the original would
+            edits = edits.fork()  # a fork continues as the original would
     return list(target[1 + len(prefix) :])
 
 

@@ -43,7 +43,7 @@ class Bench:
         max_target_len: int = 32,
         heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
-        """heads: of an encoder alone."""
+        """heads: of an encoder-only model."""
         self.loop = loop
         self.runner = FakeRunner(
             max_rows=max_rows,
@@ -121,11 +121,11 @@ class Bench:
         assert set(self.live) == {group.request_id for group in self.all if group.state is not SequenceState.FINISHED}
 
     def outputs(self, group: SequenceGroup) -> tuple[TokenEvent, ...]:
-        """Everything that a finished request's outputs sent, one event each."""
+        """Return the events of a finished request, one for each output."""
         return self.loop.run_until_complete(asyncio.wait_for(group.stream.collect(), 30))
 
     def output(self, group: SequenceGroup) -> TokenEvent:
-        """Everything that a finished request of one output sent, as one event."""
+        """Return the event of a finished request with one output."""
         (event,) = self.outputs(group)
         return event
 

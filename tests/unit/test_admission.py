@@ -1,4 +1,4 @@
-"""What is refused before it runs: token ids against the vocabulary of their own side."""
+"""Requests refused before they run: token ids outside the vocabulary of the source or of the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client sees of every bound of the queue: a refusal without response headers, and when to try again."""
+"""Refusals at every bound of the queue: without response headers, and with the time to try again."""
 
 from __future__ import annotations
 

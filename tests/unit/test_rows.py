@@ -1,4 +1,4 @@
-"""The arrays of running rows against the sequences they stand for, under random joins, ends and prefixes."""
+"""Arrays of running rows compared with their sequences, under random joins, ends and prefixes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Model:
-    """Rows, and beside them lists of what each sequence has been fed and is to feed next."""
+    """Rows, and lists of the tokens that each sequence has fed and is to feed next."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         width = blocks_for(MAX_LEN, BLOCK_SIZE)

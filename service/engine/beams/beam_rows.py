@@ -108,10 +108,10 @@ class BeamRows:
             for held in shape.running:
                 if not held.group.request.is_streamed or held.group.request.params.num_logprobs is not None:
                     continue
-                agreed = shape.searches.agreed(held.search, held.num_streamed)
-                held.num_streamed += len(agreed)
-                sinks += [held.group.stream] * len(agreed)
-                items += agreed
+                prefix = shape.searches.common_prefix(held.search, held.num_streamed)
+                held.num_streamed += len(prefix)
+                sinks += [held.group.stream] * len(prefix)
+                items += prefix
         return sinks, items
 
     def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:

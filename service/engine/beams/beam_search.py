@@ -159,7 +159,7 @@ class BeamSearches:
         self._remember(parents, ids, logprobs.ravel()[best.ravel()[going]])
         return Moves(parents, ids, [self.searches[slot] for slot in self._over(is_last)])
 
-    def agreed(self, search: Search, known: int) -> tuple[int, ...]:
+    def common_prefix(self, search: Search, known: int) -> tuple[int, ...]:
         """Return the tokens from index `known` on that all live beams and the best finished hypothesis share."""
         length = self._length(search)
         beams = self._token_ids[search.slot, :, :length]
