@@ -1,6 +1,6 @@
-"""Requests that are to be given up, and why: the only thing that travels backwards.
+"""Cancelled requests and their causes: the only data that travels backwards.
 
-Written to by any thread, read by the engine's. Knows no request but by its id.
+Any thread writes, the engine's thread reads. Knows requests by their ids only.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import deque
 
 
 class CancelCause(enum.Enum):
-    """Why a request is given up before its answer was read; a label of metrics."""
+    """Cause for which a request is cancelled before its answer was read; a label of metrics."""
 
-    CLIENT = "client"  # hung up, cancelled the call, or its connection was lost
-    SLOW_READER = "slow_reader"  # takes no message for longer than the server waits
+    CLIENT = "client"  # the client cancelled the call, or its connection was lost
+    SLOW_READER = "slow_reader"  # the client reads no message for longer than the server waits
     DEADLINE = "deadline"  # gRPC saw the deadline pass before the engine did; counted as a deadline miss
-    LOST_LOOP = "lost_loop"  # whoever asked ran in an event loop that is closed
-    FAULT = "fault"  # the server failed to pass the answer on
+    LOST_LOOP = "lost_loop"  # the event loop of the reader is closed
+    FAULT = "fault"  # the server failed to send the answer
 
 
 class Cancellations:
-    """What was cancelled since the engine last looked; thread-safe."""
+    """Cancellations since the engine last read them; thread-safe."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[str, CancelCause]] = deque()
@@ -29,10 +29,10 @@ class Cancellations:
         return bool(self._asked)
 
     def put(self, request_id: str, cause: CancelCause) -> None:
-        """Ask that a request be ended; an unknown or finished one will be ignored."""
+        """Add a request to be ended; the engine ignores unknown and finished ones."""
         self._asked.append((request_id, cause))
 
     def take(self) -> list[tuple[str, CancelCause]]:
-        """What was asked, oldest first; it is forgotten."""
-        # popleft, not a swap: put may append meanwhile.
+        """Remove and return all cancellations, oldest first."""
+        # popleft, not a swap: another thread may call put meanwhile.
         return [self._asked.popleft() for _ in range(len(self._asked))]

@@ -22,14 +22,14 @@ class Status(enum.Enum):
 
 
 class AntiphonError(Exception):
-    """Base of every refusal a client may see. `reason` is the stable ErrorInfo reason (AIP-193)."""
+    """Base of every error that a client receives. `reason` is the stable ErrorInfo reason (AIP-193)."""
 
     status = Status.INTERNAL
     reason = "INTERNAL"
 
 
 class InWords(str):
-    """What a field's value is, where showing the value itself would say less."""
+    """Description of a field's value, where it is clearer than the value itself."""
 
     __slots__ = ()
 
@@ -38,9 +38,9 @@ class InWords(str):
 
 
 class InvalidArgument(AntiphonError):
-    """A field of a request is out of range; names the field, the value and what is allowed.
+    """A field of a request is out of range; names the field, the value and the allowed values.
 
-    value: shown as Python writes it, a text in quotes; InWords as it is.
+    value: shown as its Python representation, texts in quotes; InWords without quotes.
     """
 
     status = Status.INVALID_ARGUMENT
@@ -62,7 +62,7 @@ class ModelNotFound(AntiphonError):
 
 
 class ModelExists(AntiphonError):
-    """A model is to be loaded under a name that is taken."""
+    """A model is to be loaded under a name that another model has."""
 
     status = Status.ALREADY_EXISTS
     reason = "MODEL_EXISTS"
@@ -83,14 +83,14 @@ class OverBudget(AntiphonError):
 
 
 class LastModel(AntiphonError):
-    """The only model of a server is to be unloaded."""
+    """The last model of a server is to be unloaded."""
 
     status = Status.FAILED_PRECONDITION
     reason = "LAST_MODEL"
 
 
 class Unsupported(AntiphonError):
-    """The served graphs cannot do what is asked; another bundle or lowering could."""
+    """The served graphs cannot do the task; another bundle or lowering could."""
 
     status = Status.UNIMPLEMENTED
     reason = "UNSUPPORTED"
@@ -108,20 +108,20 @@ class QueueFull(AntiphonError):
 
 
 class SlowReader(AntiphonError):
-    """A client reads its answer too slowly for the server to keep it; it has not been answered in full."""
+    """A client reads its answer too slowly; the server ended the answer before its end."""
 
     status = Status.RESOURCE_EXHAUSTED
     reason = "SLOW_READER"
 
 
 class TooManyRpcs(QueueFull):
-    """As many RPCs are in flight as a server takes; try again after `retry_after_s` seconds."""
+    """The number of RPCs in flight is at its bound; try again after `retry_after_s` seconds."""
 
     reason = "TOO_MANY_RPCS"
 
 
 class MetadataTooLarge(AntiphonError):
-    """A call carries more metadata than a server takes."""
+    """A call carries more metadata than a server accepts."""
 
     status = Status.RESOURCE_EXHAUSTED
     reason = "METADATA_TOO_LARGE"
@@ -135,13 +135,13 @@ class RequestTimeout(AntiphonError):
 
 
 class TooManyTexts(QueueFull):
-    """As many bytes of long texts wait to be tokenised as a server takes; try again after `retry_after_s` seconds."""
+    """The bytes of long texts that wait to be tokenised are at their bound; try again after `retry_after_s` seconds."""
 
     reason = "TOO_MANY_TEXTS"
 
 
 class Unauthenticated(AntiphonError):
-    """A call carries no bearer token. `challenge` is what RFC 6750, section 3, answers."""
+    """A call carries no bearer token. `challenge` is the answer's challenge of RFC 6750, section 3."""
 
     status = Status.UNAUTHENTICATED
     reason = "TOKEN_MISSING"
@@ -149,7 +149,7 @@ class Unauthenticated(AntiphonError):
 
 
 class TokenInvalid(Unauthenticated):
-    """A call carries a token that is nobody's."""
+    """A call carries a token that no caller has."""
 
     reason = "TOKEN_INVALID"
     challenge = 'Bearer error="invalid_token"'
@@ -170,13 +170,13 @@ class Unavailable(AntiphonError):
 
 
 class Loading(Unavailable):
-    """The server has not loaded its models yet; another replica may answer, or this one soon."""
+    """The server has not loaded its models yet; another replica may answer, or this one later."""
 
     reason = "LOADING"
 
 
 def refusal_reasons() -> list[str]:
-    """Every ErrorInfo reason there is, in order."""
+    """Return every ErrorInfo reason, in alphabetical order."""
     found, kinds = set(), [AntiphonError]
     while kinds:
         kind = kinds.pop()

@@ -1,4 +1,4 @@
-"""What is asked and how it ends: plain data that travels from the servicer to the engine and back.
+"""Requests and their results: plain data that travels from the servicer to the engine and back.
 
 Knows nothing of protobuf, tensors, blocks or clocks.
 """
@@ -25,49 +25,49 @@ from antiphon.service.domain.ranges import FREE, check_free, check_ranges
 
 
 class FinishReason(enum.Enum):
-    """Why an output ended."""
+    """Reason for which an output ended."""
 
     STOP = "stop"  # the model produced its end token
     LENGTH = "length"  # max_new_tokens or the model's own limit was reached
-    STOP_SEQUENCE = "stop_sequence"  # a stop id was chosen or a stop string completed
-    TIME_LIMIT = "time_limit"  # time_limit_s passed; what there is is returned
-    EXHAUSTED = "exhausted"  # the constraints left no token to choose
-    CANCELLED = "cancelled"  # the client hung up
+    STOP_SEQUENCE = "stop_sequence"  # a stop id was sampled or a stop string completed
+    TIME_LIMIT = "time_limit"  # time_limit_s passed; the tokens so far are returned
+    EXHAUSTED = "exhausted"  # the constraints allowed no further token
+    CANCELLED = "cancelled"  # the client cancelled the call
     DEADLINE = "deadline"  # the client's deadline passed
     ERROR = "error"  # the engine failed; the stream ends with INTERNAL
 
 
 ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
-"""Ends that are answers, whole or as far as was asked."""
+"""Reasons that end an answer, complete or up to a limit of the request."""
 
 
 class Priority(enum.Enum):
-    """Who goes first while requests wait."""
+    """Order of service while requests wait."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
 
 class Task(enum.Enum):
-    """What is to be done with a source."""
+    """Operation on a source."""
 
     GENERATE = "generate"
-    SCORE = "score"  # judge target_ids
-    EMBED = "embed"  # pool the encoder's states
-    CLASSIFY = "classify"  # by heads of an encoder alone, named as there, from here on
+    SCORE = "score"  # compute log-probabilities of target_ids
+    EMBED = "embed"  # pool the encoder output
+    CLASSIFY = "classify"  # this and the following are heads of encoder-only models, under the same names
     TAG = "tag"
     FILL_MASK = "fill_mask"
     NEXT_SENTENCE = "next_sentence"
 
 
 class Pooling(enum.Enum):
-    """How the encoder's states become one vector."""
+    """Reduction of the encoder output to one vector."""
 
     MEAN = "mean"
     MAX = "max"
     FIRST = "first"
     MODEL = "model"  # the model's own pooling head
-    NONE = "none"  # all states, as they are
+    NONE = "none"  # the whole encoder output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class SamplingParams(SamplingFields):
     """
 
     def __post_init__(self) -> None:
-        if _further(self) == _FURTHER_DEFAULTS:  # as of most requests, which need not pay for every check
+        if _further(self) == _FURTHER_DEFAULTS:  # as for most requests, which need only few checks
             check_free(self)
             return
         check_ranges(self)
@@ -86,17 +86,17 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_narrowed(self) -> bool:
-        """True when every step searches the vocabulary for the part of it that a token is drawn from."""
+        """True when every step searches the vocabulary for the tokens to sample from."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.typical_p < 1)
 
     @property
     def is_greedy(self) -> bool:
-        """True when the likeliest token is always taken."""
+        """True when every token is the likeliest one."""
         return self.temperature == 0.0
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch that a request takes: its beams, or its samples."""
+        """Rows of the batch that a request takes: one for each beam or sample."""
         return self.beam_width if self.beam_width > 1 else self.num_return_sequences
 
 
@@ -106,28 +106,29 @@ _FURTHER_DEFAULTS = tuple(one.default for one in _FURTHER_FIELDS)
 
 
 class StopMatcher(Protocol):
-    """Reads one output's tokens and says when a stop string has come."""
+    """Finds stop strings in the tokens of one output."""
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; True when the text so far completes a stop string."""
+        """Read a token; returns True when the text so far completes a stop string."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One immutable ask, already validated and tokenised.
+    """One immutable request, already validated and tokenised.
 
-    source_ids: source tokens, end token included; empty for a decoder alone.
+    source_ids: source tokens, end token included; empty for decoder-only models.
     begin_id: first decoder input; None is the model's begin token.
     prefix_ids: first target tokens, given and not generated; without the begin token.
-    num_prompt_ids: of a decoder alone, how many of the begin token and prefix_ids are the prompt; otherwise 0.
+    num_prompt_ids: decoder-only: number of tokens among the begin token and prefix_ids that are the prompt; otherwise
+        0.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
-    stop_matcher: makes what reads one output for stop strings; None where there are none.
-    is_streamed: somebody reads tokens as they come; a beam search otherwise tells its outputs at the end only.
-    target_ids: of a SCORE, the tokens to judge, end token included. pooling, normalize: of an EMBED.
+    stop_matcher: makes a matcher for one output; None where there are no stop strings.
+    is_streamed: the client reads tokens as they come. A beam search that is not streamed sends outputs at its end only.
+    target_ids: tokens to score, end token included, for SCORE. pooling, normalize: for EMBED.
     type_ids: token types of the source; empty where all are 0.
-    picks: source positions whose states a head reads. num_fillings: of a FILL_MASK, tokens to propose for each.
-    trace_id: of the recorded trace that it belongs to; empty where there is none.
-    client: who asks, as `caller.py` names it: those who wait share by it. priority: who goes first.
+    picks: source positions whose encoder output a head reads. num_fillings: tokens to propose for each, for FILL_MASK.
+    trace_id: id of its recorded trace; empty where there is none.
+    client: name of the caller from `caller.py`; waiting clients take turns. priority: order of service.
     """
 
     request_id: str
@@ -153,32 +154,32 @@ class Request:
 
     @property
     def has_target(self) -> bool:
-        """Whether a target is generated or judged; otherwise the source's states are read, and that is all."""
+        """True when a target is generated or scored; otherwise only the encoder output is read."""
         return self.task in (Task.GENERATE, Task.SCORE)
 
     @property
     def head(self) -> HeadTask | None:
-        """The head that reads its source's states; None where none does."""
+        """Head that reads the encoder output of its source; None where none does."""
         return head_of(self.task, self.pooling)
 
     @property
     def num_source_tokens(self) -> int:
-        """Tokens of the source, or of the prompt that takes its place."""
+        """Tokens of the source, or of the prompt for decoder-only models."""
         return len(self.source_ids) or self.num_prompt_ids
 
     def given_ids(self, bos_id: int) -> tuple[int, ...]:
-        """What precedes the first produced token: the begin token, bos_id where none is named, and the prefix."""
+        """Return the tokens before the first produced one: begin_id, or bos_id where it is None, and the prefix."""
         return (bos_id if self.begin_id is None else self.begin_id, *self.prefix_ids)
 
     @property
     def num_logprobs(self) -> int | None:
-        """As params say; what a SCORE asks for without a number is its target's alone."""
+        """Log-probabilities to return, as in the parameters; a SCORE without a number returns those of its target."""
         asked = self.params.num_logprobs
         return 0 if asked is None and self.task is Task.SCORE else asked
 
 
 def head_of(task: Task, pooling: Pooling = Pooling.MEAN) -> HeadTask | None:
-    """The head that a task needs; None where it needs none."""
+    """Return the head that a task needs; None where it needs none."""
     if task is Task.EMBED:
         return "pool" if pooling is Pooling.MODEL else None
     return _HEADS.get(task)
@@ -194,10 +195,10 @@ _HEADS: dict[Task, HeadTask] = {
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What an encoder's states came to.
+    """Result of an encoder's pooling or head.
 
-    values: of an EMBED [M], with Pooling.NONE [S, M]; of a head, scores [K, O] of its outputs for each pick; of a
-    FILL_MASK [K, k], those of token_ids [K, k], the likeliest tokens.
+    values: for EMBED [M], with Pooling.NONE [S, M]; for a head the scores [K, O] of its outputs for each pick; for
+        FILL_MASK [K, k] the scores of token_ids [K, k], the likeliest tokens.
     """
 
     values: NDArray[np.float32]
@@ -206,7 +207,7 @@ class Readout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds a request spent, measured by the engine's clock; None where it never got that far."""
+    """Seconds from a request's arrival to its stages, on the engine's clock; None where it did not reach a stage."""
 
     queued_s: float | None
     first_token_s: float | None
@@ -216,7 +217,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and its natural log-probability, of the model's own distribution; alternatives best first."""
+    """A token and its natural log-probability in the model's own distribution; alternatives best first."""
 
     token_id: int
     logprob: float
@@ -227,16 +228,16 @@ class TokenLogprob:
 class TokenEvent:
     """New tokens of one output of a request, oldest first.
 
-    Exactly one event of each output has a finish reason, and exactly one of the request is its last, unless an error
-    ends it: that event is the last, whatever outputs were left.
+    Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
+    ends the request with one last event, also where outputs are unfinished.
 
-    output_index: which output.
-    token_ids: new target tokens; end token and stop ids are never among them.
-    logprobs: of token_ids, and of the token that ended the output last; empty where not asked.
-    score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked.
+    output_index: index of the output.
+    token_ids: new target tokens, without end token and stop ids.
+    logprobs: of token_ids, and then of the token that ended the output; empty where not asked for.
+    score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked for.
     num_generated: of the last event: target tokens produced for all outputs, end tokens included.
     timing: of the last event.
-    readout: of a task that wants no target.
+    readout: result of a task without a target.
     """
 
     request_id: str

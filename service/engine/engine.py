@@ -1,7 +1,7 @@
-"""The engine's thread and its doors: submit, cancel, drain, stop.
+"""The engine's thread and its public methods: submit, cancel, drain, stop.
 
-One thread owns sequences and blocks and runs steps (`step.py`) while there is anything to do; otherwise it sleeps on
-a condition and uses no CPU. Every request that submit accepts gets exactly one terminal event, whatever happens.
+One thread owns sequences and blocks and runs steps (`step/`) while there is work; otherwise it waits on a condition and
+uses no CPU. Every request that `submit` accepts receives exactly one terminal event, also after faults.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
-from antiphon.service.engine.admission import admit, check_ability, limits_of
-from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
-from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
-from antiphon.service.engine.scheduler import EncodeBudget, SchedulerLimits
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.step.parts import StepParts
+from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner
@@ -33,9 +35,10 @@ __all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
 
 log = logging.getLogger(__name__)
 
-# So many failed steps in a row, and the model itself is tried.
+# Failed steps in a row after which the model itself is tested.
 MAX_FAILED_STEPS = 8
-# How long a step may take to end after everything was ended. The longest of a large model takes a second or two.
+# Time for the current step to end once all requests are to end. The longest step of a large model takes one or two
+# seconds.
 _STOP_PATIENCE_S = 10.0
 
 
@@ -43,11 +46,11 @@ _STOP_PATIENCE_S = 10.0
 class EngineConfig:
     """Budgets of one engine.
 
-    max_num_seqs: rows that run together, a beam or a sample each; None is as many as the runner has.
+    max_num_seqs: rows that run together, one for each beam or sample; None is the number of rows of the runner.
     max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
     max_queued_requests, max_queued_tokens: bounds of the waiting queue.
-    max_queue_time_s: longest expected wait of a request that is still taken; None is no bound.
-    encode_budget: workspace that one encode batch may be predicted to take; None where it is not known.
+    max_queue_time_s: a request is refused where it is expected to wait longer; None is no bound.
+    encode_budget: limit of the predicted workspace of one encoder pass; None where it is not known.
     """
 
     max_num_seqs: int | None = None
@@ -61,7 +64,7 @@ class EngineConfig:
 class Engine:
     """Serves requests with one runner. Methods are safe from any thread; only drain and stop block.
 
-    Construction raises ValueError naming the field of the configuration that the runner cannot serve.
+    Construction raises ValueError, which names the field of the configuration that the runner cannot serve.
     """
 
     def __init__(
@@ -101,21 +104,21 @@ class Engine:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The clock of arrival_s and deadline_s, in seconds."""
+        """Clock of arrival_s and deadline_s, in seconds."""
         return self._clock
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs; False before start, after stop and after a fault it could not survive."""
+        """True while the engine's thread runs: not before start, after stop or after a fault that ended it."""
         return self._thread.is_alive()
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the step under way began, or since there is work and no step has begun; 0 where idle."""
+        """Seconds since the current step began, or since work is there that no step has begun; 0 where idle."""
         return self._heartbeat.busy_s if self.is_alive else 0.0
 
     def stack(self) -> str:
-        """Where the engine's thread is now, line by line, the latest call last."""
+        """Return the stack of the engine's thread as text, the latest call last."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
 
@@ -141,7 +144,7 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Cache blocks not kept for any request."""
+        """Cache blocks that no request holds."""
         return self._pool.num_free
 
     def start(self) -> None:
@@ -151,11 +154,11 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, stream: OutputStream) -> None:
-        """Accept a request, whose events will come out of `stream`, or refuse it by raising.
+        """Accept a request, whose events `stream` delivers, or refuse it by raising.
 
         Raises InvalidArgument where it could never run, Unsupported where the graphs cannot run it, DeadlineExceeded
-        where its deadline has come already or will before its turn, QueueFull where too many wait or would for too
-        long, Unavailable before start and once draining.
+        where its deadline has passed or is expected to pass before its answer, QueueFull where too many requests wait
+        or it would wait too long, Unavailable before start and once draining.
         """
         try:
             self._submit(request, stream)
@@ -164,11 +167,11 @@ class Engine:
             raise
 
     def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
-        """Raise Unsupported where the model could never do this, before anything is read for it."""
+        """Raise Unsupported where the model can never do this task, before the request is read."""
         check_ability(task, pooling, self._admission)
 
     def check_room(self, client: str, priority: Priority) -> None:
-        """Raise QueueFull where nothing of this client's could wait now, before anything is read for it."""
+        """Raise QueueFull where no request of this client could wait now, before the request is read."""
         self._queue.check_room(client, priority, self._clock())
 
     def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
@@ -182,16 +185,16 @@ class Engine:
         return True
 
     def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
-        """Cancel an accepted request; one that was answered already is counted as given up on the answer's way."""
+        """Cancel an accepted request; one that has an answer already is counted as an answer that was not read."""
         stream.cancel_cause = cause
         if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
             self._metrics.left_unread(cause)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those accepted, then stop; what is left after the timeout ends at once.
+        """Refuse new requests, finish those accepted, then stop; requests left after the timeout end at once.
 
         Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end is left
-        to itself, and so are its rows and blocks; whoever waits is told.
+        alone with its rows and blocks; every waiting caller receives an error.
         """
         with self._wake:
             self._is_accepting = False
@@ -207,11 +210,11 @@ class Engine:
         return has_finished
 
     def stop(self) -> None:
-        """End every request now, with Unavailable, and the thread. Blocks for the step under way, if any."""
+        """End every request now, with Unavailable, and the thread. Blocks until the current step ends."""
         self._stop(None)
 
     def release(self) -> None:
-        """Stop, and let go of the runner, though the engine itself is still referred to. Blocks as stop does."""
+        """Stop, and drop the runner, so that it is freed while the engine is still referred to. Blocks as `stop`."""
         self.stop()
         self._stepper = self._runner = None
 
@@ -234,7 +237,7 @@ class Engine:
                 raise Unavailable("the server is starting or shutting down")
             if request.request_id in self._live:
                 raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
-            # Live before it is queued: a step under way may take it from the queue, and end it, at any moment.
+            # Live before it is queued: the current step may take it from the queue, and end it, at any moment.
             self._live[request.request_id] = group
             try:
                 self._queue.put(group, now_s)
@@ -253,7 +256,7 @@ class Engine:
             while self._await_work(stepper):
                 stepper.step()
                 if stepper.num_failed >= MAX_FAILED_STEPS:
-                    self._try_model(stepper)
+                    self._test_model(stepper)
         except Exception:
             log.exception("the engine stopped on a fault of its own")
             end = _failed
@@ -262,21 +265,21 @@ class Engine:
         self._queue.close()
         try:
             stepper.end_all(end)
-        except Exception:  # whatever broke the engine broke its accounts too; nobody may wait for ever
+        except Exception:  # the engine's state may be wrong after a fault; no caller may wait for ever
             log.exception("the engine could not end its requests in order")
             self._disown()
 
-    def _try_model(self, stepper: Stepper) -> None:
-        """Tell faults of requests from one of the model, on which the engine ends: it raises what the model does."""
-        if self._pool.num_used or self._runner is None:  # what still runs will show it
+    def _test_model(self, stepper: Stepper) -> None:
+        """Run the model by itself. Raises its error, which ends the engine; otherwise the requests were at fault."""
+        if self._pool.num_used or self._runner is None:  # running requests will show a fault of the model
             return
-        log.warning("%d steps in a row failed; trying the model itself", stepper.num_failed)
+        log.warning("%d steps in a row failed; testing the model itself", stepper.num_failed)
         warm_up(self._runner)
         stepper.num_failed = 0
-        log.warning("the model works; the faults were of what was asked")
+        log.warning("the model works; the requests caused the faults")
 
     def _disown(self) -> None:
-        """Tell whoever waits that nothing will come, past the thread that should have. Frees nothing."""
+        """Send an error to every waiting caller, in place of the engine's thread. Frees nothing."""
         finals = [
             (group.stream, TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, is_last=True, error=_failed()))
             for name, group in list(self._live.items())
@@ -284,7 +287,7 @@ class Engine:
         Publisher().publish((), [], finals)
 
     def _await_work(self, stepper: Stepper) -> bool:
-        """Sleep until there is something to do; False when it is time to end."""
+        """Wait until there is work; returns False when the thread is to end."""
         with self._wake:
             while not (self._is_stopping or stepper.has_work):
                 if self._is_draining:

@@ -1,4 +1,4 @@
-"""For how long work waits for a thread: what a watchdog reads. One thread beats, any thread asks."""
+"""Time that work has waited for a thread, for a watchdog. One thread beats, any thread reads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 class Heartbeat:
-    """Tells a thread that works, or has nothing to do, from one that should work and does not.
+    """Distinguishes a thread that works or has nothing to do from a thread that hangs.
 
-    clock: seconds, monotonic. Each method is one assignment or two that any order suits: no lock.
+    clock: monotonic, in seconds. No method needs a lock: their assignments are correct in any order.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -16,20 +16,20 @@ class Heartbeat:
         self._busy_since_s: float | None = None
 
     def beat(self) -> None:
-        """Begin a piece of work."""
+        """Note that the thread begins a piece of work."""
         self._busy_since_s = self._clock()
 
     def rest(self) -> None:
-        """Have nothing to do."""
+        """Note that the thread has nothing to do."""
         self._busy_since_s = None
 
     def wake(self) -> None:
-        """Have something to do again; said by whoever brings it, under the lock that the thread rests with."""
+        """Note new work; the caller adds the work and holds the lock that the thread rests with."""
         if self._busy_since_s is None:
             self._busy_since_s = self._clock()
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the piece of work under way began, or since there is one that has not; 0 at rest."""
+        """Seconds since the current piece of work began, or since work is there that has not begun; 0 at rest."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else max(0.0, self._clock() - since_s)

@@ -1,6 +1,6 @@
-"""A request being answered, and the rows of the batch it holds: their state, their blocks, and what they have cost.
+"""Generation state of a request and of its rows.
 
-Plain data, changed by the engine's thread only. What changes at every step (tokens, lengths) lies in `rows.py`.
+Plain data, changed by the engine's thread only. Values that change at every step (tokens, lengths) are in `batch/`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
-from antiphon.service.engine.logit_edits import LogitEdits
+from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.service.engine.stream import OutputStream, TokenSink
 
-# A token drawn from a narrowed distribution costs one part in so many more than another. Measured with the shipped
-# model, whose steps are so short that this is most of any: temperature alone 72 us of CPU a token, all filters 106.
+# A token sampled from a narrowed distribution costs 1 / NARROWING_COST more than another. Measured with the shipped
+# model, whose steps are short, so that sampling is a large part of them: temperature alone takes 72 us of CPU for a
+# token, all filters 106.
 NARROWING_COST = 2
 
 
 class SequenceState(enum.Enum):
-    """Where a group is on its way: the stages of metrics."""
+    """Stage of a group; a label of metrics."""
 
     WAITING = "waiting"
-    ENCODING = "encoding"  # it has its blocks; its source is being encoded
+    ENCODING = "encoding"  # holds its blocks; its source is being encoded
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -35,13 +36,13 @@ class Sequence:
     index: of the output, or of the beam.
     row: index in the runner's batch while running.
     self_block_table: its own blocks; a beam's row may name its siblings' as well.
-    edits: what the request's penalties and constraints do to its next choice; None where nothing.
-    stop_matcher: reads its tokens for stop strings; None where there are none.
-    sink: takes its tokens; a beam's are told by its search.
-    logprob_sum: of its tokens, where log-probabilities are asked for.
-    num_generated: target tokens produced; up to date once its row is vacated (until then the rows count).
-    produced: the tokens it had produced when it was preempted, which it feeds again; empty if it never was.
-    is_finished: its last event has been made.
+    processors: the request's penalties and constraints; None where it has none.
+    stop_matcher: finds stop strings in its tokens; None where the request has none.
+    sink: receives its tokens; tokens of a beam search are streamed by the search instead.
+    logprob_sum: sum of the log-probabilities of its tokens, where the request asks for them.
+    num_generated: target tokens produced; set when its row is freed (before that, the rows count them).
+    produced: tokens that it had produced when it was preempted, and feeds again; empty before.
+    is_finished: its terminal event exists.
     """
 
     group: SequenceGroup
@@ -49,7 +50,7 @@ class Sequence:
     sink: TokenSink
     row: int | None = None
     self_block_table: tuple[int, ...] = ()
-    edits: LogitEdits | None = None
+    processors: LogitsProcessors | None = None
     stop_matcher: StopMatcher | None = None
     logprob_sum: float = 0.0
     num_generated: int = 0
@@ -57,38 +58,43 @@ class Sequence:
     is_finished: bool = False
 
     @property
-    def is_watched(self) -> bool:
-        """Whether its tokens must be looked at one by one."""
+    def needs_token_checks(self) -> bool:
+        """Return whether each of its tokens has to be checked by itself."""
         request = self.group.request
         return bool(
-            self.edits is not None
+            self.processors is not None
             or self.stop_matcher is not None
             or request.params.stop_ids
             or request.num_logprobs is not None
         )
+
+    def running_row(self) -> int:
+        """Return its row, where it has one."""
+        assert self.row is not None
+        return self.row
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SequenceGroup:
     """Generation state of a request: all its rows, over one encoded source.
 
-    max_new_tokens: most target tokens of an output, the end token included; never above what the model has room for.
-    num_rows: its beams or samples; 0 for what is only encoded.
-    num_self_blocks, num_cross_blocks: what each row's prefix and longest target take, and the source.
-    num_first_blocks: of num_self_blocks, what a row takes as it joins; all of them unless it grows.
-    grows: its row takes further blocks as it needs them.
-    can_pause: its rows may be taken away and given back later, with the same tokens.
-    sequences: of its rows, by index, while running; those of finished outputs stay in it without a row.
-    starting: of them, those that get their rows together with the source's blocks.
-    pending: of them, those that wait for a row, by index: not begun, or paused.
+    max_new_tokens: most target tokens of an output, the end token included; the model has room for them.
+    num_rows: its beams or samples; 0 where the source is only encoded.
+    num_self_blocks: blocks of each row's prefix and longest target. num_cross_blocks: blocks of the source.
+    num_first_blocks: blocks of num_self_blocks that a row receives as it joins; all of them unless it grows.
+    grows: its row receives further blocks when it needs them.
+    can_pause: its rows can be taken away and given back later, with the same tokens.
+    sequences: its rows by index, while running; sequences of finished outputs stay, without a row.
+    starting: sequences that receive their rows together with the source's blocks.
+    pending: sequences that wait for a row, by index: not started, or preempted.
     blocks: every block it still holds.
-    source_len: tokens to encode, end token included; 0 for a decoder alone.
-    ticket: its place in the order in which groups were admitted; one that was preempted keeps it.
-    preempted_s: when it was preempted; None once it goes on.
-    cost: tokens it is expected to take, source and target, by which those who wait take turns; more for tokens whose
-        distribution is narrowed.
+    source_len: tokens to encode, end token included; 0 for decoder-only models.
+    ticket: its place in the order of admission; a preempted group keeps it.
+    preempted_s: time of its preemption; None once it continues.
+    cost: expected source and target tokens, by which waiting clients take turns; a token of a narrowed distribution
+        counts more.
     num_generated: target tokens produced for its finished outputs.
-    cancel_cause: why it was given up, if it was.
+    cancel_cause: reason of its cancellation; None where it was not cancelled.
     """
 
     request: Request
@@ -133,64 +139,64 @@ class SequenceGroup:
 
     @property
     def is_beam_search(self) -> bool:
-        """Whether its rows are beams of one search."""
+        """True when its rows are beams of one search."""
         return self.request.params.beam_width > 1 and self.request.task is Task.GENERATE
 
     @property
     def num_first_rows(self) -> int:
-        """Rows it must have before it may run: all beams of a search, one sample."""
+        """Rows it needs before it can run: all beams of a search, or one sample."""
         return self.num_rows if self.is_beam_search else min(1, self.num_rows)
 
     @property
     def num_running_rows(self) -> int:
-        """Rows that it holds now."""
+        """Rows it holds now."""
         return sum(sequence.row is not None for sequence in self.sequences)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks it must have before it may run."""
+        """Blocks it needs before it can run."""
         return self.num_first_rows * self.num_first_blocks + self.num_cross_blocks
 
     @property
     def expected_target_len(self) -> int:
-        """Tokens that each row is expected to generate: about as many as its source, within what is asked for."""
+        """Tokens that each row is expected to generate: as many as its source, within the request's limits."""
         params = self.request.params
         if self.request.task is not Task.GENERATE:
             return 0
-        # The length of a prompt says nothing of what follows it, and without an end token every target is as long as
-        # it may be.
+        # The length of a prompt does not predict the length of its continuation, and without an end token every target
+        # has the largest length.
         if not self.source_len or params.ignore_eos:
             return self.max_new_tokens
         return min(self.max_new_tokens, max(self.source_len, params.min_new_tokens))
 
     @property
     def max_blocks(self) -> int:
-        """Blocks it may come to hold."""
+        """Most blocks it can hold."""
         return self.num_rows * self.num_self_blocks + self.num_cross_blocks
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to compute as it joins: source, prefix or prompt of one row, given target, what that had produced."""
+        """Tokens to compute as it joins: source, one row's prefix or prompt, target to score, produced tokens."""
         first = next((sequence for sequence in self.sequences if not sequence.is_finished), None)
         num_produced = 0 if first is None else len(first.produced)
         return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids) + num_produced
 
     def take_first_rows(self) -> None:
-        """Divide the unfinished sequences into those that start as the group joins, and those that wait for rows."""
+        """Divide the unfinished sequences into those that start now and those that wait for rows."""
         unfinished = [sequence for sequence in self.sequences if not sequence.is_finished]
         self.starting = tuple(unfinished[: self.num_first_rows])
         self.pending = unfinished[self.num_first_rows :]
 
     @property
     def expires_s(self) -> float:
-        """When its deadline or its time limit comes, whichever is first; infinity without either."""
+        """Time of its deadline or of its time limit, the earlier one; infinity without both."""
         request = self.request
         deadline_s = math.inf if request.deadline_s is None else request.deadline_s
         limit_s = request.params.time_limit_s
         return deadline_s if limit_s is None else min(deadline_s, request.arrival_s + limit_s)
 
     def timing(self, now_s: float) -> Timing:
-        """Seconds since its arrival at which things happened, the end being now."""
+        """Return the seconds from its arrival to each stage, and to its end, which is now."""
         arrival_s = self.request.arrival_s
         return Timing(
             queued_s=None if self.admitted_s is None else self.admitted_s - arrival_s,
@@ -201,13 +207,13 @@ class SequenceGroup:
 
 
 def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequence, ...]:
-    """The rows of a group that is admitted, before they have produced anything."""
+    """Return the sequences of a group that is admitted, before they have produced tokens."""
     request = group.request
     sequences = tuple(
         Sequence(group=group, index=index, sink=group.stream.output(index)) for index in range(group.num_rows)
     )
     if request.task is Task.GENERATE:
         for sequence in sequences:
-            sequence.edits = LogitEdits.of(request.params, request.given_ids(bos_id), eos_id)
+            sequence.processors = LogitsProcessors.of(request.params, request.given_ids(bos_id), eos_id)
             sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
     return sequences

@@ -1,7 +1,7 @@
-"""The way out: tokens leave the engine's thread and reach the event loop of whoever waits for them.
+"""Streams of tokens from the engine's thread to the event loops of their readers.
 
-The engine publishes a whole step with one call into each event loop. A stream hands its reader the first token at
-once and merges later ones, because each message costs CPU that the model needs. Knows ids, not text and not protobuf.
+The engine publishes a whole step with one call into each event loop. A stream gives its reader the first token at once
+and merges later ones, because each message costs CPU that the model needs. Knows ids, not text and not protobuf.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import FinishReason, TokenEvent, TokenLogprob
 
 Item = int | TokenLogprob
-"""A new token: its id, and where log-probabilities are asked for, those too."""
+"""A new token: its id, or its id with log-probabilities where the request asks for them."""
 
 
 class TokenSink(Protocol):
-    """What takes the tokens of one output, in an event loop."""
+    """Receiver of the tokens of one output, in an event loop."""
 
     @property
     def request_id(self) -> str:
-        """Whose output it is."""
+        """Request of the output."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The only loop that may push."""
+        """Event loop in which `push` is called."""
 
     def push(self, item: Item) -> None:
         """Add a token; in the event loop only."""
 
 
 class OutputStream:
-    """Token events of one request, for one reader in one event loop. As a sink it is the first output's.
+    """Token events of one request, for one reader in one event loop. It is the sink of the first output.
 
-    Iterating yields, of each output, at most one message per `coalesce_s` seconds; first tokens and terminal events at
-    once. Unread tokens are kept, at most as many as the request may generate.
+    Iterating yields at most one message per `coalesce_s` seconds for each output; first tokens and terminal events at
+    once. Unread tokens are kept, at most as many as the request can generate.
 
-    end_reason: how the engine ended the request; set by its thread, before the end is read.
-    on_end: takes every terminal event as it comes, read or not; None after the last.
-    cancel_cause: why it was given up, if it was.
+    end_reason: reason for which the engine ended the request; set by its thread, before the end is read.
+    on_end: called with every terminal event as it comes, read or not; None after the last.
+    cancel_cause: reason of the cancellation; None where the request was not cancelled.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class OutputStream:
         self._first = self._pending[0]
         self._finals: deque[TokenEvent] = deque()
         self._is_ended = False  # the last event has come
-        self._is_exhausted = False  # and has been read
+        self._is_exhausted = False  # the last event has been read
         self.cancel_cause: CancelCause | None = None
         self.on_end: Callable[[TokenEvent], None] | None = None
-        self._is_due = True  # the coalescing window is over: a token may leave
+        self._is_due = True  # the coalescing window is over: the reader may receive a token
         self._wants_tokens = False
         self._reader: asyncio.Future[None] | None = None
         self._window: asyncio.TimerHandle | None = None
@@ -71,7 +71,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        """The next merged event of some output."""
+        """Return the next merged event of any output."""
         if self._is_exhausted:
             raise StopAsyncIteration
         self._wants_tokens = True
@@ -94,7 +94,7 @@ class OutputStream:
         return tuple(sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index))
 
     def output(self, index: int) -> TokenSink:
-        """What takes the tokens of an output."""
+        """Return the sink of an output."""
         return self if index == 0 else _Output(self, index)
 
     def push(self, item: Item) -> None:
@@ -110,7 +110,7 @@ class OutputStream:
             self._wake()
 
     def finish(self, event: TokenEvent) -> None:
-        """Add a terminal event; in the stream's event loop only. What comes after the last is ignored."""
+        """Add a terminal event; in the stream's event loop only. Events after the last are ignored."""
         if self._is_ended:
             return
         self._finals.append(event)
@@ -118,7 +118,7 @@ class OutputStream:
         if self.on_end is not None:
             self.on_end(event)
         if event.is_last:
-            self.on_end = None  # it knows the call, which knows this stream: neither would be freed when the call ends
+            self.on_end = None  # it refers to the call, which refers to this stream: a cycle would keep both in memory
         if self._wants_tokens or self._is_ended:
             self._wake()
 
@@ -153,12 +153,12 @@ class OutputStream:
 
     def _unread(self, output_index: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
         items = self._pending.get(output_index, [])
-        told = tuple(items)
+        unread = tuple(items)
         items.clear()
-        if TokenLogprob not in map(type, told):  # as of nearly every request
-            return cast("tuple[int, ...]", told), ()
-        logprobs = tuple(item for item in told if isinstance(item, TokenLogprob))
-        return tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in told), logprobs
+        if TokenLogprob not in map(type, unread):  # as for nearly every request
+            return cast("tuple[int, ...]", unread), ()
+        logprobs = tuple(item for item in unread if isinstance(item, TokenLogprob))
+        return tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in unread), logprobs
 
     def _start_window(self) -> None:
         if self._coalesce_s > 0:
@@ -176,7 +176,7 @@ class OutputStream:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Output:
-    """A stream's sink for an output after the first."""
+    """Sink of an output after the first."""
 
     stream: OutputStream
     index: int
@@ -227,7 +227,7 @@ class Publisher:
     ) -> list[TokenSink]:
         """Send items[i] to streams[i], then the terminal events; returns the streams whose loop is closed.
 
-        How streams are spread over loops is remembered for as long as the same `streams` object comes.
+        The division of streams among loops is kept as long as `streams` is the same object.
         """
         if streams is not self._streams:
             self._address(streams)
@@ -264,6 +264,6 @@ def _send(loop: asyncio.AbstractEventLoop, parcel: _Parcel, items: SequenceABC[I
         return []
     try:
         loop.call_soon_threadsafe(parcel.deliver, items, finals)
-    except RuntimeError:  # the loop is closed: nobody will ever read these streams
+    except RuntimeError:  # the loop is closed: these streams have no reader any more
         return parcel.streams
     return []

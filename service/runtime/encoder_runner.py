@@ -1,7 +1,7 @@
-"""Runs the native graphs of an encoder alone: its states, and the heads that read them.
+"""Runner of the native graphs of an encoder-only model: its encoder output, and the heads that read it.
 
-Has no caches, no rows and no blocks. Refuses to know requests and text; what becomes of outputs is `readout.py`'s
-business. One thread calls it.
+Has no caches, no rows and no blocks. Does not know requests and text; `readout.py` uses the outputs. One thread calls
+it.
 
 Axes: K states read, M model width, O outputs of a head.
 """
@@ -26,7 +26,7 @@ from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
 class EncoderRunner:
     """The encoder graph and the heads of one bundle.
 
-    max_rows: sources of a step. threads, workspace_limit_bytes: as of NativeRunner.
+    max_rows: sources of a step. threads, workspace_limit_bytes: as in NativeRunner.
     Raises GraphError, BundleError (no such precision) or WorkspaceError.
     """
 
@@ -66,7 +66,7 @@ class EncoderRunner:
         }
         for graph in self._head_graphs.values():
             graph.require(["hidden"], ["outputs"])
-        self.workspace.trim()  # what loading worked in
+        self.workspace.trim()  # workspace of loading
         self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
@@ -78,24 +78,24 @@ class EncoderRunner:
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        """Encode sources of any lengths, packed, and keep their states; first_row and block_tables mean nothing.
+        """Encode packed sources of any lengths, and return the output; first_row and block_tables are ignored.
 
         Raises ValueError when a source is too long, GraphError when the graph fails.
         """
         return self._encoder.run(sources, type_ids=type_ids, keep_memory=True)
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Outputs [K, O] for states [K, M]. Raises GraphError when the graph fails."""
+        """Return outputs [K, O] for rows [K, M] of the encoder output. Raises GraphError when the graph fails."""
         graph, outputs = self._head_graphs[task], np.empty((len(states), self._widths[task]), np.float32)
         graph.run_bound(graph.bind({"hidden": states}, {"outputs": outputs}))
         return outputs
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        """Never asked: there is nothing to decode with."""
+        """Raise NotImplementedError; the engine never calls this without a decoder."""
         raise NotImplementedError("an encoder alone decodes nothing")
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Never asked: there are no blocks."""
+        """Raise NotImplementedError; the engine never calls this without blocks."""
         raise NotImplementedError("an encoder alone has no cache blocks")
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
@@ -103,7 +103,7 @@ class EncoderRunner:
 
 
 def _width_of(head: HeadConfig, vocab_size: int) -> int:
-    """O: a score for each label or token; of pool what the transform gives."""
+    """Return O: one output for each label or token; for pool the width of its transform."""
     if head.task == "fill_mask":
         return vocab_size
     return len(head.labels) if head.labels else head.transform_width or 0

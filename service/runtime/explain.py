@@ -1,6 +1,6 @@
-"""Attention weights of a bundle's model for a source and a target: off the serving path, one call at a time.
+"""Attention weights of a bundle's model for a source and a target, one call at a time, outside the engine.
 
-Owns when the explain graph is loaded (at the first call) and how much may be asked of it. Knows token ids, not text.
+Loads the explain graph at the first call and bounds the size of an answer. Knows token ids, not text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from antiphon.service.domain.errors import Unsupported
 
 __all__ = ["MAX_WEIGHTS", "Explainer", "Explanation"]
 
-# Attention weights of one answer, 4 bytes each in memory and on the wire: 64 MiB. They grow with the square of the
-# lengths; the shipped model's longest source and target make 5.2 million.
+# Most attention weights of one answer, 4 bytes each in memory and on the wire: 64 MiB. They grow with the square of the
+# lengths; the shipped model's longest source and target have 5.2 million.
 MAX_WEIGHTS = 1 << 24
 
 
@@ -34,7 +34,7 @@ class Explainer:
 
     @property
     def is_available(self) -> bool:
-        """Whether the bundle holds a graph that explains."""
+        """True when the bundle has an explain graph."""
         return self._name is not None
 
     @property
@@ -44,19 +44,19 @@ class Explainer:
 
     @property
     def max_target_len(self) -> int:
-        """Longest target in tokens, the begin token that is put first not counted."""
+        """Longest target in tokens, without the begin token that is put first."""
         return self._bundle.manifest.model.max_target_len - 1
 
     def num_weights(self, source_len: int, target_len: int) -> int:
-        """Attention weights that an answer holds; lengths as `explain` is given them."""
+        """Return the number of attention weights of an answer; lengths are those of the arguments of `explain`."""
         model, target_len = self._bundle.manifest.model, target_len + 1
         per_head = model.encoder_layers * source_len**2 + model.decoder_layers * target_len * (target_len + source_len)
         return model.num_heads * per_head
 
     def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
-        """The weights of a source, end token included, and a target, to which the begin token is prepended.
+        """Return the weights of a source, end token included, and a target, to which the begin token is prepended.
 
-        begin_id: instead of the model's.
+        begin_id: replaces the model's begin token.
 
         The caller has checked lengths and ids. Raises Unsupported where the bundle has no explain graph or the answer
         would exceed MAX_WEIGHTS, GraphError where the graph fails.

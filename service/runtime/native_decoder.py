@@ -1,9 +1,9 @@
-"""One step of the native decoder graph: a batch's arrays copied to where the graph looks for them, and one run.
+"""One step of the native decoder graph: copies a batch to the arrays bound to the graph, and runs the graph.
 
-Owns the arrays bound to the graph, so that a step of a shape seen before binds nothing. Refuses to know what blocks,
-rows and choices mean: the operators check every one of them.
+Owns the bound arrays, so that a step of a known shape binds no arrays. Does not know the meaning of blocks, rows and
+sampling parameters: the operators check all of them.
 
-Axes: N tokens of this step, R rows, K choices, E edits, k candidates, X and Y widths of the self and cross tables.
+Axes: N tokens of this step, R rows, K samples, E edits, k candidates, X and Y widths of the self and cross tables.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class NativeDecoder:
-    """The decoder graph, bound once for each number of rows and width of a draw where rows feed and choose one token.
+    """The decoder graph, bound once for each number of rows and candidates where every row feeds and samples one token.
 
-    Edits lie in arrays of their own that only grow, so that a step with edits needs no other binding.
+    Edits have arrays of their own that only grow, so that a step with edits needs no other binding.
     """
 
     def __init__(self, graph: Graph, cache: NDArray[Any], model: ModelConfig, max_rows: int) -> None:
@@ -41,7 +41,7 @@ class NativeDecoder:
         self._positions = np.zeros(max_rows, np.int32)
         self._one_each = np.arange(max_rows + 1, dtype=np.int32)
         self._self_tables = _tables(max_rows, model.max_target_len)
-        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # never without width
+        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # at least one column
         self._source_lens = np.zeros(max_rows, np.int32)
         self._settings = {name: np.zeros(max_rows, kind) for name, kind in _SETTINGS.items()}
         self._edit_offsets = np.zeros(max_rows + 1, np.int32)
@@ -49,20 +49,20 @@ class NativeDecoder:
         self._edit_values = np.zeros((_FIRST_NUM_EDITS, 3), np.float32)
         self._chosen: Arrays = {"token_ids": np.zeros(max_rows, np.int64), "logprobs": np.zeros(max_rows, np.float32)}
         self._tops = {name: np.zeros(0, kind) for name, kind in _TOPS.items()}
-        self._settled: Choices | None = None  # what the settings and edits hold
+        self._held: Choices | None = None  # parameters that the bound arrays hold
         self._bound: dict[tuple[int, int], tuple[Any, Draw]] = {}
         inputs = [*_FED, "cache", *_SETTINGS, "edit_offsets", "edit_ids", "edit_values"]
         graph.require(inputs, [*self._chosen, *_TOPS])
 
     def run(self, batch: DecodeBatch) -> Draw:
-        """One step; see NativeRunner.decode."""
+        """Run one step; see NativeRunner.decode."""
         rows, choices = batch.num_rows, batch.choices
         if not 0 < rows <= self._max_rows:
             raise ValueError(f"decode of {rows} rows; it must be 1 to {self._max_rows}")
         if batch.num_tokens != rows or len(choices) != rows:
             return self._run_once(batch)
-        if choices is not self._settled:
-            self._settle(choices, rows)
+        if choices is not self._held:
+            self._hold(choices, rows)
         self._input_ids[:rows] = batch.token_ids
         self._positions[:rows] = batch.positions
         self._self_tables[:rows, : batch.self_tables.shape[1]] = batch.self_tables
@@ -73,9 +73,9 @@ class NativeDecoder:
         return bound[1]
 
     def _run_once(self, batch: DecodeBatch) -> Draw:
-        """A step of a shape that is not worth remembering: prefixes beside other rows' tokens, targets to be judged."""
+        """Run a step of a rare shape, whose binding is not kept: rows with a prefix, or targets to be scored."""
         choices, num_choices = batch.choices, len(batch.choices)
-        self._settled = None
+        self._held = None
         self._hold_edits(choices)
         settings: Arrays = {name: getattr(choices, name) for name in _SETTINGS}
         fed = (
@@ -88,23 +88,23 @@ class NativeDecoder:
         )
         inputs = dict(zip(_FED, fed, strict=True)) | settings | {"edit_offsets": choices.edit_offsets}
         shape = (num_choices, batch.max_num_logprobs)
-        draw = Draw(
+        samples = Draw(
             np.zeros(num_choices, np.int64),
             np.zeros(num_choices, np.float32),
             *(np.zeros(shape, kind) for kind in _TOPS.values()),
         )
         contiguous = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
-        self._graph.run_bound(self._binding(contiguous, draw))
-        return draw
+        self._graph.run_bound(self._binding(contiguous, samples))
+        return samples
 
-    def _settle(self, choices: Choices, rows: int) -> None:
-        """Copy how the rows choose; a batch that comes with the same object needs no copy."""
-        self._settled = None
+    def _hold(self, choices: Choices, rows: int) -> None:
+        """Copy the sampling parameters of the rows; a later batch with the same object needs no copy."""
+        self._held = None
         for name, array in self._settings.items():
             array[:rows] = getattr(choices, name)
         self._edit_offsets[: rows + 1] = choices.edit_offsets
         self._hold_edits(choices)
-        self._settled = choices
+        self._held = choices
 
     def _hold_edits(self, choices: Choices) -> None:
         num_edits = int(choices.edit_offsets[-1])
@@ -117,12 +117,12 @@ class NativeDecoder:
         self._edit_values[:num_edits] = choices.edit_values[:num_edits]
 
     def _bind(self, rows: int, width: int) -> tuple[Any, Draw]:
-        """Bind the arrays held for so many rows and candidates, and remember it."""
+        """Bind the arrays for this number of rows and candidates, and keep the binding."""
         if rows * width > len(self._tops["top_ids"]):
             self._bound.clear()
             self._tops = {name: np.zeros(self._max_rows * width, kind) for name, kind in _TOPS.items()}
         tops = [array[: rows * width].reshape(rows, width) for array in self._tops.values()]
-        draw = Draw(self._chosen["token_ids"][:rows], self._chosen["logprobs"][:rows], *tops)
+        samples = Draw(self._chosen["token_ids"][:rows], self._chosen["logprobs"][:rows], *tops)
         inputs: Arrays = {
             "input_ids": self._input_ids[:rows],
             "positions": self._positions[:rows],
@@ -133,15 +133,15 @@ class NativeDecoder:
             "edit_offsets": self._edit_offsets[: rows + 1],
         }
         settings = {name: array[:rows] for name, array in self._settings.items()}
-        bound = self._bound[rows, width] = (self._binding(inputs | settings, draw), draw)
+        bound = self._bound[rows, width] = (self._binding(inputs | settings, samples), samples)
         return bound
 
-    def _binding(self, inputs: Arrays, draw: Draw) -> Any:
-        """A binding of these inputs, the cache and the edits; candidates only where there are any."""
+    def _binding(self, inputs: Arrays, samples: Draw) -> Any:
+        """Return a binding of these inputs, the cache and the edits; with candidates only where there are any."""
         shared = {"cache": self._cache, "edit_ids": self._edit_ids, "edit_values": self._edit_values}
-        names = [*self._chosen, *(_TOPS if draw.top_ids.shape[1] else ())]
+        names = [*self._chosen, *(_TOPS if samples.top_ids.shape[1] else ())]
         seeds = inputs["seeds"].view(np.int64)
-        return self._graph.bind({**inputs, **shared, "seeds": seeds}, {name: getattr(draw, name) for name in names})
+        return self._graph.bind({**inputs, **shared, "seeds": seeds}, {name: getattr(samples, name) for name in names})
 
 
 def _tables(max_rows: int, max_len: int) -> NDArray[np.int32]:

@@ -1,6 +1,6 @@
-"""Runs of the native encoder graph: sources packed without padding, in parts that stay near the cores.
+"""Forward passes of the native encoder graph: sources packed without padding, in parts that fit the cores' caches.
 
-Owns how sources become the graph's inputs, and what a run cost. Refuses to know requests and who holds which block.
+Makes the graph's inputs from sources, and measures each pass. Does not know requests and the owners of blocks.
 
 Axes: B sources, N their tokens together, M model width.
 """
@@ -21,16 +21,16 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.runner import EncodeReport
 
-# Activations of more tokens no longer fit near the cores: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
+# Activations of more tokens do not fit the cores' caches: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
 RUN_TOKENS = 768
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class NativeEncoder:
-    """The encoder graph, writing cross caches into blocks of `cache`; without one, that of an encoder alone.
+    """The encoder graph, which writes cross caches into blocks of `cache`; without a cache an encoder-only model.
 
-    Raises GraphError where the graph's inputs or outputs are not the contract's.
+    Raises GraphError where the graph's inputs or outputs are not those of the contract.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class NativeEncoder:
     ) -> EncodeReport:
         """Encode sources of any lengths; source i fills the blocks block_tables[i], where there is a cache.
 
-        type_ids: token types of each source, none at all where all are 0. Raises ValueError where a source does not fit
-        its table or its types, GraphError where the graph fails.
+        type_ids: token types of each source; empty where all are 0. Raises ValueError where a source does not fit its
+        table or its types, GraphError where the graph fails.
         """
         lengths = self._checked_lengths(sources, block_tables)
         num_tokens = int(lengths.sum())
@@ -93,7 +93,7 @@ class NativeEncoder:
         }
 
     def _measured(self, inputs: Arrays, memory: NDArray[np.float32] | None) -> int:
-        """One run of the graph, its states to `memory` where wanted; returns its peak workspace in bytes."""
+        """Run the graph once, with its output in `memory` where given; returns its peak workspace in bytes."""
         outputs: Arrays = {} if self._cache is None else {"written": np.zeros(1, np.int32)}
         if memory is not None:
             outputs["memory"] = memory
@@ -121,7 +121,7 @@ class NativeEncoder:
 
 
 def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Token types of packed sources; 0 where a source, or all, come without."""
+    """Return the token types of packed sources; 0 for sources without types."""
     types = np.zeros(int(lengths.sum()), np.int64)
     first = 0
     for length, given in zip(lengths.tolist(), type_ids, strict=False):
@@ -132,7 +132,7 @@ def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDA
 
 
 def _parts(lengths: Sequence[int]) -> list[slice]:
-    """Neighbouring sources that one run encodes: of at most RUN_TOKENS together, or one alone."""
+    """Return the neighbouring sources of each forward pass: at most RUN_TOKENS tokens together, or one source."""
     parts, first, held = [], 0, 0
     for index, length in enumerate(lengths):
         if held and held + length > RUN_TOKENS:

@@ -1,7 +1,7 @@
-"""Runs the native graphs of a bundle: tokens packed, caches in blocks of one pool, sampling inside the graph.
+"""Runner of the native graphs of a bundle: packed batches, caches in blocks of one pool, sampling inside the graph.
 
-Owns the pool's memory; who uses which block is the engine's business. Refuses to know requests and text. One thread
-calls it: the arrays of a step are reused by the next.
+Owns the pool's memory; the engine decides the use of blocks. Does not know requests and text. One thread calls it: each
+step reuses the arrays of the one before.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from antiphon.service.runtime.native_encoder import NativeEncoder
 from antiphon.service.runtime.reserve import reserve
 from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
 
-_LANES = 16  # head widths are rounded up to it in the pool
+_LANES = 16  # head widths in the pool are multiples of it
 
 
 class NativeRunner:
-    """The encoder and decoder graphs of one bundle, or a decoder alone, over one pool of cache blocks.
+    """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks.
 
-    threads counts the cores one run may use. num_blocks is the size of the pool; None is enough for max_rows of the
-    longest sequences, resident only where used. workspace_limit_bytes bounds what ONNX Runtime may hold beside weights;
-    a run that needs more raises GraphError and leaves the runner usable.
+    threads: cores of one forward pass. num_blocks: size of the pool; None is enough for max_rows of the longest
+    sequences, resident only where used. workspace_limit_bytes: most memory of ONNX Runtime beside weights; a pass that
+    needs more raises GraphError, and the runner stays usable.
     Raises GraphError, BundleError (no such precision) or WorkspaceError.
     """
 
@@ -57,7 +57,7 @@ class NativeRunner:
         self.max_rows = max_rows
         self.vocab_size = model.vocab_size
         self.source_vocab_size = model.resolved_source_vocab_size
-        # A prompt leaves room for one token at least.
+        # A prompt leaves room for at least one token.
         self.max_source_len = model.max_source_len if self.has_encoder else model.max_target_len - 1
         self.max_target_len = model.max_target_len
         self.bos_id = model.bos_id
@@ -75,7 +75,7 @@ class NativeRunner:
             self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), self.cache)
         decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
         self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
-        self.workspace.trim()  # what loading worked in
+        self.workspace.trim()  # workspace of loading
         self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
@@ -87,17 +87,17 @@ class NativeRunner:
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        """Encode sources of any lengths, packed; source i fills the blocks block_tables[i].
+        """Encode packed sources of any lengths; source i fills the blocks block_tables[i].
 
-        first_row and type_ids mean nothing here. Raises ValueError when a source does not fit its table, GraphError
-        when the graph fails.
+        first_row and type_ids are ignored. Raises ValueError when a source does not fit its table, GraphError when the
+        graph fails.
         """
         if self._encoder is None:
             raise ValueError("a decoder alone encodes nothing")
         return self._encoder.run(sources, block_tables=block_tables, keep_memory=keep_memory)
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its new tokens and choose its next one, in one run; arrays are valid until the next.
+        """Feed every row its new tokens and sample its next one, in one pass; arrays are valid until the next pass.
 
         Raises ValueError when the batch does not fit, GraphError when the graph fails: the operators check every
         position and block.
@@ -116,13 +116,13 @@ class NativeRunner:
         """Nothing to do: a row's cache is where its block tables say."""
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Never asked: only encoders alone have heads."""
+        """Raise NotImplementedError; only encoder-only models have heads."""
         raise NotImplementedError(f"this model has no {task} head")
 
 
 def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDArray[Any]:
-    """The pool, as GraphSet describes it."""
+    """Return the pool's memory, as GraphSet describes it."""
     head_width = -(-model.resolved_head_dim // _LANES) * _LANES
     shape = (num_blocks, model.decoder_layers, 2, model.num_heads, BLOCK_SIZE * head_width)
-    # Blocks are handed out from one end of the pool, and a block just freed goes first.
+    # Blocks are allocated from one end of the pool, and a block just freed is allocated first.
     return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks", is_dense=True)

@@ -1,4 +1,4 @@
-"""How the encoder's states become one vector, or stay as they are."""
+"""Pooling of the encoder output to one vector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from antiphon.service.domain.request import Pooling
 
 
 def pool(states: NDArray[np.float32], pooling: Pooling, *, normalize: bool) -> NDArray[np.float32]:
-    """states [S, M] -> [M] float32, with NONE [S, M]; vectors scaled to length 1 where `normalize`, but for zeros."""
+    """Return states [S, M] pooled to [M] float32, with NONE [S, M].
+
+    normalize: scale vectors to length 1; zero vectors stay zero.
+    """
     vectors: NDArray[np.float64]
     if pooling is Pooling.MEAN:
         vectors = states.mean(axis=0, dtype=np.float64)

@@ -1,6 +1,6 @@
-"""What becomes of an encoder's states: one vector, scores of labels, or tokens for masked places.
+"""Results from the encoder output: one vector, scores of labels, or tokens for masked positions.
 
-Each request's numbers come from its own rows alone, so they are the same bits whatever else was read in the step.
+Each request's numbers depend on its own rows only, so they are the same bits in every batch.
 
 Axes: S tokens of a source, N of all sources, M width of the states, K states read, O outputs of a head, k proposals.
 """
@@ -18,18 +18,18 @@ from antiphon.service.domain.request import Readout, Request, Task
 from antiphon.service.runtime.pooling import pool
 from antiphon.service.runtime.runner import Runner
 
-# Outputs of a head that are held at once: a vocabulary is wide, and a text may be all masks.
+# Most outputs of a head in memory at once: a vocabulary is large, and a text may consist of masks only.
 _MAX_OUTPUTS = 1 << 22
 
 _Place = tuple[Request, int]
-"""A request, and a row of the memory that it wants read."""
+"""A request, and a row of the encoder output that its head reads."""
 
 
 def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: Runner) -> dict[str, Readout]:
-    """What the requests that want no target get, by request id.
+    """Return the results of the requests without a target, by request id.
 
-    memory [N, M]: the states of every request's source, one after the other. Raises ValueError where a head's outputs
-    are not finite, and what the runner raises.
+    memory [N, M]: the encoder output of every request's source, one after the other.
+    Raises ValueError where a head's outputs are not finite, and the errors of the runner.
     """
     found: dict[str, Readout] = {}
     places: dict[HeadTask, list[_Place]] = {}
@@ -48,19 +48,19 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
 
 
 def scores_of(outputs: NDArray[np.float32], scores: Scores) -> NDArray[np.float64]:
-    """outputs [K, O] -> scores [K, O]: softmax of each row, a sigmoid of each output, or the outputs themselves."""
+    """Return scores [K, O] of outputs [K, O]: softmax of each row, sigmoid of each output, or the outputs unchanged."""
     values = outputs.astype(np.float64)
     if scores == "none":
         return values
     if scores == "sigmoid":
-        with np.errstate(over="ignore"):  # what is far below zero scores 0
+        with np.errstate(over="ignore"):  # outputs far below zero have score 0
             return 1.0 / (1.0 + np.exp(-values))
     raised = np.exp(values - values.max(axis=1, keepdims=True))
     return np.asarray(raised / raised.sum(axis=1, keepdims=True))
 
 
 def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Indices and scores [K, count] of each row's best, best first; of equal ones the lower index."""
+    """Return indices and scores [K, count] of each row's best, best first; among equals the lower index first."""
     count = min(count, scores.shape[1])
     ids = np.sort(np.argpartition(-scores, count - 1, axis=1)[:, :count], axis=1)
     order = np.argsort(-np.take_along_axis(scores, ids, axis=1), axis=1, kind="stable")
@@ -72,7 +72,7 @@ def _read_head(
     task: HeadTask, places: Sequence[_Place], memory: NDArray[np.float32], runner: Runner
 ) -> dict[str, Readout]:
     parts: dict[str, list[Readout]] = {}
-    for chosen in _runs(places, runner.vocab_size):
+    for chosen in _passes(places, runner.vocab_size):
         outputs = runner.run_head(task, memory[[row for _, row in chosen]])
         if not np.isfinite(outputs).all():
             raise ValueError(f"outputs of the {task} head are not finite")
@@ -82,15 +82,15 @@ def _read_head(
     return {request_id: _joined(held) for request_id, held in parts.items()}
 
 
-def _runs(places: Sequence[_Place], width: int) -> Iterator[Sequence[_Place]]:
-    """The places in runs of a head, of bounded size."""
+def _passes(places: Sequence[_Place], width: int) -> Iterator[Sequence[_Place]]:
+    """Yield the places of each forward pass of a head; the size of a pass is bounded."""
     count = max(1, _MAX_OUTPUTS // width)
     for start in range(0, len(places), count):
         yield places[start : start + count]
 
 
 def _by_request(places: Sequence[_Place]) -> Iterator[tuple[Request, slice]]:
-    """Each request with its rows of a run's outputs, which are neighbours."""
+    """Yield each request with its rows of a pass's outputs, which are neighbours."""
     first = 0
     for index, (request, _) in enumerate(places, 1):
         if index == len(places) or places[index][0] is not request:
@@ -99,7 +99,7 @@ def _by_request(places: Sequence[_Place]) -> Iterator[tuple[Request, slice]]:
 
 
 def _reduced(request: Request, outputs: NDArray[np.float32], runner: Runner) -> Readout:
-    """What is kept of a head's outputs [K, O] for one request."""
+    """Return one request's result from a head's outputs [K, O]."""
     assert request.head is not None
     if request.task is Task.EMBED:
         return Readout(pool(outputs, request.pooling, normalize=request.normalize))

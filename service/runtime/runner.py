@@ -1,11 +1,11 @@
-"""What the engine asks of a model, and nothing of how it is run.
+"""Interface of a model for the engine.
 
-The protocol is the whole boundary: on this side rows, token ids, lengths and the ids of cache blocks; on the other
-arrays, graphs and devices. `native_runner.py` and `model_runner.py` implement it with ONNX Runtime, `tests/fakes.py`
-with arithmetic.
+The protocol is the whole boundary: the engine knows rows, token ids, lengths and the ids of cache blocks; the runner
+knows arrays, graphs and devices. `native_runner.py` and `model_runner.py` implement it with ONNX Runtime,
+`tests/fakes.py` with arithmetic.
 
-Axes: N new tokens of a step, R rows, K choices or states read, X and Y widths of the block tables,
-M width of the encoder's states, O outputs of a head.
+Axes: N new tokens of a step, R rows, K samples or states read, X and Y widths of the block tables,
+M width of the encoder output, O outputs of a head.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["NONE_ALLOWED", "NOT_FINITE", "Choices", "DecodeBatch", "Draw", "Enco
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeReport:
-    """What encoding some sources cost, beside what it was predicted to cost.
+    """Measured and predicted cost of encoding sources together.
 
     rows, num_tokens, longest: sources, tokens computed for them together, and tokens of the longest.
     peak_workspace_bytes: measured peak of the allocator above its level before; None where not measured.
-    predicted_fused_bytes: the bundle's fit for the fused graph; None where the bundle carries no profile.
-    predicted_materialised_bytes: what the score matrices of one layer alone would cost, the sum of H * S^2 * w.
-    memory [num_tokens, M] float32: the encoder's states, source after source; None where not asked for.
+    predicted_fused_bytes: prediction of the bundle's fit for the fused graph; None where the bundle has no profile.
+    predicted_materialised_bytes: bytes of the score matrices of one layer alone, the sum of H * S^2 * w.
+    memory [num_tokens, M] float32: encoder output, source after source; None where not asked for.
     """
 
     rows: int
@@ -46,15 +46,16 @@ class EncodeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """The new tokens of rows 0 .. R-1, packed, and the choices to make after some of them.
+    """Packed batch of the new tokens of rows 0 .. R-1, and the sampling parameters after some of them.
 
-    token_ids [N] int64, positions [N] int32: target tokens to feed and where they stand, rows one after the other.
+    token_ids [N] int64, positions [N] int32: target tokens to feed and their positions, rows one after the other.
     offsets [R+1] int32: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one.
     self_tables [R, X], cross_tables [R, Y] int32: block b of a row holds its positions block_size * b and following;
-        entries beyond its length mean nothing. Rows may share blocks, but not one that either writes in this step.
+        entries beyond its length are ignored. Rows can share blocks, except a block that one of them writes in this
+        step.
     source_lens [R] int32: tokens of each row's source.
-    choices: the very object of the step before means the same choices again, edits included.
-    max_num_logprobs: the largest of choices.num_logprobs, at least 0: how wide a Draw is.
+    choices: where it is the same object as in the step before, its arrays, edits included, are the same too.
+    max_num_logprobs: the largest of choices.num_logprobs, at least 0: the width of a Draw.
     """
 
     token_ids: NDArray[np.int64]
@@ -68,12 +69,12 @@ class DecodeBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of new tokens, N."""
         return len(self.token_ids)
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return len(self.source_lens)
 
 
@@ -94,19 +95,19 @@ class Runner(Protocol):
 
     @property
     def max_source_len(self) -> int:
-        """Longest source in tokens, end token included; of a decoder alone, longest prompt."""
+        """Longest source in tokens, end token included; longest prompt for decoder-only models."""
 
     @property
     def max_target_len(self) -> int:
-        """Most target positions a row can cache, the begin token's included, or the whole prompt's."""
+        """Most target positions a row can cache, with the begin token or the whole prompt."""
 
     @property
     def has_encoder(self) -> bool:
-        """Whether there are sources to encode; without it `encode` is never called, and cross tables mean nothing."""
+        """True when there are sources to encode; otherwise `encode` is never called and cross tables are ignored."""
 
     @property
     def has_decoder(self) -> bool:
-        """Whether there are targets to decode; without it there are no blocks, and `decode` is never called."""
+        """True when there are targets to decode; otherwise there are no blocks and `decode` is never called."""
 
     @property
     def bos_id(self) -> int:
@@ -126,7 +127,7 @@ class Runner(Protocol):
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of keys and values one token takes, all layers; the same for self and cross attention."""
+        """Bytes of keys and values of one token, all layers; the same for self and cross attention."""
 
     @property
     def can_share_blocks(self) -> bool:
@@ -138,11 +139,11 @@ class Runner(Protocol):
 
     @property
     def can_embed(self) -> bool:
-        """Whether encode can keep the encoder's states."""
+        """True when `encode` can return the encoder output."""
 
     @property
     def heads(self) -> Mapping[HeadTask, HeadConfig]:
-        """What the encoder's states can be read out for."""
+        """Heads that read the encoder output, by task."""
 
     def encode(
         self,
@@ -155,17 +156,17 @@ class Runner(Protocol):
     ) -> EncodeReport:
         """Encode sources of any lengths; source i fills the cross blocks block_tables[i], for row first_row + i.
 
-        type_ids: token types of each source; empty where all are 0. An encoder alone has no use for rows and blocks.
+        type_ids: token types of each source; empty where all are 0. Encoder-only models ignore rows and blocks.
         """
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Outputs [K, O] of a head for some of the encoder's states [K, M]; a row's do not depend on the others."""
+        """Return outputs [K, O] of a head for rows [K, M] of the encoder output; each row is computed independently."""
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its new tokens and make the choices. Positions fed before may be fed again."""
+        """Feed every row its new tokens, and sample. Positions fed before can be fed again."""
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Copy what block sources[i] holds to block targets[i], all layers; no block is both."""
+        """Copy the content of block sources[i] to block targets[i], all layers; no block is both."""
 
     def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
         """Row `source`, of so many cached target and source tokens, goes on as row `target`."""

@@ -1,4 +1,4 @@
-"""Which runner serves a bundle: the one that its graphs were lowered for."""
+"""Choice of the runner of a bundle, by the lowering of its graphs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs a model once as its first requests will: so that none pays for a first time, and nonsense is found before it.
+"""Test run of a model before its first request: first requests are not slower, and a broken model is found early.
 
-Also what tells a broken model from bad requests, once an engine's steps fail one after the other. Writes to the cache
-blocks from 0 on and to the first rows: only for a runner that no sequence uses.
+Also distinguishes a broken model from bad requests after an engine's steps have failed several times. Writes to the
+cache blocks from 0 on and to the first rows: only for a runner that no sequence uses.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import greedy_choices
 from antiphon.service.runtime.runner import NOT_FINITE, DecodeBatch, Runner
 
-# Of the source that stands for a usual one, in tokens.
+# Length of a typical source in tokens.
 _USUAL_LEN = 32
-# A head's outputs may be a vocabulary wide.
+# Few rows: a head's outputs may have the width of a vocabulary.
 _HEAD_ROWS = 8
 
 
 class NotFinite(Exception):
-    """A graph gives no numbers. part: "encoder", "decoder", or the task of a head."""
+    """The outputs of a graph are not finite. part: "encoder", "decoder", or the task of a head."""
 
     def __init__(self, part: str) -> None:
         super().__init__(f"the outputs of the {part} graph are not finite")
@@ -28,9 +28,9 @@ class NotFinite(Exception):
 
 
 def warm_up(runner: Runner) -> None:
-    """Encode a usual source, then fill every row, decode a token for each, and run every head.
+    """Encode a typical source, then fill every row, decode a token for each, and run every head.
 
-    Raises NotFinite, or what the runner raises.
+    Raises NotFinite, or the runner's error.
     """
     if runner.has_encoder:
         usual_len = min(_USUAL_LEN, runner.max_source_len)
@@ -44,14 +44,14 @@ def warm_up(runner: Runner) -> None:
 
 
 def _num_rows(runner: Runner) -> int:
-    """As many as run together, each with a block for its source, if it has one, and one for its target."""
+    """Return the rows that can run together, each with a block for its source, if it has one, and for its target."""
     if not runner.has_decoder:
         return runner.max_rows
     return max(1, min(runner.max_rows, runner.num_blocks // (1 + runner.has_encoder)))
 
 
 def _encode(runner: Runner, sources: list[list[int]]) -> NDArray[np.float32] | None:
-    """The sources' states [N, M] where the runner keeps them; block i is the i-th of theirs."""
+    """Encode sources into blocks 0 and following; returns the encoder output [N, M] where the runner keeps it."""
     num_blocks = [blocks_for(len(source), runner.block_size) if runner.has_decoder else 0 for source in sources]
     ends = np.cumsum(num_blocks).tolist()
     tables = [range(end - count, end) for end, count in zip(ends, num_blocks, strict=True)]
@@ -65,7 +65,7 @@ def _decode(runner: Runner) -> None:
     """Decode the first token of every row, after the one-token sources in blocks 0 and following."""
     num_rows = _num_rows(runner)
     rows = np.arange(num_rows, dtype=np.int32)
-    draw = runner.decode(
+    samples = runner.decode(
         DecodeBatch(
             token_ids=np.full(num_rows, runner.bos_id, np.int64),
             positions=np.zeros(num_rows, np.int32),
@@ -76,7 +76,7 @@ def _decode(runner: Runner) -> None:
             choices=greedy_choices(rows),
         )
     )
-    if (draw.token_ids[:num_rows] == NOT_FINITE).any():
+    if (samples.token_ids[:num_rows] == NOT_FINITE).any():
         raise NotFinite("decoder")
 
 

@@ -11,9 +11,9 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.admission import limits_of
 from antiphon.service.engine.engine import Engine, EngineConfig
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.scheduling.admission import limits_of
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.rpc.v1.describe import describe

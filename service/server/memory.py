@@ -18,7 +18,7 @@ import numpy as np
 from antiphon.model.bundle.manifest import Bundle, GraphSet
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, pool_axes
 from antiphon.service.domain.errors import OverBudget
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
 from antiphon.service.server.model_settings import ModelPlan
 

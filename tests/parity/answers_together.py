@@ -29,12 +29,14 @@ from antiphon.model.transformer.layers import CrossAttention
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
-from antiphon.service.engine.scheduler import SchedulerLimits
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.admission import admit, limits_of
+from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.step.parts import StepParts
+from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics

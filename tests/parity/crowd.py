@@ -1,4 +1,4 @@
-"""Requests through an engine's steps, one by one, over native graphs whose pool nobody else uses meanwhile."""
+"""Requests through an engine's steps, one by one, over native graphs whose pool no other test uses meanwhile."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from antiphon.service.domain.request import (
     Request,
     TokenEvent,
 )
-from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
-from antiphon.service.engine.scheduler import SchedulerLimits
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.admission import admit, limits_of
+from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.step.parts import StepParts
+from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
@@ -42,7 +44,7 @@ class Watcher:
 
 
 class Crowd:
-    """An engine's steps, one by one, over a runner whose pool nobody else uses meanwhile."""
+    """An engine's steps, one by one, over a runner whose pool no other test uses meanwhile."""
 
     def __init__(self, runner: NativeRunner, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -88,5 +90,5 @@ class Crowd:
         assert self.pool.num_free == self.pool.num_blocks
 
     def events(self, name: str) -> tuple[TokenEvent, ...]:
-        """The terminal event of each output of a request."""
+        """Return the terminal event of each output of a request."""
         return self.loop.run_until_complete(self.groups[name].stream.collect())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.service.domain.request import EarlyStopping, FinishReason
-from antiphon.service.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 BOS_ID, EOS_ID, VOCAB = 1, 2, 40
@@ -37,13 +37,13 @@ class Driver:
         self.searches = BeamSearches(width, num_candidates, max_len)
         self.histories: dict[Search, list[tuple[int, ...]]] = {}
         self.models: dict[Search, LogitsOf] = {}
-        self.told: dict[Search, list[int]] = {}
+        self.streamed: dict[Search, list[int]] = {}
         self.over: dict[Search, list[Hypothesis]] = {}
 
     def add(self, logits_of: LogitsOf, beam_settings: BeamSettings) -> Search:
         search = self.searches.add(beam_settings)
         self.histories[search] = [(BOS_ID,)] * beam_settings.width
-        self.models[search], self.told[search] = logits_of, []
+        self.models[search], self.streamed[search] = logits_of, []
         return search
 
     def step(self) -> None:
@@ -56,7 +56,7 @@ class Driver:
             before = self.histories[search]
             pairs = zip(moves.parents[slot].tolist(), moves.token_ids[slot].tolist(), strict=True)
             self.histories[search] = [(*before[parent], token_id) for parent, token_id in pairs]
-            self.told[search] += self.searches.agreed(search, len(self.told[search]))
+            self.streamed[search] += self.searches.common_prefix(search, len(self.streamed[search]))
         for search in moves.ended:
             self.over[search] = self.searches.hypotheses(search, search.settings.width)
             self.searches.remove(search)
@@ -74,7 +74,7 @@ class Driver:
 
 
 def words(hypothesis: Hypothesis) -> list[int]:
-    """Its tokens without the one that ended it."""
+    """Return its tokens without the one that ended it."""
     return list(hypothesis.token_ids[: len(hypothesis.token_ids) - (hypothesis.finish_reason in ENDS)])
 
 
@@ -125,4 +125,4 @@ def test_beam_search_finds_what_transformers_finds(
         expected = [(ids, score) for ids, score in expected if score is not None and score > -1e6]
         assert [words(one) for one in found] == [ids for ids, _ in expected]
         assert [one.score for one in found] == pytest.approx([score for _, score in expected], abs=1e-4)
-        assert words(found[0])[: len(driver.told[search])] == driver.told[search]
+        assert words(found[0])[: len(driver.streamed[search])] == driver.streamed[search]

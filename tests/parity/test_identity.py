@@ -1,4 +1,4 @@
-"""The same answer alone or in a crowd: every request's tokens, log-probabilities and scores, bit by bit.
+"""The same answer alone or in a batch with others: every request's tokens, log-probabilities and scores, bit by bit.
 
 Random mixes of requests go through the engine's steps over native graphs: any lengths and any controls (greedy,
 sampled, beams, penalties, constraints, prefixes, targets to score, sources to embed), joining and leaving when the dice
@@ -131,7 +131,7 @@ def run_mix(
 
 
 def bits(event: TokenEvent) -> tuple[object, ...]:
-    """What a client sees of an output."""
+    """Return the parts of an output that a client sees."""
     embedding = None if event.readout is None else event.readout.values.tobytes()
     return event.output_index, event.token_ids, event.logprobs, event.score, event.finish_reason, embedding
 
@@ -286,7 +286,7 @@ def test_a_score_has_the_bits_that_generation_reports(
     crowd.finish()
     for event in crowd.events("made"):
         target = tuple(one.token_id for one in event.logprobs)
-        name = f"judged {event.output_index}"
+        name = f"scored {event.output_index}"
         crowd.add(dataclasses.replace(made, request_id=name, task=Task.SCORE, target_ids=target))
         crowd.finish()
         assert crowd.events(name)[0].logprobs == event.logprobs

@@ -20,7 +20,7 @@ from antiphon.model.text.template import LanguageIds, fill
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.domain.combinations import check_combination
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.service.rpc.calls.parsing import parser
 from antiphon.service.rpc.v1.options import read_options
 from antiphon.service.server.settings import SHIPPED_BUNDLE

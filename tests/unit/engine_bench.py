@@ -1,4 +1,4 @@
-"""An engine with a real thread around the fake model, its steps held and let go, and readers of its streams."""
+"""An engine with a real thread around the fake model, whose steps a test holds, and readers of its streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from tests.fakes import FakeRunner, request_of
 
-TIMEOUT_S = 30.0  # of a broken test; none waits for it
+TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it
 
 
 class Gate:

@@ -11,12 +11,14 @@ from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.request_queue import QueueLimits, RequestQueue
-from antiphon.service.engine.scheduler import SchedulerLimits
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.queue.bounds import QueueLimits
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.admission import admit, limits_of
+from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from antiphon.service.engine.step import StepParts, Stepper
+from antiphon.service.engine.step.parts import StepParts
+from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
@@ -41,7 +43,7 @@ class Bench:
         max_target_len: int = 32,
         heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
-        """heads: of an encoder alone."""
+        """heads: of an encoder-only model."""
         self.loop = loop
         self.runner = FakeRunner(
             max_rows=max_rows,
@@ -119,11 +121,11 @@ class Bench:
         assert set(self.live) == {group.request_id for group in self.all if group.state is not SequenceState.FINISHED}
 
     def outputs(self, group: SequenceGroup) -> tuple[TokenEvent, ...]:
-        """Everything that a finished request's outputs sent, one event each."""
+        """Return the events of a finished request, one for each output."""
         return self.loop.run_until_complete(asyncio.wait_for(group.stream.collect(), 30))
 
     def output(self, group: SequenceGroup) -> TokenEvent:
-        """Everything that a finished request of one output sent, as one event."""
+        """Return the event of a finished request with one output."""
         (event,) = self.outputs(group)
         return event
 

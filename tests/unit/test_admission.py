@@ -1,4 +1,4 @@
-"""What is refused before it runs: token ids against the vocabulary of their own side."""
+"""Requests refused before they run: token ids outside the vocabulary of the source or of the target."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import Request, SamplingParams
-from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.scheduling.admission import admit, limits_of
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from tests.fakes import FakeRunner, request_of, source_of
 

@@ -1,4 +1,4 @@
-"""The engine's thread: real threads and a real event loop around the fake model; nothing here sleeps."""
+"""The engine's thread: real threads and a real event loop around the fake model; no test sleeps."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_engine_drain_finishes_accepted_requests_and_refuses_new_ones(benc
     streams = [bench.submit(str(i), source_of(target_len=4)) for i in range(6)]
     await arrive(gate)
     draining = asyncio.create_task(asyncio.to_thread(bench.engine.drain, TIMEOUT_S))
-    while True:  # until drain has closed the door
+    while True:  # until drain refuses requests
         try:
             streams.append(bench.submit(str(len(streams)), source_of(target_len=4)))
         except Unavailable:
@@ -185,7 +185,7 @@ async def test_engine_ends_every_request_when_it_dies_of_its_own_fault(bench: Be
 
     stepper = bench.engine._stepper
     assert stepper is not None
-    stepper._drop_expired = die  # type: ignore[method-assign]
+    stepper._drops.drop_expired = die  # type: ignore[method-assign]
     events = await read(bench.submit("a", source_of(target_len=2)))
     assert isinstance(events[-1].error, EngineFault)
     bench.engine._thread.join(TIMEOUT_S)

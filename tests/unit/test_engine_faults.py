@@ -1,4 +1,4 @@
-"""What becomes of requests and of the engine when the model, or the engine itself, breaks or hangs."""
+"""Ends of requests and of the engine when the model, or the engine itself, fails or hangs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_engine_survives_requests_that_fail_one_after_the_other(bench: Ben
 async def test_engine_counts_logits_that_are_no_numbers_as_failed_steps(bench: Bench) -> None:
     nan = np.full(bench.runner.vocab_size, np.nan, np.float32)
     sources = [source_of(target_len=2, variant=index) for index in range(MAX_FAILED_STEPS)]
-    bench.runner.overrides = dict.fromkeys([*sources, (EOS_ID,)], nan)  # what the model is tried with among them
+    bench.runner.overrides = dict.fromkeys([*sources, (EOS_ID,)], nan)  # with the source of the model's own test
     for index, source in enumerate(sources):
         assert bench.engine.is_alive
         await read(bench.submit(str(index), source))
@@ -80,7 +80,7 @@ async def test_engine_tells_whoever_waits_when_even_its_accounts_are_broken(benc
     def die(*args: object) -> None:
         raise RuntimeError("a bug")
 
-    stepper._drop_expired = die  # type: ignore[method-assign]
+    stepper._drops.drop_expired = die  # type: ignore[method-assign]
     end_all = stepper.end_all
     stepper.end_all = die  # type: ignore[method-assign, assignment]
     gate.open()

@@ -1,4 +1,4 @@
-"""Decoders alone and encoders alone, step by step over the fake model: prompts, heads, and what they leave."""
+"""Decoder-only and encoder-only models, step by step over the fake model: prompts, heads, and freed blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Request:
-    """A request as the servicer makes one for a decoder alone."""
+    """Return a request as the servicer makes it for a decoder-only model."""
     return Request(
         request_id=name,
         source_ids=(),
@@ -52,7 +52,7 @@ def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix:
 
 
 def reference(bench: Bench, request: Request) -> list[list[int]]:
-    """What transformers' `generate` makes of a prompt over the fake model's logits."""
+    """Return the continuation that transformers' `generate` gives for a prompt, over the fake model's logits."""
     params, begin_id = request.params, request.given_ids(0)[0]
     model = Reference(lambda target: bench.runner.logits_after((), target), bos_id=begin_id, eos_id=EOS_ID)
     room = bench.runner.max_target_len - 1 - len(request.prefix_ids)
@@ -113,7 +113,7 @@ def test_prompts_are_prefilled_within_the_token_budget(loop: asyncio.AbstractEve
     assert bench.runner.decoded_tokens == [8 + 8, 1 + 1 + 30, 1 + 5, 1]
 
 
-def test_a_target_is_judged_after_its_prompt(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_target_is_scored_after_its_prompt(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, reads_history=True, has_encoder=False)
     prompt, target = (9, 30, 31), (17, 5, EOS_ID)
     request = prompted("score", prompt, SamplingParams())

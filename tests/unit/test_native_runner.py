@@ -13,7 +13,7 @@ from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
-from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.runtime.model_runner import ModelRunner
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.runtime.runner import DecodeBatch

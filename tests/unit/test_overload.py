@@ -1,4 +1,4 @@
-"""What a client sees of every bound of the queue: a refusal without response headers, and when to try again."""
+"""Refusals at every bound of the queue: without response headers, and with the time to try again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 from antiphon.service.domain.request import Priority
 from antiphon.service.engine.engine import EngineConfig
-from antiphon.service.engine.request_queue import MAX_RETRY_S, MIN_RETRY_S
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, request_of, source_of

@@ -1,4 +1,4 @@
-"""Requests that grow block by block: who yields when blocks run short, and that nobody's answer tells of it."""
+"""Requests that grow block by block: preemption when blocks run short, with the same answers as without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from antiphon.service.domain.errors import InvalidArgument, QueueFull
 from antiphon.service.domain.request import FinishReason, Priority, Request, SamplingParams, Task, TokenEvent
-from antiphon.service.engine.reservations import LOOKAHEAD_STEPS
+from antiphon.service.engine.cache.reservations import LOOKAHEAD_STEPS
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import request_of, source_of
 from tests.unit.step_bench import BLOCK_SIZE, Bench, expected
@@ -28,13 +28,13 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def long_request(name: str, **changes: object) -> Request:
-    """One that takes seven blocks in the end, and two at first: its source's and its target's."""
+    """A request that takes seven blocks in the end, and two at first: one of its source and one of its target."""
     made = request_of(name, source_of(target_len=19, variant=len(name)), params=SamplingParams(max_new_tokens=20))
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
 def run_until_preempted(bench: Bench) -> SequenceGroup:
-    """The first group that yields."""
+    """Return the first group that is preempted."""
     while not (preempted := [group for group in bench.all if group.preempted_s is not None]):
         bench.step()
     (group,) = preempted
@@ -57,7 +57,7 @@ def test_preemption_takes_the_newest_and_lets_it_go_on_with_the_same_answer(loop
 
 
 def test_preemption_keeps_what_a_request_had_to_begin_with(loop: asyncio.AbstractEventLoop) -> None:
-    """A forced first token is not forced a second time, and a prefix is fed before what was produced."""
+    """A forced first token is not forced a second time, and a prefix is fed before the produced tokens."""
     bench = Bench(loop, num_blocks=14)
     for name in ("a", "bb"):
         bench.ask(long_request(name))
@@ -123,7 +123,7 @@ def test_preemption_spares_requests_that_hold_all_they_need(loop: asyncio.Abstra
     assert growing.state is SequenceState.FINISHED
 
 
-def test_a_target_to_be_judged_takes_its_blocks_at_once(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_target_to_be_scored_takes_its_blocks_at_once(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=16)
     group = bench.ask(long_request("score", params=SamplingParams(), task=Task.SCORE, target_ids=(5,) * 20))
     assert not group.grows
@@ -277,7 +277,7 @@ def random_request(dice: random.Random, name: str) -> Request:
 
 
 def seen(event: TokenEvent) -> tuple[object, ...]:
-    """What a client sees of an output."""
+    """Return the parts of an output that a client sees."""
     return event.output_index, event.token_ids, event.logprobs, event.score, event.finish_reason
 
 

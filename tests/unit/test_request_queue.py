@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
-from antiphon.service.engine.request_queue import INTERACTIVE_SHARE, MAX_RETRY_S, MIN_RETRY_S, QueueLimits, RequestQueue
+from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S, QueueLimits
+from antiphon.service.engine.queue.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.queue.service_order import INTERACTIVE_SHARE
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from tests.fakes import request_of, source_of
@@ -199,7 +201,7 @@ def drain(queue: RequestQueue, now_s: float = 0.0) -> list[str]:
 def test_request_queue_serves_in_the_order_that_it_shows(
     arrivals: list[tuple[int, bool, int, bool]], counts: list[int]
 ) -> None:
-    """What is looked at ahead is what comes, and of one client and priority the first comes first."""
+    """`peek` returns the order of service; requests of one client and priority keep their order."""
     with closing(asyncio.new_event_loop()) as loop:
         queue, make = queue_of(max_requests=99, max_source_tokens=9999), Maker(loop)
         served: list[str] = []
@@ -221,7 +223,7 @@ def test_request_queue_serves_in_the_order_that_it_shows(
 
 @given(lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=30), min_size=2, max_size=5), data=st.data())
 def test_request_queue_serves_clients_alike_while_they_wait(lengths: list[list[int]], data: st.DataObject) -> None:
-    """While two of them wait all the time, what they are served differs by less than a request of each."""
+    """While two clients wait all the time, their served costs differ by less than one request of each."""
     with closing(asyncio.new_event_loop()) as loop:
         queue, make = queue_of(max_requests=999, max_source_tokens=99_999), Maker(loop)
         names_left = [(client, index) for client, own in enumerate(lengths) for index in range(len(own))]
@@ -385,7 +387,7 @@ def test_request_queue_refuses_a_deadline_that_would_come_before_the_end_of_the_
     empty, now_s = busy_queue(waiting, seconds_each=0.1)
     for _ in range(MIN_DEPARTURES):
         empty.answered(100.0, 1)
-    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # nobody waits: it may try
+    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # the queue is empty, which takes every request
 
 
 def test_answer_pace_follows_a_change_and_claims_no_more_than_the_usual_length() -> None:
@@ -460,7 +462,7 @@ def test_request_queue_counts_a_preempted_request_once_in_what_it_serves(waiting
     for index in range(20):
         queue.put(waiting(str(index)), now_s)
     before_s = queue.expected_wait_s(now_s)
-    for _ in range(50):  # nothing else is served meanwhile
+    for _ in range(50):  # no other request is served meanwhile
         now_s += 0.1
         group = queue.take("0", now_s)
         assert group is not None

@@ -1,4 +1,4 @@
-"""Rows that one caller gives up for another: how soon, how many, and that no answer tells of it."""
+"""Rows taken from one caller for another: after which steps, how many, and with the same answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import FinishReason, Priority, Request, SamplingParams, TokenEvent
-from antiphon.service.engine.row_turns import CALM_STEPS, PATIENCE_STEPS
+from antiphon.service.engine.scheduling.row_turns import CALM_STEPS, PATIENCE_STEPS
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import request_of, source_of
 from tests.unit.step_bench import Bench, expected
 from tests.unit.test_preemption import random_request, seen
 
 ROWS = 16
-BLOCKS = ROWS * 16  # of the longest rows of the fake model: nobody ever waits for blocks
-START_STEPS = PATIENCE_STEPS + 2  # within so many steps another caller has begun
+BLOCKS = ROWS * 16  # of the longest rows of the fake model: no request waits for blocks
+START_STEPS = PATIENCE_STEPS + 2  # steps within which another caller has begun
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio
 
 
 def test_beams_of_one_caller_leave_a_row_to_others(loop: asyncio.AbstractEventLoop) -> None:
-    """Beams keep their rows, so what they may hold is bounded beforehand."""
+    """Beams keep their rows, so the rows that they may hold are bounded in advance."""
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     params = SamplingParams(max_new_tokens=30, beam_width=4)
     searches = [

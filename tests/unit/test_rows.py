@@ -1,4 +1,4 @@
-"""The arrays of running rows against the sequences they stand for, under random joins, ends and prefixes."""
+"""Arrays of running rows compared with their sequences, under random joins, ends and prefixes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.request import MAX_SEED, SamplingParams
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.runtime.runner import DecodeBatch
@@ -33,7 +33,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Model:
-    """Rows, and beside them lists of what each sequence has been fed and is to feed next."""
+    """Rows, and lists of the tokens that each sequence has fed and is to feed next."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         width = blocks_for(MAX_LEN, BLOCK_SIZE)
@@ -162,4 +162,4 @@ def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.Ab
     assert 0 < batch.temperatures[0] < 1e-30
     assert 0 < batch.top_ps[0] < 1e-30
     assert batch.top_ks[0] == 2**31 - 1
-    assert math.isinf(model.rows.expiries_s[0])
+    assert math.isinf(model.rows.expiries.times_s[0])

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, Batch, EncodeBudget, SchedulerLimits, schedule
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.scheduling.scheduler import (
+    MAX_DEFERRED_STEPS,
+    Batch,
+    EncodeBudget,
+    SchedulerLimits,
+    schedule,
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def test_scheduler_encodes_no_more_together_than_is_predicted_to_fit(lengths: li
     budget = quadratic(max_bytes)
     bounds = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=10_000, encode_budget=budget)
     taken = len(schedule(items(*lengths), num_running=0, num_free_blocks=99, limits=bounds).joining)
-    assert taken >= 1  # a single one was admitted: it may try
+    assert taken >= 1  # admission took it, so it runs alone
     assert taken == 1 or budget.predict(sum(lengths[:taken]), max(lengths[:taken])) <= max_bytes
     if taken < len(lengths):
         assert budget.predict(sum(lengths[: taken + 1]), max(lengths[: taken + 1])) > max_bytes
@@ -144,10 +150,10 @@ def test_scheduler_serves_all_in_order_within_its_bounds_under_random_ends_and_c
             num_deferred=num_deferred,
         )
         joining, num_deferred = batch.joining, batch.num_deferred
-        assert list(joining) == waiting[: len(joining)]  # nobody is overtaken
+        assert list(joining) == waiting[: len(joining)]  # no sequence overtakes another
         assert num_rows + sum(item.num_rows for item in joining) <= max_num_seqs
         assert sum(item.num_prefill_tokens for item in joining) <= budget or len(joining) == 1
-        assert joining or running  # something always moves: nobody starves
+        assert joining or running  # some sequence always progresses: none starves
         assert num_deferred <= MAX_DEFERRED_STEPS
         running.update((item, pool.allocate(item.num_blocks)) for item in joining)
         waiting = waiting[len(joining) :]

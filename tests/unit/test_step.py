@@ -1,4 +1,4 @@
-"""Steps one by one, without the engine's thread: what joins, what leaves, and what is freed when."""
+"""Steps one by one, without the engine's thread: requests that join and leave, and the time at which they free rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings against the plain search in the whole text, wherever tokens are cut."""
+"""Stop strings compared with a plain search in the whole text, for any token borders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
+from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
 
 TOKENIZER = Tokenizer.train(["ab ba abab aab", "bbb ä ab"] * 4, vocab_size=275)
 # Few letters, so that strings overlap each other and themselves; ä is two bytes, and so may be two tokens.
@@ -75,9 +75,9 @@ def test_filter_cuts_before_a_stop_string_that_the_end_completes() -> None:
 def test_matcher_tells_at_the_token_that_completes_a_stop_string(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode(text)
     matcher = matcher_of(stops)
-    told = [matcher.push(token_id) for token_id in ids]
+    results = [matcher.push(token_id) for token_id in ids]
     stream, so_far = TOKENIZER.stream(), ""
-    for token_id, is_complete in zip(ids, told, strict=True):
+    for token_id, is_complete in zip(ids, results, strict=True):
         so_far += stream.push([token_id])
         assert is_complete == text_before_stop(so_far, stops)[1]
 

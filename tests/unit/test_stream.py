@@ -1,4 +1,4 @@
-"""Streams and the publisher in real event loops; time is the loop's own, moved by the test where it matters."""
+"""Streams and the publisher in real event loops; tests move the loop's clock where time matters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_stream_merges_tokens_until_its_window_ends() -> None:
     push_all(stream, [2, 3])
     await settle()
     assert not reader.done()
-    stream._end_window()  # what the timer does
+    stream._end_window()  # as the timer does
     await settle()
     assert reader.result() == TokenEvent(request_id="a", token_ids=(2, 3))
     stream.finish(final(stream))

@@ -1,4 +1,4 @@
-"""What a model is tried with before it serves: valid use of any runner, and nonsense noticed."""
+"""Test run of a model before it serves: valid use of every runner, and detection of outputs that are not finite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", lab
     ],
 )
 def test_warm_up_fills_every_row_that_fits(runner: FakeRunner, num_rows: int) -> None:
-    """The fake model refuses whatever is not used as its contract says."""
+    """The fake model raises where its contract is not kept."""
     warm_up(runner)
     assert runner.decoded_rows == [num_rows]
     assert [len(sources) for sources in runner.encoded] == ([1, num_rows] if runner.has_encoder else [])

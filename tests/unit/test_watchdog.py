@@ -82,13 +82,13 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     await bench.watchdog.look()
     assert (bench.status(LIVENESS), bench.sample("engine_stuck")) == (SERVING, 0)
     bench.clock.advance(0.1)
-    for _ in range(3):  # looking again says nothing new
+    for _ in range(3):  # repeated checks log no second record
         await bench.watchdog.look()
     assert {bench.status(name) for name in (LIVENESS, "", "service")} == {NOT_SERVING}
     assert bench.sample("engine_stuck") == 1
     assert bench.sample("engine_last_step_age_seconds") == pytest.approx(TIMEOUT_S + 0.1)
-    (told,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert "in _pass" in told.getMessage()  # where the thread is
+    (record,) = [one for one in caplog.records if one.levelno == logging.CRITICAL]
+    assert "in _pass" in record.getMessage()  # where the thread is
     bench.gate.open()
     await stream.collect()
     assert await asyncio.to_thread(bench.engine.drain, 30)

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from antiphon.model.text.tokenizer import IncrementalDecoder, Tokenizer
 from antiphon.service.domain.errors import EngineFault
 from antiphon.service.domain.request import FinishReason, Request, Timing, TokenEvent, TokenLogprob
-from antiphon.service.engine.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.v1 import inference_pb2 as pb
 
 _FINISH_REASONS = {

@@ -1,6 +1,6 @@
-"""Pool of cache blocks: which ids are free and which are used.
+"""Pool of cache blocks: free and used block ids.
 
-Owns counts and ids. Knows nothing of where a block lies in memory, what it holds and who uses it.
+Owns counts and ids. Does not know the memory, the content and the users of a block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class OutOfBlocks(Exception):
-    """More blocks were asked for than are free; nothing was allocated."""
+    """More blocks were asked for than are free; none was allocated."""
 
 
 class BlockPool:
@@ -27,7 +27,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that may be allocated."""
+        """Blocks that can be allocated."""
         return len(self._free)
 
     @property
@@ -36,7 +36,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free now."""
+        """Return whether num_blocks blocks are free now."""
         return num_blocks <= len(self._free)
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Raises ValueError for a block that is foreign, or free already, and frees nothing then."""
+        """Give blocks back. Raises ValueError, and frees none, where a block is not of this pool or free already."""
         returned = tuple(blocks)
         if len(set(returned)) != len(returned):
             raise ValueError(f"blocks {returned} name a block twice")

@@ -1,6 +1,6 @@
-"""What a step's draw means for the rows that no beam search decides: tokens to tell, and outputs that end.
+"""Tokens to stream and outputs that end, from a step's samples, for all rows but beams.
 
-Changes nothing but what sequences keep of their own tokens. Ends nothing itself; knows no blocks and no clock.
+Changes only the state of sequences that depends on their tokens. Ends nothing itself; knows no blocks and no clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.service.domain.request import FinishReason, Task, TokenLogprob
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.sequence import Sequence
 from antiphon.service.engine.stream import Item, TokenSink
 from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Draw
@@ -19,7 +19,7 @@ from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Draw
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An output that is over. logprobs: of the token that ended it, and of a target that was judged."""
+    """An output that ends. logprobs: of the token that ended it, or of a whole target that was scored."""
 
     sequence: Sequence
     reason: FinishReason
@@ -28,24 +28,24 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Sinks, a token for each, and the outputs that end with this step, last row first."""
+    """Tokens to stream, items[i] for sinks[i], and the outputs that end with this step, last row first."""
 
     sinks: tuple[TokenSink, ...]
     items: list[Item]
     ended: list[Ended]
 
 
-def commit(rows: RunningRows, draw: Draw, eos_id: int) -> Committed:
-    """Sort out a draw whose tokens the rows have advanced by."""
+def commit(rows: RunningRows, samples: Draw, eos_id: int) -> Committed:
+    """Separate the samples of a step, by which the rows have advanced already."""
     num_rows, sinks = len(rows), rows.sinks
-    token_ids = draw.token_ids[:num_rows]
+    token_ids = samples.token_ids[:num_rows]
     items: list[Item] = token_ids.tolist()
     is_silent = (token_ids == eos_id) | (token_ids < 0)
     is_done = is_silent | (rows.positions[:num_rows] >= rows.end_positions[:num_rows])
     if rows.num_beams:
         is_silent |= rows.is_beam[:num_rows]
         is_done &= ~rows.is_beam[:num_rows]
-    stopped, last = _watch(rows, draw, items, is_silent) if rows.watched else ({}, {})
+    stopped, last = _check_tokens(rows, samples, items, is_silent) if rows.checked else ({}, {})
     ended = []
     if stopped or is_done.any():
         is_done[list(stopped)] = True
@@ -53,8 +53,8 @@ def commit(rows: RunningRows, draw: Draw, eos_id: int) -> Committed:
             reason = stopped.get(row) or _reason(int(token_ids[row]), eos_id)
             ended.append(Ended(rows.sequences[row], reason, last.get(row, ())))
     if is_silent.any():
-        heard = np.flatnonzero(~is_silent).tolist()
-        return Committed(tuple(sinks[row] for row in heard), [items[row] for row in heard], ended)
+        streamed = np.flatnonzero(~is_silent).tolist()
+        return Committed(tuple(sinks[row] for row in streamed), [items[row] for row in streamed], ended)
     return Committed(sinks, items, ended)
 
 
@@ -66,41 +66,44 @@ def _reason(token_id: int, eos_id: int) -> FinishReason:
     return FinishReason.STOP if token_id == eos_id else FinishReason.LENGTH
 
 
-def _watch(
-    rows: RunningRows, draw: Draw, items: list[Item], is_silent: NDArray[np.bool_]
+def _check_tokens(
+    rows: RunningRows, samples: Draw, items: list[Item], is_silent: NDArray[np.bool_]
 ) -> tuple[dict[int, FinishReason], dict[int, tuple[TokenLogprob, ...]]]:
-    """Look at the tokens of watched rows; returns rows that stop, and log-probabilities that go with an end.
+    """Check the tokens of `rows.checked`; returns rows that stop, and log-probabilities that belong to an end.
 
-    Replaces items by ones with log-probabilities, and silences stop ids.
+    Changes `items` to items with log-probabilities, and marks stop ids in `is_silent`.
     """
     stopped: dict[int, FinishReason] = {}
     last: dict[int, tuple[TokenLogprob, ...]] = {}
-    judged = _judged(rows, draw)
-    for sequence in rows.watched:
+    scored = _scored(rows, samples)
+    for sequence in rows.checked:
         row = sequence.row
         assert row is not None
-        token_id = int(draw.token_ids[row])
+        token_id = int(samples.token_ids[row])
         if token_id < 0:
             continue
         reason = _stop_reason(sequence, token_id, is_silent=bool(is_silent[row]))
         if reason is not None:
             stopped[row] = reason
             is_silent[row] |= not _is_text(sequence, token_id)
-        if sequence.edits is not None:
-            sequence.edits.push(token_id)
+        if sequence.processors is not None:
+            sequence.processors.push(token_id)
         if (count := sequence.group.request.num_logprobs) is not None:
-            item = token_logprob(draw, row, token_id, count)
-            given = judged.get(sequence, ())
-            sequence.logprob_sum += item.logprob + sum(one.logprob for one in given)
+            item = token_logprob(samples, row, token_id, count)
+            earlier = scored.get(sequence, ())
+            sequence.logprob_sum += item.logprob + sum(one.logprob for one in earlier)
             if is_silent[row]:
-                last[row] = (*given, item)
+                last[row] = (*earlier, item)
             else:
                 items[row] = item
     return stopped, last
 
 
 def _stop_reason(sequence: Sequence, token_id: int, *, is_silent: bool) -> FinishReason | None:
-    """Why a token ends its output, beside the end token and the limits; a stop string is looked for in what is told."""
+    """Return why a token ends its output; None where only the end token or a limit can.
+
+    Stop strings are searched for in streamed tokens only.
+    """
     request = sequence.group.request
     if request.task is Task.SCORE:
         return FinishReason.STOP
@@ -112,23 +115,23 @@ def _stop_reason(sequence: Sequence, token_id: int, *, is_silent: bool) -> Finis
 
 
 def _is_text(sequence: Sequence, token_id: int) -> bool:
-    """Whether the token that ended an output belongs to it: that of a stop string does."""
+    """Return whether the token that ended an output belongs to it: the last token of a stop string does."""
     request = sequence.group.request
     return request.task is Task.GENERATE and token_id not in request.params.stop_ids
 
 
-def _judged(rows: RunningRows, draw: Draw) -> dict[Sequence, tuple[TokenLogprob, ...]]:
-    """Log-probabilities of given targets, their last token's left to the row's own choice."""
+def _scored(rows: RunningRows, samples: Draw) -> dict[Sequence, tuple[TokenLogprob, ...]]:
+    """Return the log-probabilities of targets, without their last tokens, which the rows' own samples score."""
     found: dict[Sequence, tuple[TokenLogprob, ...]] = {}
-    for choice, (sequence, token_id) in enumerate(rows.judging, len(rows)):
+    for sample, (sequence, token_id) in enumerate(rows.scored, len(rows)):
         count = sequence.group.request.num_logprobs or 0
-        found[sequence] = (*found.get(sequence, ()), token_logprob(draw, choice, token_id, count))
+        found[sequence] = (*found.get(sequence, ()), token_logprob(samples, sample, token_id, count))
     return found
 
 
-def token_logprob(draw: Draw, choice: int, token_id: int, num_alternatives: int) -> TokenLogprob:
-    """What the model thought of a choice's token."""
-    ids = draw.top_ids[choice, :num_alternatives].tolist()
-    logprobs = draw.top_logprobs[choice, :num_alternatives].tolist()
+def token_logprob(samples: Draw, sample: int, token_id: int, num_alternatives: int) -> TokenLogprob:
+    """Return the log-probability of a sample's token, and those of alternatives."""
+    ids = samples.top_ids[sample, :num_alternatives].tolist()
+    logprobs = samples.top_logprobs[sample, :num_alternatives].tolist()
     alternatives = tuple((one, logprob) for one, logprob in zip(ids, logprobs, strict=True) if one >= 0)
-    return TokenLogprob(token_id, float(draw.logprobs[choice]), alternatives)
+    return TokenLogprob(token_id, float(samples.logprobs[sample]), alternatives)

@@ -1,12 +1,12 @@
-"""Takes rows from outputs that go on later with the same tokens. Frees their blocks; decides nothing."""
+"""Preemption of outputs that continue later with the same tokens. Frees their blocks; does not choose the outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.service.engine.reservations import Reservations
-from antiphon.service.engine.row_turns import RowTurns
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.reservations import Reservations
+from antiphon.service.engine.scheduling.row_turns import RowTurns
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics import Metrics
 
@@ -14,7 +14,7 @@ from antiphon.service.observability.metrics import Metrics
 class Preemption:
     """Preempts single outputs and whole groups of an engine.
 
-    vacate: takes a sequence's row away. wait: puts a group without rows back into the queue.
+    vacate: frees a sequence's row. wait: puts a group without rows back into the queue.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Preemption:
         self._wait = wait
 
     def pause(self, sequence: Sequence) -> None:
-        """Let one output wait for a row again; its group waits in the queue if this was its last one."""
+        """Let one output wait for a row again; its group waits in the queue if it has no other row."""
         group = sequence.group
-        if group.num_running_rows == 1:  # nothing else needs the encoded source now
+        if group.num_running_rows == 1:  # no other row needs the encoded source now
             self.preempt(group)
             return
         self._set_aside(sequence)
@@ -48,7 +48,7 @@ class Preemption:
         self._turns.wait(group)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Let a running group with one row wait in the queue again, all its blocks free."""
+        """Let a running group with one row wait in the queue again, and free all its blocks."""
         (sequence,) = (one for one in group.sequences if one.row is not None)
         self._set_aside(sequence)
         self._turns.forget(group)
@@ -56,7 +56,7 @@ class Preemption:
         self._wait(group)
 
     def _set_aside(self, sequence: Sequence) -> None:
-        """Vacate a row and keep its tokens."""
+        """Free a row and keep its tokens."""
         assert sequence.row is not None
         sequence.produced = self._rows.produced(sequence.row)
         self._vacate(sequence)

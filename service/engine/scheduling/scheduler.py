@@ -1,8 +1,8 @@
-"""Who joins the next step: pure arithmetic over what waits, what runs and what is free.
+"""Choice of the sequences that join the next step: arithmetic over waiting sequences, rows in use and free blocks.
 
-First come, first served: nobody is overtaken. Whoever can do with fewer rows than it wants starts with those left. An
-encoder run costs less a source the more sources it packs, so while more wait than fit, a free row may stay empty for a
-few steps until others are free with it. No clock, no tensors, no side effects.
+First come, first served: no sequence overtakes another. A sequence that can start with fewer rows than it wants takes
+the rows that are left. An encoder pass costs less per source the more sources it packs. While more sequences wait than
+fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side effects.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-# Steps for which a free row may stay empty, so that sources that could take it are encoded together.
+# Most steps for which a free row stays empty, so that more sources are encoded together.
 MAX_DEFERRED_STEPS = 4
 
 
 class Waiting(Protocol):
-    """What the scheduler must know of a waiting sequence."""
+    """Properties of a waiting sequence that the scheduler needs."""
 
     @property
     def num_rows(self) -> int:
@@ -25,15 +25,15 @@ class Waiting(Protocol):
 
     @property
     def num_first_rows(self) -> int:
-        """Rows without which it cannot start."""
+        """Rows that it needs to start."""
 
     @property
     def source_len(self) -> int:
-        """Tokens to encode; 0 where nothing is."""
+        """Tokens to encode; 0 for decoder-only models."""
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to compute before its first one is chosen."""
+        """Tokens to compute before its first token is sampled."""
 
     @property
     def num_blocks(self) -> int:
@@ -45,29 +45,29 @@ W = TypeVar("W", bound=Waiting)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeBudget:
-    """Workspace that encoding may take, and what it is predicted to take.
+    """Limit of the workspace that encoding takes, and its prediction.
 
-    predict: bytes to encode so many tokens together, the longest source having so many; it grows with both.
+    predict: bytes to encode sources of (tokens together, tokens of the longest); grows with both.
     """
 
     max_bytes: float
     predict: Callable[[int, int], float]
 
     def fits(self, num_tokens: int, longest: int) -> bool:
-        """Whether sources of so many tokens together, the longest of so many, may be encoded in one step."""
+        """Return whether sources with num_tokens tokens together fit one step, the longest with `longest` tokens."""
         return self.predict(num_tokens, longest) <= self.max_bytes
 
     def longest_source(self, longest: int) -> int:
-        """Tokens of the longest source that may be encoded at all, at most `longest`; 0 where none may."""
+        """Return the tokens of the longest source that fits alone, at most `longest`; 0 where none fits."""
         lengths = range(1, longest + 1)
         return bisect.bisect_right(lengths, self.max_bytes, key=lambda length: self.predict(length, length))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """Most rows that run together, most tokens prefilled in one step, and the workspace to encode in, where known.
+    """Most rows that run together, most tokens prefilled in one step, and the encoder's workspace, where known.
 
-    A single one above a budget of a step is prefilled in a step of its own.
+    A single sequence above a budget of a step is prefilled in a step of its own.
     """
 
     max_num_seqs: int
@@ -81,13 +81,13 @@ class SchedulerLimits:
 
     @property
     def min_free_rows(self) -> int:
-        """Free rows that make an encoder run worth starting while more wait than fit."""
+        """Free rows from which an encoder pass starts while more sequences wait than fit."""
         return max(1, self.max_num_seqs // 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch(Generic[W]):
-    """One step: sequences to encode in one run, in order of arrival, then one token for them and for all that run.
+    """Sequences that join at one step, in order of arrival.
 
     num_deferred: steps in a row, this one included, in which free rows stayed empty to be filled together.
     """
@@ -102,8 +102,8 @@ def schedule(
     """Choose the sequences that join the running ones at this step.
 
     waiting: the queue, oldest first, or as much of it as could join and one more
-    num_running: rows taken
-    num_deferred: what the batch of the step before said
+    num_running: rows in use
+    num_deferred: of the batch of the previous step
     """
     queue = list(waiting)
     num_free_rows = limits.max_num_seqs - num_running

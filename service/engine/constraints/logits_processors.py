@@ -1,8 +1,8 @@
-"""What penalties and constraints do to one sequence's next choice: a short list of edited tokens.
+"""Penalties and constraints of one sequence, as a short list of tokens whose logits change.
 
-Each edit is (bias, penalty, shift) of a token id, as `Choices` describes them. They stand for transformers' logits
-processors in their order: sequence bias, repetition penalty, n-grams, minimal length, suppressed tokens; presence and
-frequency penalties come after the repetition penalty. Knows ids only; no logits, no rows.
+Each edit is (bias, penalty, shift) of a token id, as `Choices` describes them. Together they have the effect of
+transformers' logits processors in their order: sequence bias, repetition penalty, n-grams, minimal length, suppressed
+tokens; presence and frequency penalties come after the repetition penalty. Knows ids only; no logits, no rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _NEUTRAL = (0.0, 1.0, 0.0)
 _FORBIDDEN = (0.0, 1.0, -np.inf)
 
 
-class LogitEdits:
-    """The edits of one sequence, kept up to date token by token. Costs grow with the tokens edited, not produced.
+class LogitsProcessors:
+    """Logits processors of one sequence, updated with every token.
 
-    is_exclusive: tokens without an edit may not be chosen.
+    Their cost grows with the tokens that have an edit, not with the tokens produced.
+    is_exclusive: tokens without an edit cannot be sampled.
     """
 
     def __init__(self, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> None:
-        """given_ids: what precedes the first produced token: the begin token and the prefix."""
+        """given_ids: tokens before the first produced one: the begin token and the prefix."""
         self.is_exclusive = bool(params.allowed_ids)
         self._params = params
         self._end_ids = (eos_id, *params.stop_ids)
@@ -33,15 +34,15 @@ class LogitEdits:
         self._values = np.zeros((32, 3), np.float32)
         self._slots: dict[int, int] = {}
         self._tail: tuple[int, ...] = ()  # the last n - 1 tokens
-        self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # of n - 1 tokens, each that came after them
+        self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # for n - 1 tokens, every token that followed them
         self._num_produced = 0
         self._fill(eos_id)
         for token_id in given_ids:
             self._remember(token_id)
 
     @classmethod
-    def of(cls, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> LogitEdits | None:
-        """The edits that params ask for; None where they ask for none."""
+    def of(cls, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> LogitsProcessors | None:
+        """Return the logits processors that the parameters ask for; None where they ask for none."""
         is_edited = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -56,7 +57,7 @@ class LogitEdits:
         return cls(params, given_ids, eos_id) if is_edited else None
 
     def push(self, token_id: int) -> None:
-        """Take the token that was chosen."""
+        """Update the edits with the token that was sampled."""
         self._num_produced += 1
         self._remember(token_id)
         params = self._params
@@ -67,7 +68,7 @@ class LogitEdits:
                 self._values[slot, 2] -= params.frequency_penalty + (params.presence_penalty if is_new else 0.0)
 
     def current(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Ids [E] and values [E, 3] for the next choice: views, valid until the next call of any method."""
+        """Return ids [E] and values [E, 3] for the next sample: views, valid until the next call of any method."""
         count = len(self._slots)
         for token_id in self._forbidden_now():
             if self.is_exclusive and token_id not in self._slots:
@@ -76,14 +77,14 @@ class LogitEdits:
             count += 1
         return self._ids[:count], self._values[:count]
 
-    def fork(self) -> LogitEdits:
-        """A copy that goes its own way."""
-        twin = object.__new__(LogitEdits)
-        twin.__dict__.update(self.__dict__)
-        twin._ids, twin._values = self._ids.copy(), self._values.copy()
-        twin._slots, twin._followers = self._slots.copy(), self._followers.copy()
-        twin._produced = self._produced.copy()
-        return twin
+    def fork(self) -> LogitsProcessors:
+        """Return an independent copy."""
+        copy = object.__new__(LogitsProcessors)
+        copy.__dict__.update(self.__dict__)
+        copy._ids, copy._values = self._ids.copy(), self._values.copy()
+        copy._slots, copy._followers = self._slots.copy(), self._followers.copy()
+        copy._produced = self._produced.copy()
+        return copy
 
     def _fill(self, eos_id: int) -> None:
         params = self._params
@@ -99,7 +100,7 @@ class LogitEdits:
                 self._values[slot, 2] = -np.inf
 
     def _remember(self, token_id: int) -> None:
-        """What counts for tokens given as well as for those produced."""
+        """Update the edits that count given tokens as well as produced ones."""
         params = self._params
         if params.repetition_penalty != 1.0 and (slot := self._slot(token_id)) is not None:
             self._values[slot, 1] = params.repetition_penalty
@@ -117,7 +118,7 @@ class LogitEdits:
             yield from self._followers.get(self._tail, ())
 
     def _slot(self, token_id: int) -> int | None:
-        """Where a token's edit lies; made where it has none, unless that would allow it."""
+        """Return the index of a token's edit, made where it has none; None where a new edit would allow the token."""
         slot = self._slots.get(token_id)
         if slot is not None or self.is_exclusive:
             return slot

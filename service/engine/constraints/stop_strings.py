@@ -1,6 +1,6 @@
-"""Stop strings: found in an output's text as its tokens come, wherever token borders lie, and never let out in part.
+"""Stop strings: found in an output's text as its tokens come, independent of token borders, and never sent in part.
 
-The match is the one that completes first; among those that complete at one character, the longest. Only generated text
+The first completed match counts; among matches that complete at the same character, the longest. Only generated text
 is searched, not the target prefix. Knows the tokenizer's incremental decoder, no streams and no sequences.
 """
 
@@ -23,9 +23,9 @@ def check_stop_strings(stops: Sequence[str]) -> None:
 
 
 class StopScanner:
-    """Reads characters one by one and knows how much of each stop string the text so far ends with.
+    """Reads characters one by one and counts the characters of each stop string that the text so far ends with.
 
-    Knuth, Morris and Pratt 1977: constant work for a character on average, whatever the strings are.
+    Knuth, Morris and Pratt 1977: constant work per character on average, for any strings.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -33,7 +33,7 @@ class StopScanner:
         self._matched = [0] * len(self._stops)
 
     def push(self, char: str) -> int:
-        """Take the next character; the length of the longest stop string that it completes, 0 if it completes none."""
+        """Read a character; returns the length of the longest stop string that it completes, 0 if it completes none."""
         completed = 0
         for index, (stop, borders) in enumerate(self._stops):
             matched = self._matched[index]
@@ -49,12 +49,12 @@ class StopScanner:
 
     @property
     def num_matched(self) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string."""
+        """Characters at the end of the text that can be the beginning of a stop string."""
         return max(self._matched, default=0)
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of a string, the length of the longest shorter prefix that it also ends with."""
+    """Return, for each prefix of a string, the length of the longest shorter prefix that it also ends with."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):
@@ -67,7 +67,7 @@ def _borders(stop: str) -> list[int]:
 
 
 class TokenStopMatcher:
-    """The engine's view of one output: tells at which token a stop string has come."""
+    """Finds the token of one output at which a stop string completes, for the engine."""
 
     def __init__(self, stops: Sequence[str], decoder: IncrementalDecoder) -> None:
         self._scanner = StopScanner(stops)
@@ -75,14 +75,14 @@ class TokenStopMatcher:
         self._is_complete = False
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; True once the text so far has completed a stop string."""
+        """Read a token; returns True once the text so far has completed a stop string."""
         for char in self._decoder.push((token_id,)):
             self._is_complete = self._scanner.push(char) > 0 or self._is_complete
         return self._is_complete
 
 
 class StopFilter:
-    """The client's view of one output: its text, but for a stop string and whatever may yet become one."""
+    """Text of one output for its client, without a stop string and without text that can still become one."""
 
     def __init__(self, stops: Sequence[str], decoder: IncrementalDecoder) -> None:
         self._scanner = StopScanner(stops) if stops else None
@@ -91,15 +91,15 @@ class StopFilter:
         self._is_complete = False
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens make certain; nothing any more once a stop string has completed."""
-        return self._let_out(self._decoder.push(token_ids))
+        """Return the text that these tokens make certain; no text once a stop string has completed."""
+        return self._certain(self._decoder.push(token_ids))
 
     def finish(self) -> str:
-        """What is left at the end: text held back for nothing, unless a stop string has completed, or does now."""
-        rest = self._let_out(self._decoder.finish())
+        """Return the text held back so far, at the end; no text where a stop string has completed, or does now."""
+        rest = self._certain(self._decoder.finish())
         return rest if self._is_complete else rest + self._held
 
-    def _let_out(self, text: str) -> str:
+    def _certain(self, text: str) -> str:
         if self._scanner is None:
             return text
         if self._is_complete:

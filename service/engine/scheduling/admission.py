@@ -1,6 +1,7 @@
-"""May this request ever run here, and what must be kept for it if it does.
+"""Admission of requests: refuses those that can never run here, and counts the blocks of the others.
 
-Turns a request into a waiting group or refuses it, naming the field. Knows limits; not what is running or free now.
+Turns a request into a waiting group, or refuses it and names the field. Knows limits; does not know running requests
+and free blocks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.domain.request import Pooling, Request, Task, head_of
-from antiphon.service.engine.reservations import first_blocks, may_run_short
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.cache.reservations import first_blocks, may_run_short
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.runtime.runner import Runner
@@ -21,11 +22,12 @@ from antiphon.service.runtime.runner import Runner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """What the model and the pool can hold: token ids below the sizes of the vocabularies, lengths in tokens, rows and
-    blocks in all.
+    """Limits of the model and of the pool.
 
-    has_encoder, has_decoder, can_share_blocks, can_resume, can_embed, heads: what the runner says of itself.
-    may_run_short: requests of one row take their blocks as they need them.
+    vocab_size, source_vocab_size: token ids are below them. max_source_len, max_target_len: lengths in tokens.
+    num_rows, num_blocks: rows and blocks in all.
+    has_encoder, has_decoder, can_share_blocks, can_resume, can_embed, heads: properties of the runner.
+    may_run_short: requests of one row receive further blocks when they need them.
     """
 
     vocab_size: int
@@ -45,7 +47,7 @@ class AdmissionLimits:
 
 
 def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None) -> AdmissionLimits:
-    """The limits of a runner of which so many rows are used, and which may encode within a budget."""
+    """Return the limits of a runner of which num_rows rows are used, and which encodes within a budget."""
     max_source_len = runner.max_source_len
     if budget is not None and runner.has_encoder:
         max_source_len = budget.longest_source(max_source_len)
@@ -68,10 +70,9 @@ def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None)
 
 
 def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
-    """Build the waiting group of a request, with the blocks of its source and of its targets counted.
+    """Build the waiting group of a request, with the numbers of blocks of its source and its targets.
 
-    Raises InvalidArgument for a request that could not run even if nothing else did, Unsupported for one that the
-    graphs cannot run.
+    Raises InvalidArgument for a request that could not run even alone, Unsupported for one that the graphs cannot run.
     """
     check_ability(request.task, request.pooling, limits)
     _check_source(request, limits)
@@ -97,7 +98,7 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
 
 
 def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
-    """Raise Unsupported, which names what the model has, where it could never do this task."""
+    """Raise Unsupported where the model can never do this task; the error names the tasks it can do."""
     if task in (Task.GENERATE, Task.SCORE):
         if not limits.has_decoder:
             raise Unsupported(
@@ -126,17 +127,17 @@ def _check_source(request: Request, limits: AdmissionLimits) -> None:
 
 
 def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
-    """Rows, target positions of each, and most new tokens of each."""
+    """Return the request's rows, and target positions and most new tokens of each row."""
     if not request.has_target:
         return 0, 0, 0
-    # A prompt counts as part of the target; the begin token of a decoder with a source does not.
+    # A prompt counts as part of the target; the begin token of an encoder-decoder does not.
     num_given = len(request.prefix_ids) if limits.has_encoder else 1 + len(request.prefix_ids)
     if request.task is Task.SCORE:
-        # The last token is judged and never fed, so a full-length target has room for the begin token.
+        # The last token is scored and never fed, so a target of the largest length has room for the begin token.
         room = limits.max_target_len - num_given
         _check_tokens("target", request.target_ids, 1, room, limits)
         return 1, len(request.prefix_ids) + len(request.target_ids), 1
-    # One token at least is to be generated.
+    # At least one token is to be generated.
     prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
     longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
     _check_tokens("prefix", prefix_ids, 0, longest, limits)

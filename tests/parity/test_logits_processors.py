@@ -1,4 +1,4 @@
-"""Penalties and constraints as edits, held to transformers' logits processors inside its own greedy `generate`."""
+"""Penalties and constraints, compared with transformers' logits processors inside its own greedy `generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.choices import choose
 from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.logit_edits import LogitEdits
+from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
 from tests.batches import Choice, choices_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
@@ -32,7 +32,7 @@ def model(seed: int) -> LogitsOf:
     return logits_of
 
 
-def _choice(edits: LogitEdits) -> Choice:
+def _choice(edits: LogitsProcessors) -> Choice:
     ids, values = edits.current()
     edited = [(token_id, *row) for token_id, row in zip(ids.tolist(), values.tolist(), strict=True)]
     return Choice(is_exclusive=edits.is_exclusive, edits=edited)
@@ -41,7 +41,7 @@ def _choice(edits: LogitEdits) -> Choice:
 def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...], max_new_tokens: int) -> list[int]:
     """Choose token by token with the edits of params; without the end token."""
     target = (BOS_ID, *prefix)
-    edits = LogitEdits.of(params, target, EOS_ID)
+    edits = LogitsProcessors.of(params, target, EOS_ID)
     for _ in range(max_new_tokens):
         choices = choices_of([0], [Choice() if edits is None else _choice(edits)])
         token_id = int(choose(logits_of(target)[None], choices, np.zeros(1, np.int32)).token_ids[0])
@@ -50,7 +50,7 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
         target = (*target, token_id)
         if edits is not None:
             edits.push(token_id)
-            edits = edits.fork()  # a fork goes on as the original would
+            edits = edits.fork()  # a fork continues as the original would
     return list(target[1 + len(prefix) :])
 
 

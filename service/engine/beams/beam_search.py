@@ -1,9 +1,9 @@
 """Beam search over many requests at once: from candidates to the next beams, and to finished hypotheses.
 
-The rules are those of transformers' `_beam_search` (5.x), request by request: 1 + ends candidates a beam are kept, the
-best beam_width of them that end become hypotheses, the best beam_width that do not go on. The arithmetic is vectorised
-over the searches of one shape; what is rare (an end, a finished search) is done one by one. Knows ids and scores; no
-rows, blocks, models or clocks.
+The rules are those of transformers' `_beam_search` (5.x) for each request: 1 + (number of end ids) candidates are kept
+for each beam; among the best beam_width candidates, those that end become hypotheses; the best beam_width that do not
+end continue. The arithmetic is vectorised over the searches of one shape; rare cases (an end, a finished search) are
+handled one by one. Knows ids and scores; no rows, blocks, models or clocks.
 
 Axes: G searches, W beams, C candidates of a beam and of a search, T longest target.
 """
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 from antiphon.service.domain.request import EarlyStopping, FinishReason
 
-_DEAD = -1.0e9  # score of a beam that stands for no text yet, as in transformers
+_DEAD = -1.0e9  # score of a beam that has no text yet, as in transformers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSettings:
-    """One search.
+    """Parameters of one search.
 
-    width: beams. num_candidates: continuations looked at, of each beam and of all.
+    width: beams. num_candidates: candidates of each beam, and of all beams together.
     max_new_tokens: most tokens of a hypothesis, the end token included.
-    eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, whatever the scores say.
-    keeps_logprobs: hypotheses come with log-probabilities.
+    eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, independent of the scores.
+    keeps_logprobs: hypotheses have log-probabilities.
     """
 
     width: int
@@ -44,9 +44,9 @@ class BeamSettings:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished target: its tokens, the one that ended it last if there is one, and its score.
+    """A finished target: its tokens, with the one that ended it, and its score.
 
-    logprobs: of the tokens, the model's own, where they are kept.
+    logprobs: the model's log-probabilities of the tokens, where they are kept.
     """
 
     token_ids: tuple[int, ...]
@@ -56,14 +56,14 @@ class Hypothesis:
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        """Its tokens without the one that ended it: what a client is told."""
+        """Its tokens without the one that ended it, as a client receives them."""
         is_ended_by_token = self.finish_reason in (FinishReason.STOP, FinishReason.STOP_SEQUENCE)
         return self.token_ids[:-1] if is_ended_by_token else self.token_ids
 
 
 @dataclass(eq=False, slots=True)
 class Search:
-    """One running search. slot: where its arrays lie now. finished: hypotheses, best first, at most `width`."""
+    """One running search. slot: index of its arrays now. finished: hypotheses, best first, at most `width`."""
 
     settings: BeamSettings
     slot: int
@@ -72,9 +72,9 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """How beams go on: beam i of slot g continues beam parents[g, i] with token_ids[g, i]; both [G, W].
+    """Next tokens of beams: beam i of slot g continues beam parents[g, i] with token_ids[g, i]; both [G, W].
 
-    ended: searches that are over; their beams go nowhere.
+    ended: searches that have ended; their beams do not continue.
     """
 
     parents: NDArray[np.int64]
@@ -85,7 +85,7 @@ class Moves:
 class BeamSearches:
     """The running searches of one width and number of candidates. For one thread.
 
-    Slots 0 .. G-1 are taken; `remove` fills the hole with the last one.
+    Slots 0 .. G-1 are in use; `remove` moves the last one to the freed slot.
     """
 
     def __init__(self, width: int, num_candidates: int, max_len: int) -> None:
@@ -105,7 +105,7 @@ class BeamSearches:
         return len(self.searches)
 
     def add(self, settings: BeamSettings) -> Search:
-        """Start a search: only its first beam stands for the text so far."""
+        """Start a search; only its first beam has the text so far."""
         slot = len(self.searches)
         if slot == len(self._scores):
             self._grow()
@@ -118,7 +118,7 @@ class BeamSearches:
         return self.searches[slot]
 
     def remove(self, search: Search) -> Search | None:
-        """Forget a search. The last slot's search moves into the hole and is returned; None when it was the last."""
+        """Remove a search. The last slot's search moves to its slot and is returned; None when it was the last."""
         last = self.searches.pop()
         if last is search:
             return None
@@ -131,8 +131,8 @@ class BeamSearches:
     def advance(self, ids: NDArray[np.int64], scores: NDArray[np.float32], logprobs: NDArray[np.float32]) -> Moves:
         """Let every search choose among its beams' candidates.
 
-        ids, scores, logprobs [G, W, C]: of each beam the candidates, best first, what they add to its score, and their
-        log-probabilities; id -1 and score -inf where there is none.
+        ids, scores, logprobs [G, W, C]: candidates of each beam, best first, their additions to its score, and their
+        log-probabilities; id -1 and score -inf where there is no candidate.
         """
         count, width = len(self.searches), self.width
         lengths = self._lengths[:count]
@@ -142,7 +142,7 @@ class BeamSearches:
         totals = (scores + self._scores[:count, :, None]).reshape(count, -1)
         best = np.argsort(-totals, axis=1, kind="stable")[:, : self.num_candidates]
         parents = best // scores.shape[2]
-        best += np.arange(count)[:, None] * totals.shape[1]  # into the arrays of all searches
+        best += np.arange(count)[:, None] * totals.shape[1]  # indices into the flattened arrays of all searches
         totals, ids = totals.ravel()[best], ids.ravel()[best]
         is_last = lengths + 1 >= self._max_lengths[:count]
         is_end = (ids[:, :, None] == self._end_ids[:count, None, :]).any(axis=2) | is_last[:, None]
@@ -150,22 +150,22 @@ class BeamSearches:
             self._finish(
                 self.searches[slot], is_end[slot], parents[slot], ids[slot], totals[slot], best[slot], logprobs
             )
-        # Stable: what goes on keeps its order, best first.
+        # Stable: candidates that continue keep their order, best first.
         going = np.argsort(is_end, axis=1, kind="stable")[:, :width] + np.arange(count)[:, None] * best.shape[1]
         parents = parents.ravel()[going]
         parents[is_first] = 0  # only the first beam has read the text so far
-        ids = np.maximum(ids.ravel()[going], 0)  # a beam without a candidate is dead: feed it any
+        ids = np.maximum(ids.ravel()[going], 0)  # a beam without a candidate is dead: feed it any token
         self._scores[:count] = totals.ravel()[going]
         self._remember(parents, ids, logprobs.ravel()[best.ravel()[going]])
         return Moves(parents, ids, [self.searches[slot] for slot in self._over(is_last)])
 
-    def agreed(self, search: Search, known: int) -> tuple[int, ...]:
-        """Tokens from index `known` on that every beam and the text of the best finished hypothesis share."""
+    def common_prefix(self, search: Search, known: int) -> tuple[int, ...]:
+        """Return the tokens from index `known` on that all live beams and the best finished hypothesis share."""
         length = self._length(search)
         beams = self._token_ids[search.slot, :, :length]
         alive = beams[self._scores[search.slot] > _DEAD / 2]
         agreed = []
-        # Without what ended it: at the last step beams hold end tokens too.
+        # Without the token that ended it: at the last step beams hold end tokens too.
         best = search.finished[0].text_ids if search.finished else None
         for index in range(known, length):
             token_id = int(alive[0, index]) if len(alive) else -1
@@ -177,7 +177,7 @@ class BeamSearches:
         return tuple(agreed)
 
     def hypotheses(self, search: Search, count: int, *, reason: FinishReason | None = None) -> list[Hypothesis]:
-        """The best `count` hypotheses, best first; with a reason, live beams among them, ended by it."""
+        """Return the best `count` hypotheses, best first; a reason ends live beams, which then count too."""
         found = list(search.finished)
         if reason is not None and self._length(search):
             scores = self._scores[search.slot].tolist()
@@ -188,7 +188,7 @@ class BeamSearches:
     def _force(self, ids: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
         for search in self.searches:
             if self._length(search) == 0 and search.settings.forced_first_id is not None:
-                # As transformers' ForcedBOSToken: it costs nothing, and every beam takes it.
+                # As in transformers' ForcedBOSToken: it adds nothing to the score, and every beam takes it.
                 ids[search.slot], scores[search.slot] = -1, -np.inf
                 ids[search.slot, :, 0], scores[search.slot, :, 0] = search.settings.forced_first_id, 0.0
 
@@ -202,7 +202,7 @@ class BeamSearches:
         best: NDArray[np.int64],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Turn the ended ones among the best `width` candidates into hypotheses. best: their indices in logprobs."""
+        """Turn those of the best `width` candidates that end into hypotheses. best: indices of them in logprobs."""
         settings, length, finished = search.settings, self._length(search), search.finished
         if settings.early_stopping is EarlyStopping.FIRST and len(finished) == settings.width:
             return
@@ -219,7 +219,7 @@ class BeamSearches:
             del finished[settings.width :]
 
     def _remember(self, parents: NDArray[np.int64], ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
-        """Append the new token to the history of every beam, which is its parent's."""
+        """Append the new token of every beam to its parent's history."""
         count = len(self.searches)
         slots, beams, ends = np.arange(count)[:, None], np.arange(self.width), self._lengths[:count, None]
         used = int(ends.max(initial=0))
@@ -233,7 +233,7 @@ class BeamSearches:
         self._lengths[:count] += 1
 
     def _over(self, is_last: NDArray[np.bool_]) -> list[int]:
-        """Slots of searches that are over: at their longest, without a live beam, or past improvement."""
+        """Return the slots of searches that end: at the largest length, without a live beam, or without improvement."""
         is_over = is_last | (self._scores[: len(self.searches), 0] == -np.inf)
         for search in self.searches:
             if len(search.finished) == search.settings.width and not is_over[search.slot]:
@@ -241,7 +241,7 @@ class BeamSearches:
         return np.flatnonzero(is_over).tolist()
 
     def _may_improve(self, search: Search) -> bool:
-        """Whether a live beam may still better the finished ones (`_check_early_stop_heuristic` of transformers)."""
+        """Return whether a live beam could beat the finished ones (transformers' `_check_early_stop_heuristic`)."""
         settings, running = search.settings, float(self._scores[search.slot, 0])
         if settings.early_stopping is EarlyStopping.FIRST:
             return False
@@ -260,7 +260,7 @@ class BeamSearches:
         return tuple(self._logprobs[search.slot, beam, : self._length(search)].tolist())
 
     def _length(self, search: Search) -> int:
-        """Tokens of each of its beams."""
+        """Return the number of tokens of each of its beams."""
         return int(self._lengths[search.slot])
 
     def _grow(self) -> None:

@@ -1,9 +1,9 @@
-"""Who holds which cache blocks: taken as a request is admitted, more while it grows, given back when it ends or yields.
+"""Cache blocks of each request: taken at admission, extended while it grows, freed when it ends or is preempted.
 
-Where the pool could run short, a request of one row takes the blocks of its source and of what it feeds first, and one
-more whenever it is about to write beyond them; if none is free then, the least deserving of those that grow is
-preempted. Every other row takes what its longest target needs as it starts. Where the pool is large enough for all
-rows, nothing grows and nothing is looked at. Knows no events and no clock.
+Where the pool could run short, a request of one row takes the blocks of its source and of its first input, and one more
+whenever it is about to write beyond them. If no block is free then, the request with the lowest claim among those that
+grow is preempted. Every other row takes the blocks of its longest target as it starts. Where the pool is large enough
+for all rows, no row grows and no row is checked. Knows no events and no clock.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from numpy.typing import NDArray
 
 from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics import CacheUse
 from antiphon.service.runtime.runner import Runner
 
-# Newcomers leave the blocks alone that rows will need within so many steps: a request admitted into the last of them
-# would be preempted at once, and its source encoded in vain. Simulated with blocks for 7 % and 15 % of 64 longest rows,
-# tokens a second: 0 steps 5,215 and 7,462 (437 and 129 preemptions in 15 s), 4 steps 5,415 and 7,312 (23 and 0),
-# 8 steps 5,327 and 7,037; 4,809 and 6,319 where all blocks are reserved at once.
+# Blocks that rows will need within this number of steps are not given to new requests: a request admitted into the
+# last blocks would be preempted at once, and its source encoded in vain. Simulated with blocks for 7 % and 15 % of 64
+# longest rows, tokens a second: 0 steps 5,215 and 7,462 (437 and 129 preemptions in 15 s), 4 steps 5,415 and 7,312
+# (23 and 0), 8 steps 5,327 and 7,037; 4,809 and 6,319 where all blocks are reserved at once.
 LOOKAHEAD_STEPS = 4
 
 
 def may_run_short(runner: Runner, num_rows: int) -> bool:
-    """Whether so many rows could need more blocks than there are, and a request that yields can go on as it was."""
+    """Return whether num_rows rows could need more blocks than there are, and a preempted request can resume."""
     source_len = runner.max_source_len if runner.has_encoder else 0
     longest = blocks_of_longest(source_len, runner.max_target_len, runner.block_size)
     return runner.has_decoder and runner.can_resume and runner.num_blocks < num_rows * longest
 
 
 def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
-    """Blocks for the target tokens that a row feeds first and one more, of the most it may need."""
+    """Return the blocks for num_fed target tokens and one more, at most those of the longest target."""
     return min(blocks_for(num_fed + 1, block_size), num_self_blocks)
 
 
 def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
-    """Return arrays for num_rows rows, which keep their tokens where a row that was taken away can go on."""
+    """Return num_rows empty rows, which keep their tokens where the runner can resume a preempted row."""
     return RunningRows(
         num_rows,
         self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
@@ -53,14 +53,14 @@ def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
 class Reservations:
     """The blocks of every admitted group, over the rows and the pool of an engine.
 
-    can_grow: whether requests of one row take their blocks as they need them.
+    can_grow: requests of one row receive further blocks when they need them.
     """
 
     def __init__(self, rows: RunningRows, pool: BlockPool, *, can_grow: bool) -> None:
         self._rows = rows
         self._pool = pool
         self._can_grow = can_grow
-        self._num_quiet_steps = 0  # for so many more no row needs a block
+        self._num_quiet_steps = 0  # steps for which no row needs a block
         self.num_cross_blocks = 0
 
     @property
@@ -77,7 +77,7 @@ class Reservations:
         return self._pool.num_free - int(is_soon.sum())
 
     def use(self, bytes_per_token: int) -> CacheUse:
-        """How the pool is divided now."""
+        """Return the division of the pool now."""
         return CacheUse(
             num_self=self._pool.num_used - self.num_cross_blocks,
             num_cross=self.num_cross_blocks,
@@ -86,7 +86,7 @@ class Reservations:
         )
 
     def take(self, group: SequenceGroup) -> None:
-        """Give a group that joins its first blocks, and the sequences that start with it theirs."""
+        """Give a joining group the blocks of its source, and its starting sequences their first blocks."""
         group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
         group.blocks = {*group.cross_block_table}
         for sequence in group.starting:
@@ -95,18 +95,18 @@ class Reservations:
         self._num_quiet_steps = 0
 
     def take_output(self, sequence: Sequence) -> None:
-        """Give one output of a group the blocks it starts with."""
+        """Give one output of a group its first blocks."""
         sequence.self_block_table = self._pool.allocate(sequence.group.num_first_blocks)
         sequence.group.blocks.update(sequence.self_block_table)
 
     def give_back(self, group: SequenceGroup) -> None:
-        """Free all that a group has taken."""
+        """Free all blocks of a group."""
         self._pool.free(group.blocks)
         group.blocks = set()
         self.num_cross_blocks -= group.num_cross_blocks
 
     def yield_all(self, group: SequenceGroup) -> None:
-        """Free what a preempted group has taken; to go on, it needs blocks for all that it has produced."""
+        """Free all blocks of a preempted group; to continue, it needs blocks for all tokens it has produced."""
         self.give_back(group)
         if not group.grows:
             return
@@ -120,9 +120,9 @@ class Reservations:
         sequence.group.blocks -= freed
 
     def grow(self, preempt: Callable[[SequenceGroup], None]) -> None:
-        """Give every row the block it is about to write in; once a step, before any joins.
+        """Give every row the block that it is about to write to; once a step, before any group joins.
 
-        preempt: vacates the row of a group and gives back its blocks.
+        preempt: frees the row and the blocks of a group.
         """
         if not self._can_grow:
             return
@@ -138,14 +138,14 @@ class Reservations:
         self._num_quiet_steps = int(self._slack().min()) - 1 if self._rows else 0
 
     def _slack(self) -> NDArray[np.int32]:
-        """For each row, the positions it may still write to."""
+        """Return the positions that each row can still write to."""
         num_rows = len(self._rows)
         slack: NDArray[np.int32] = self._ends() - self._rows.positions[:num_rows]
         return slack
 
     def _ends(self) -> NDArray[np.int32]:
-        """For each row, the first position beyond its blocks."""
-        ends: NDArray[np.int32] = self._rows.num_self_blocks[: len(self._rows)] * np.int32(self._pool.block_size)
+        """Return the first position beyond the blocks of each row."""
+        ends: NDArray[np.int32] = self._rows.tables.num_own[: len(self._rows)] * np.int32(self._pool.block_size)
         return ends
 
     def _extend(self, sequence: Sequence) -> None:
@@ -156,6 +156,6 @@ class Reservations:
 
 
 def _claim(sequence: Sequence) -> tuple[bool, int]:
-    """What orders those that need a block: interactive before batch, then the oldest first."""
+    """Return the sort key of sequences that need a block: interactive before batch, then the oldest first."""
     group = sequence.group
     return group.request.priority is Priority.BATCH, group.ticket

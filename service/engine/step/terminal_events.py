@@ -1,4 +1,4 @@
-"""How outputs end, as events: what a sequence or a hypothesis became. Builds events only; ends and frees nothing."""
+"""Terminal events of sequences and hypotheses. Builds events only; ends and frees nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 
 from antiphon.service.domain.request import FinishReason, Timing, TokenEvent, TokenLogprob
-from antiphon.service.engine.beam_search import Hypothesis
+from antiphon.service.engine.beams.beam_search import Hypothesis
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 
 
 def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:
-    """The terminal event of a sequence; its tokens have been told already."""
+    """Return the terminal event of a sequence; its tokens have been streamed already."""
     request = sequence.group.request
     return TokenEvent(
         request_id=request.request_id,
@@ -23,7 +23,7 @@ def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[Token
 
 
 def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
-    """The terminal events of every output that is not finished, of a group that waits, is encoded or samples."""
+    """Return the terminal events of every unfinished output of a group that is not a running beam search."""
     reason = FinishReason.TIME_LIMIT
     begun = {one.index: one for one in group.sequences if one.row is not None or one.produced}
     finished = {one.index for one in group.sequences if one.is_finished}
@@ -37,14 +37,14 @@ def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
 
 
 def beam_events(
-    group: SequenceGroup, found: Iterable[Hypothesis], num_told: int, reason: FinishReason | None
+    group: SequenceGroup, found: Iterable[Hypothesis], num_streamed: int, reason: FinishReason | None
 ) -> list[TokenEvent]:
-    """The terminal events of a search's outputs, best first, with the tokens that have not been told.
+    """Return the terminal events of a search's outputs, best first, with the tokens that have not been streamed.
 
-    Where it found fewer than were asked for, the others are empty.
+    Where the search found fewer outputs than were asked for, the others are empty.
     """
     events = [
-        _hypothesis_event(group, index, hypothesis, num_told if index == 0 else 0)
+        _hypothesis_event(group, index, hypothesis, num_streamed if index == 0 else 0)
         for index, hypothesis in enumerate(found)
     ]
     missing = range(len(events), group.request.params.num_return_sequences)
@@ -55,19 +55,19 @@ def beam_events(
 
 
 def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> list[TokenEvent]:
-    """The same events, the last of them the request's last."""
+    """Return the same events, the last of them marked as the request's last."""
     *others, last = events
     return [*others, dataclasses.replace(last, is_last=True, num_generated=group.num_generated, timing=timing)]
 
 
-def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_told: int) -> TokenEvent:
+def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_streamed: int) -> TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     if group.request.num_logprobs is not None:
         logprobs = tuple(map(TokenLogprob, hypothesis.token_ids, hypothesis.logprobs))
     return TokenEvent(
         request_id=group.request_id,
         output_index=index,
-        token_ids=hypothesis.text_ids[num_told:],
+        token_ids=hypothesis.text_ids[num_streamed:],
         logprobs=logprobs,
         finish_reason=hypothesis.finish_reason,
         score=hypothesis.score,

@@ -1,4 +1,4 @@
-"""Rows and blocks that each caller holds, and the share of both that it may keep while others want some.
+"""Rows and blocks that each caller holds, and its share of both while other callers want some.
 
 The share is an equal part of all rows, and of all blocks, for each caller that holds or wants any. Arithmetic only;
 knows no step, no queue and no clock.
@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable
 from antiphon.service.domain.request import Task
 from antiphon.service.engine.sequence import SequenceGroup
 
-# One row in this number stays free of rows that one caller keeps to their end: others could not start otherwise.
+# One caller may hold all rows but one in this number as rows that it keeps to their end: others could not start
+# otherwise.
 FIXED_RESERVE = 8
 
 
 class Shares:
     """Rows and blocks that the callers of admitted groups hold.
 
-    num_rows, num_blocks: of the engine. callers: who holds or wants rows.
+    num_rows, num_blocks: of the engine. callers: names of those that hold or want rows.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Shares:
         return any(map(self.exceeds_rows, self.rows)) or any(map(self.exceeds_blocks, self.blocks))
 
     def note(self, group: SequenceGroup, num_rows: int, num_blocks: int) -> None:
-        """Count rows and blocks that a group takes; below 0 what it gives back."""
+        """Count rows and blocks that a group takes; numbers below 0 count those it gives back."""
         self.rows[group.request.client] += num_rows
         self.blocks[group.request.client] += num_blocks
         if is_fixed(group):
@@ -60,9 +61,9 @@ class Shares:
         return (is_within and self.blocks[client] + num_blocks <= self._num_blocks) or not self.rows[client]
 
     def turn(self, *, is_within: bool) -> Callable[[SequenceGroup], bool]:
-        """Return a test of whether a waiting group may join, for groups asked about in turn: each that may counts.
+        """Return a test of whether a waiting group may join; each group that passes counts in later tests.
 
-        is_within: only where its caller stays within its share.
+        is_within: groups pass only where their caller stays within its share.
         """
         then = copy.copy(self)
         then.rows, then.blocks, then._fixed_rows = self.rows.copy(), self.blocks.copy(), self._fixed_rows.copy()
@@ -78,7 +79,7 @@ class Shares:
         return may_join
 
     def row_room(self, client: str) -> int:
-        """Return how many more rows a caller may take within its share."""
+        """Return the number of rows that a caller may still take within its share."""
         return max(0, self._num_rows - self.rows[client])
 
     def may_start(self, group: SequenceGroup) -> bool:
@@ -98,5 +99,5 @@ class Shares:
 
 
 def is_fixed(group: SequenceGroup) -> bool:
-    """Return whether a group keeps its rows until its outputs end: a beam search, or any where graphs cannot go on."""
+    """Return whether a group keeps its rows to the end: a beam search, or any group on graphs that cannot resume."""
     return group.request.task is Task.GENERATE and not group.can_pause

@@ -1,8 +1,9 @@
-"""Beams as rows of the batch: which rows a search holds, whose blocks they read, and what leaves before the end.
+"""Beams as rows of the batch: the rows of each search, the blocks they read, and tokens streamed before the end.
 
-Beams share every block they have in common. A row owns one block for each stretch of its longest target; while a
-stretch is being written each beam has a block of its own in it, and the blocks of a full stretch that no beam names any
-more are given back. Only a block that two beams are about to write is copied. Decides nothing about the search.
+Beams share the blocks of their common prefix. A row owns one block of each block column, that is, of each block_size
+positions of its longest target. In the column that is being written every beam has a block of its own; blocks of full
+columns that no beam reads any more are freed. A block is copied only when two beams are about to write to it. The
+search itself is in `beam_search.py`.
 
 Axes: G searches of one shape, W beams, X blocks of the longest target.
 """
@@ -15,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.service.domain.request import FinishReason
-from antiphon.service.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
-from antiphon.service.engine.block_pool import BlockPool
-from antiphon.service.engine.rows import RunningRows, num_candidates
+from antiphon.service.engine.batch.row_sampling import num_candidates
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import Item, TokenSink
 from antiphon.service.runtime.runner import Draw, Runner
@@ -25,11 +27,11 @@ from antiphon.service.runtime.runner import Draw, Runner
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A search and its group. num_told: tokens of the first output that have left already."""
+    """A search and its group. num_streamed: tokens of the first output that have been streamed."""
 
     search: Search
     group: SequenceGroup
-    num_told: int = 0
+    num_streamed: int = 0
 
 
 class _Shape:
@@ -40,13 +42,13 @@ class _Shape:
         self.running: list[_Running] = []
 
     def rows(self) -> NDArray[np.int64]:
-        """Row of every beam, [G, W]."""
+        """Return the row of every beam, [G, W]."""
         rows = [sequence.row for held in self.running for sequence in held.group.sequences]
         return np.array(rows, np.int64).reshape(len(self.running), self.searches.width)
 
 
 class BeamRows:
-    """Every beam search that runs, over the rows, blocks and caches of an engine."""
+    """All running beam searches, over the rows, blocks and caches of an engine."""
 
     def __init__(self, rows: RunningRows, pool: BlockPool, runner: Runner) -> None:
         self._rows = rows
@@ -81,7 +83,7 @@ class BeamRows:
         self._of[group.request_id] = (shape, held)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Forget the search of a group, if it has one."""
+        """Remove the search of a group, if it has one."""
         found = self._of.pop(group.request_id, None)
         if found is None:
             return
@@ -90,62 +92,64 @@ class BeamRows:
         if shape.searches.remove(held.search) is not None:
             shape.running[slot] = last
 
-    def advance(self, draw: Draw) -> list[SequenceGroup]:
-        """Move every beam to where its search goes on; returns the groups whose search is over, their rows as yet."""
+    def advance(self, samples: Draw) -> list[SequenceGroup]:
+        """Move every beam to its next token; returns the groups whose search has ended, their rows not yet freed."""
         ended: list[SequenceGroup] = []
         for shape in self._shapes.values():
             if shape.running:
-                ended += self._advance_shape(shape, draw)
+                ended += self._advance_shape(shape, samples)
         return ended
 
-    def told(self) -> tuple[list[TokenSink], list[Item]]:
-        """Tokens that whatever wins will begin with and nobody has been told: sinks, and one token for each."""
+    def common_tokens(self) -> tuple[list[TokenSink], list[Item]]:
+        """Return the common prefix of all live beams that has not been streamed: sinks, and one token for each."""
         sinks: list[TokenSink] = []
         items: list[Item] = []
         for shape in self._shapes.values():
             for held in shape.running:
                 if not held.group.request.is_streamed or held.group.request.params.num_logprobs is not None:
                     continue
-                agreed = shape.searches.agreed(held.search, held.num_told)
-                held.num_told += len(agreed)
-                sinks += [held.group.stream] * len(agreed)
-                items += agreed
+                prefix = shape.searches.common_prefix(held.search, held.num_streamed)
+                held.num_streamed += len(prefix)
+                sinks += [held.group.stream] * len(prefix)
+                items += prefix
         return sinks, items
 
     def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:
-        """A group's outputs, best first, and how many tokens of the first have left already.
+        """Return a group's outputs, best first, and the number of tokens of the first that have been streamed.
 
-        reason: what ends the live beams, where the search was not over.
+        reason: ends the live beams of a search that has not ended by itself.
         """
         shape, held = self._of[group.request_id]
         count = group.request.params.num_return_sequences
-        return shape.searches.hypotheses(held.search, count, reason=reason), held.num_told
+        return shape.searches.hypotheses(held.search, count, reason=reason), held.num_streamed
 
-    def _advance_shape(self, shape: _Shape, draw: Draw) -> list[SequenceGroup]:
+    def _advance_shape(self, shape: _Shape, samples: Draw) -> list[SequenceGroup]:
         rows, candidates = shape.rows(), shape.searches.num_candidates
         moves = shape.searches.advance(
-            draw.top_ids[rows, :candidates], draw.top_scores[rows, :candidates], draw.top_logprobs[rows, :candidates]
+            samples.top_ids[rows, :candidates],
+            samples.top_scores[rows, :candidates],
+            samples.top_logprobs[rows, :candidates],
         )
         self._share_blocks(shape, rows, moves.parents)
-        fed = self._rows.positions[rows[:, 0]]  # what the first beam fed; the others, in a first step, less
+        fed = self._rows.positions[rows[:, 0]]  # of the first beam; in a first step the others have fed less
         self._rows.token_ids[rows] = moves.token_ids
         self._rows.positions[rows] = fed[:, None] + 1
-        self._fork_edits(shape, moves.parents, moves.token_ids)
+        self._fork_processors(shape, moves.parents, moves.token_ids)
         return [shape.running[search.slot].group for search in moves.ended]
 
     def _share_blocks(self, shape: _Shape, rows: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
-        """Let every row name its parent's blocks, but write to one of its own."""
+        """Let every row read its parent's blocks, and write to a block of its own."""
         filled = self._rows.positions[rows[:, 0]] + 1  # tokens cached
         block_size = self._pool.block_size
-        current = filled // block_size  # the stretch that is written next
+        current = filled // block_size  # the block column that is written next
         is_partial = filled % block_size > 0
         if (parents != np.arange(parents.shape[1])).any():
-            own = self._rows.self_tables[rows]  # [G, W, X]
-            inherited = self._rows.self_tables[np.take_along_axis(rows, parents, axis=1)]
+            own = self._rows.tables.own[rows]  # [G, W, X]
+            inherited = self._rows.tables.own[np.take_along_axis(rows, parents, axis=1)]
             is_shared = np.arange(own.shape[2]) < (current + is_partial)[:, None]
             tables = np.where(is_shared[:, None, :], inherited, own)
             self._copy_on_write(tables, own, parents, np.where(is_partial, current, -1))
-            self._rows.self_tables[rows] = tables
+            self._rows.tables.own[rows] = tables
         for slot in np.flatnonzero(~is_partial).tolist():
             self._give_back(shape.running[slot].group, rows[slot], int(current[slot]))
 
@@ -156,9 +160,9 @@ class BeamRows:
         parents: NDArray[np.int64],
         current: NDArray[np.int64],
     ) -> None:
-        """Give each beam that shares the block it is about to write one that no beam reads; changes `tables`.
+        """Give a block that no beam reads to each beam that shares the block it is about to write; changes `tables`.
 
-        current [G]: the stretch half written; -1 where a new one begins.
+        current [G]: the block column that is partly written; -1 where a new column begins.
         """
         same = parents[:, :, None] == parents[:, None, :]
         is_later = np.tril(same, -1).any(axis=2) & (current >= 0)[:, None]
@@ -166,7 +170,7 @@ class BeamRows:
         slots, later = np.nonzero(is_later)
         if not len(slots):
             return
-        # As many beams have no child as there are children too many; both come search by search.
+        # There are as many beams without a child as surplus children; both are ordered by search.
         free = np.nonzero(is_free)[1]
         targets = own[slots, free, current[slots]]
         sources = own[slots, parents[slots, later], current[slots]]
@@ -174,26 +178,26 @@ class BeamRows:
         tables[slots, later, current[slots]] = targets
 
     def _give_back(self, group: SequenceGroup, rows: NDArray[np.int64], num_full: int) -> None:
-        """Free the blocks of full stretches that no beam names any more."""
-        named = set(self._rows.self_tables[rows, :num_full].ravel().tolist())
+        """Free the blocks of full block columns that no beam reads any more."""
+        named = set(self._rows.tables.own[rows, :num_full].ravel().tolist())
         written = {block for sequence in group.sequences for block in sequence.self_block_table[:num_full]}
         unread = (written - named) & group.blocks
         if unread:
             self._pool.free(unread)
             group.blocks -= unread
 
-    def _fork_edits(self, shape: _Shape, parents: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+    def _fork_processors(self, shape: _Shape, parents: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         for slot, held in enumerate(shape.running):
             sequences = held.group.sequences
-            if sequences[0].edits is None:
+            if sequences[0].processors is None:
                 continue
-            before = [sequence.edits for sequence in sequences]
+            before = [sequence.processors for sequence in sequences]
             taken: set[int] = set()
             for sequence, parent in zip(sequences, parents[slot].tolist(), strict=True):
-                edits = before[parent]
-                assert edits is not None
-                sequence.edits = edits.fork() if parent in taken else edits
+                processors = before[parent]
+                assert processors is not None
+                sequence.processors = processors.fork() if parent in taken else processors
                 taken.add(parent)
             for sequence, token_id in zip(sequences, token_ids[slot].tolist(), strict=True):
-                assert sequence.edits is not None
-                sequence.edits.push(token_id)
+                assert sequence.processors is not None
+                sequence.processors.push(token_id)

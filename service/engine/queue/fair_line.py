@@ -1,7 +1,7 @@
-"""Requests of one priority that wait: clients take turns by what their requests cost, each client's own in order.
+"""Waiting requests of one priority: clients take turns by the cost of their requests, each client's own in order.
 
 Start-time fair queueing (Goyal, Vin and Cheng 1996) with equal weights: a client's next request starts, in virtual
-time, where its last one served ended, and not before now; the one that starts first is served first. Tags belong to
+time, where its last served one ended, and not before now; the request that starts first is served first. Tags belong to
 clients, so that a request that leaves unserved costs its client nothing. Knows no bounds, no clock and no lock.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from antiphon.service.engine.sequence import SequenceGroup
 
-# Clients without a waiting request whose last end is remembered.
+# Most clients without a waiting request whose last end is kept.
 MAX_REMEMBERED = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client with requests that wait, in order of arrival, and what they cost together."""
+    """A client with waiting requests, in order of arrival, and their cost together."""
 
     start: float
     ticket: int
@@ -30,12 +30,12 @@ class _Client:
 
 
 _Turn = tuple[float, int, _Client]
-"""When a client's next request starts, its place among equals, and the client; stale where the client has another."""
+"""Virtual start of a client's next request, a ticket, and the client; stale where the client has another ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What waits of one client: requests, their source tokens, and their cost."""
+    """Waiting requests of one client: their number, source tokens and cost."""
 
     num_requests: int
     num_source_tokens: int
@@ -49,8 +49,8 @@ class FairLine:
         self.cost = 0
         self._clients: dict[str, _Client] = {}
         self._turns: list[_Turn] = []  # a heap
-        self._now = 0.0  # virtual: where the request served last started
-        self._ends: dict[str, float] = {}  # of clients with nothing waiting, where they ended after now
+        self._now = 0.0  # virtual: start of the request that was served last
+        self._ends: dict[str, float] = {}  # virtual end of clients without a waiting request, where it is after now
         self._next_ticket = 0
 
     def __bool__(self) -> bool:
@@ -62,12 +62,12 @@ class FairLine:
         return self._clients.keys()
 
     def held_by(self, client: str) -> Held:
-        """What waits of a client."""
+        """Return the waiting requests of a client."""
         found = self._clients.get(client)
         return Held(len(found.waiting), found.num_source_tokens, found.cost) if found else Held(0, 0, 0)
 
     def add(self, group: SequenceGroup) -> None:
-        """Append a group to its client's own."""
+        """Append a group to its client's requests."""
         name = group.request.client
         client = self._clients.get(name)
         if client is None:
@@ -87,12 +87,13 @@ class FairLine:
         self._leave(group, self._clients[group.request.client].start)
 
     def in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
-        """Every group in the order of service, if none came any more. Nothing may change meanwhile.
+        """Return every group in the order of service, if none is added; nothing may change meanwhile.
 
-        may_join: asked for each in its turn; where it says no, that client's later groups are left out too.
+        may_join: called for each group in its turn. Where it returns False, the later groups of the same client are
+            left out too.
         """
         turns, tickets = self._turns.copy(), itertools.count(self._next_ticket)
-        begun: dict[int, Iterator[SequenceGroup]] = {}  # by the tickets of turns after a client's first
+        begun: dict[int, Iterator[SequenceGroup]] = {}  # by ticket, of turns after a client's first
         while turns:
             start, ticket, client = heapq.heappop(turns)
             groups = begun.pop(ticket, None)
@@ -116,7 +117,7 @@ class FairLine:
             self._remember(name, end)
         elif end != client.start:
             self._turn(client, end)
-        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # else each look passes them
+        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # otherwise every `in_turn` passes them
             heapq.heappop(self._turns)
 
     def _turn(self, client: _Client, start: float) -> None:
@@ -128,7 +129,7 @@ class FairLine:
         heapq.heappush(self._turns, (start, client.ticket, client))
 
     def _remember(self, name: str, end: float) -> None:
-        if not self._clients:  # nobody has anything to make up for
+        if not self._clients:  # no client has an advantage over others
             self._now = 0.0
             self._turns.clear()
             self._ends.clear()

@@ -1,10 +1,10 @@
-"""Times of tokens: of a request's first one, and the gaps between steps. Writes metrics only."""
+"""Times of first tokens, and gaps between steps. Writes metrics only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.service.engine.rows import RunningRows
+from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.observability.metrics import Metrics
 
 
@@ -18,7 +18,7 @@ class TokenTimes:
         self._last_s = 0.0
 
     def note(self, num_before: int) -> None:
-        """Note that every row has a token now, the rows from `num_before` on for the first time since they started."""
+        """Note that every row has a new token, and that rows from `num_before` on have the first since they started."""
         now_s = self._clock()
         for group in (sequence.group for sequence in self._rows.sequences[num_before:]):
             if group.first_token_s is None:

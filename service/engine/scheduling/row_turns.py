@@ -1,14 +1,14 @@
-"""Turns of the callers at the rows: free rows are given out, and rows are taken from who holds too many of them.
+"""Fair division of rows among callers: gives free rows to outputs, and takes rows from callers above their share.
 
-A caller may hold more than its share (shares.py) only while nobody within its own share wants rows. Such a want is
-served from free rows, before anything else; where none has been served for PATIENCE_STEPS, rows are taken from the
-caller that holds the most: batch before interactive, the newest request first. What is taken goes on later from where
-it was, so each taken row costs the tokens it has to feed again, and sometimes its source once more. To bound that,
-rows beyond a share are given out again only when none has been taken for CALM_STEPS.
+A caller may hold more than its share (shares.py) only while no caller within its share wants rows. Rows that callers
+want within their shares are given first, from free rows. Where none of them could be given for PATIENCE_STEPS, rows are
+taken from the caller that holds the most: batch before interactive, the newest request first. A preempted output
+continues later where it stopped, so each taken row costs the tokens it has to feed again, and sometimes its source once
+more. To bound this cost, rows beyond a share are given again only when none has been taken for CALM_STEPS.
 
-A request of several samples runs with as many rows as there are; the others of its outputs wait here. A beam search
-keeps all its rows to its end, and so does everything on graphs that cannot go on from a cache; of such rows one caller
-gets at most seven in eight, unless they are its first. Ends nothing; knows no events.
+A request of several samples runs with as many rows as there are; its other outputs wait here. A beam search keeps all
+its rows to its end, and so does every request on graphs that cannot resume from a cache; of such rows one caller
+receives at most seven in eight, unless they are its first. Ends nothing; knows no events.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.request_queue import RequestQueue
-from antiphon.service.engine.reservations import Reservations
-from antiphon.service.engine.rows import RunningRows
-from antiphon.service.engine.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.batch.rows import RunningRows
+from antiphon.service.engine.cache.reservations import Reservations
+from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.scheduling.shares import Shares
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.engine.shares import Shares
 
-# Rows that end by themselves cost nothing: while some do, and they come together at this pace, none are taken.
+# Rows that become free by themselves cost nothing. The scheduler waits up to MAX_DEFERRED_STEPS for several of them, so
+# no row is taken before.
 PATIENCE_STEPS = MAX_DEFERRED_STEPS + 1
-# A caller that asks for one short answer after another finds the row that was taken for it still free.
+# A row taken for a caller that asks for one short answer after another stays free for its next request.
 CALM_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    """Rows that a group wants within its caller's share, and the blocks without which it gets none."""
+    """Rows that a group wants within its caller's share, and blocks that it needs to receive any."""
 
     group: SequenceGroup
     num_rows: int
@@ -41,10 +42,10 @@ class _Want:
 
 
 class RowTurns:
-    """Turns of the callers at the rows of one engine.
+    """Division of the rows of one engine among its callers.
 
-    has_taken: rows were taken at this step, so those that want them should not wait for others to join with them.
-    is_blocked: an output of a running group found a row, but no blocks or no room in this step's tokens.
+    has_taken: rows were taken at this step, so groups that want them should not wait for others to join with them.
+    is_blocked: an output of a running group found a free row, but too few blocks or tokens left in this step.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class RowTurns:
         self._limits = limits
         self._pending: dict[str, SequenceGroup] = {}  # running groups, some of whose outputs wait for rows
         self._step = 0
-        self._num_unserved = 0  # steps in a row in which somebody within its share wanted rows and nobody got any
-        self._favoured: dict[str, int] = {}  # callers that rows were taken for, and the step until which it counts
-        self._known: Shares | None = None  # of this step, once it was needed
-        self._budget = limits.max_num_batched_tokens  # what is left of it for outputs that start at this step
+        self._num_unserved = 0  # steps in a row in which callers within their share wanted rows and received none
+        self._favoured: dict[str, int] = {}  # callers that rows were taken for, and the step until which this counts
+        self._known: Shares | None = None  # shares at this step, computed when first needed
+        self._budget = limits.max_num_batched_tokens  # tokens left for outputs that start at this step
         self.has_taken = self.is_blocked = False
 
     def __bool__(self) -> bool:
@@ -72,17 +73,17 @@ class RowTurns:
             self._pending[group.request_id] = group
 
     def forget(self, group: SequenceGroup) -> None:
-        """Forget a group that does not run any more."""
+        """Forget a group that stops running."""
         self._pending.pop(group.request_id, None)
 
     def expired(self, now_s: float) -> list[SequenceGroup]:
-        """Groups that wait for rows and whose deadline or time limit has come."""
+        """Return the groups with pending outputs whose deadline or time limit has come."""
         return [group for group in self._pending.values() if group.expires_s <= now_s]
 
     def make_room(self, pause: Callable[[Sequence], None]) -> None:
-        """Take rows from who holds more than its share, where wants have gone unserved for long enough.
+        """Take rows from callers above their share, where others have waited for rows long enough.
 
-        Once a step, before anything joins. pause: vacates a row and gives back its blocks.
+        Called once a step, before any group joins. pause: preempts one output and frees its row and blocks.
         """
         self._step += 1
         self._known, self._budget = None, self._limits.max_num_batched_tokens
@@ -100,7 +101,7 @@ class RowTurns:
             self._take(wants, pause)
 
     def candidates(self) -> list[SequenceGroup]:
-        """The groups that may join now: those within their callers' shares first, others where rows may be spared."""
+        """Return the groups that may join now: those within their callers' shares, then others if rows are spare."""
         count, shares = 1 + self._num_free, self._shares
         if not shares.is_contended:
             return self._queue.peek(count, shares.turn(is_within=False))
@@ -111,7 +112,7 @@ class RowTurns:
         return [*first, *others][:count]
 
     def joined(self, group: SequenceGroup) -> None:
-        """Note that a group got its first rows and blocks."""
+        """Note that a group received its first rows and blocks."""
         self._note(group, group.num_first_rows, len(group.blocks))
 
     def start_pending(self, bos_id: int) -> None:
@@ -130,9 +131,9 @@ class RowTurns:
                 self.forget(group)
 
     def _can_start(self, sequence: Sequence) -> bool:
-        """Return whether there are blocks for an output and tokens left in this step, of which one output may take all.
+        """Return whether an output can start: its blocks are free, and its tokens are left in this step's budget.
 
-        Takes the tokens from the budget.
+        Takes the tokens from the budget. The first output may take more than the whole budget.
         """
         group = sequence.group
         if group.num_first_blocks > self._reservations.num_admissible_blocks:
@@ -150,7 +151,7 @@ class RowTurns:
 
     @property
     def _may_spare(self) -> bool:
-        """Return whether rows may go to who holds its share already."""
+        """Return whether rows may go to callers that hold their share already."""
         return not self._favoured
 
     def _may_start_one(self, group: SequenceGroup) -> bool:
@@ -164,7 +165,7 @@ class RowTurns:
 
     @property
     def _shares(self) -> Shares:
-        """Rows and blocks that callers hold at this step."""
+        """Return the rows and blocks that callers hold at this step."""
         if self._known is None:
             running = dict.fromkeys(sequence.group for sequence in self._rows.sequences)
             self._known = Shares(
@@ -176,7 +177,7 @@ class RowTurns:
         return self._known
 
     def _wants(self) -> list[_Want]:
-        """Requests of callers within their shares, in the order in which they are served."""
+        """Return the rows wanted by callers within their shares, in the order in which they are served."""
         wants, taken = [], Counter[str]()
         for group, num_rows, num_blocks in (*self._pending_rows(), *self._waiting_rows()):
             client = group.request.client
@@ -187,15 +188,15 @@ class RowTurns:
         return wants
 
     def _pending_rows(self) -> Iterator[tuple[SequenceGroup, int, int]]:
-        """Running groups within their callers' shares: rows that their outputs wait for, and blocks of one."""
+        """Return pending rows within callers' shares: running group, pending outputs, and blocks of one output."""
         for group in sorted(self._pending.values(), key=_age):
             if self._shares.has_room(group, 1, group.num_first_blocks):
                 yield group, len(group.pending), group.num_first_blocks
 
     def _waiting_rows(self) -> Iterator[tuple[SequenceGroup, int, int]]:
-        """Groups of the queue within their callers' shares: rows that they want, and blocks that they need to start.
+        """Return rows wanted in the queue within callers' shares: group, rows, and blocks that it needs to start.
 
-        What is only encoded passes through a free row as well.
+        A request that is only encoded needs a free row as well.
         """
         for group in self._queue.peek(self._limits.max_num_seqs, self._shares.turn(is_within=True)):
             yield group, max(1, group.num_rows), group.num_blocks
@@ -221,7 +222,7 @@ class RowTurns:
             self.has_taken = True
 
     def _victim(self, wants: list[_Want]) -> Sequence | None:
-        """The row to be taken next: of the caller with the most, the batch's and then the newest."""
+        """Return the sequence whose row is taken next: of the caller with the most rows, batch and newest first."""
         shares, wanting = self._shares, wants[0].group.request.client
         exceeds = shares.exceeds_rows if self._lacks_rows(wants) else shares.exceeds_blocks
         held = [one for one in self._rows.sequences if one.group.can_pause]

@@ -1,0 +1,1 @@
+"""The running sequences as arrays, and the batches that the runner decodes."""

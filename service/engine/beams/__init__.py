@@ -1,0 +1,1 @@
+"""Beam search, and the rows and blocks of its beams."""

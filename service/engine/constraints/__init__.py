@@ -1,0 +1,1 @@
+"""Constraints of one output: logits processors and stop strings."""

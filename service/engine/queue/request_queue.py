@@ -1,0 +1,141 @@
+"""Bounded queue of waiting requests.
+
+Any thread may add requests; the engine's thread takes them. A full queue refuses requests instead of collecting them.
+Knows no rows, no blocks and no reason why a request is taken out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+from antiphon.service.domain.errors import Unavailable
+from antiphon.service.domain.request import Priority
+from antiphon.service.engine.queue.bounds import QueueBounds, QueueLimits
+from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
+from antiphon.service.engine.queue.wait_times import WaitTimes
+from antiphon.service.engine.queue.waiting_groups import WaitingGroups
+from antiphon.service.engine.sequence import SequenceGroup
+
+
+class RequestQueue:
+    """Bounded queue of waiting groups; every method is safe from any thread."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._lock = threading.Lock()
+        self._groups = WaitingGroups()
+        self._order = ServiceOrder()
+        self._times = WaitTimes(self._order)
+        self._bounds = QueueBounds(limits, self._groups, self._order, self._times)
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Source tokens that wait to be encoded."""
+        return self._groups.num_source_tokens
+
+    @property
+    def num_preempted(self) -> int:
+        """Waiting groups that ran before."""
+        return self._order.num_preempted
+
+    @property
+    def clients(self) -> set[str]:
+        """Clients with a waiting request."""
+        with self._lock:
+            return self._order.clients
+
+    def check_room(self, client: str, priority: Priority, now_s: float) -> None:
+        """Raise as `put` would for the smallest request, so that a request that cannot be taken is not read."""
+        with self._lock:
+            self._check(Newcomer(client, priority, 1, 1), now_s)
+
+    def put(self, group: SequenceGroup, now_s: float) -> None:
+        """Append a group.
+
+        Raises Unavailable once closed, QueueFull at a bound, DeadlineExceeded for a group that is expected to miss its
+        deadline. An empty queue also takes a source longer than the token bound, which could never wait otherwise.
+        """
+        request = group.request
+        newcomer = Newcomer(request.client, request.priority, request.num_source_tokens, group.cost)
+        with self._lock:
+            self._check(newcomer, now_s)
+            self._bounds.check_deadline(group, newcomer, now_s)
+            self._order.add(group)
+            self._groups.add(group)
+
+    def put_back(self, group: SequenceGroup) -> None:
+        """Add a preempted group, which waits before all new ones; no bound applies."""
+        with self._lock:
+            self._groups.add(group)
+            self._order.put_back(group)
+
+    def peek(
+        self, max_groups: int, may_join: Callable[[SequenceGroup], bool] = lambda group: True
+    ) -> list[SequenceGroup]:
+        """Return the groups that are served next, in this order; they stay in the queue.
+
+        may_join: called for each group in its turn. Where it returns False, the later new groups of the same client
+            are left out too.
+        """
+        with self._lock:
+            return list(itertools.islice(self._order.in_turn(may_join), max_groups))
+
+    def take(self, request_id: str, now_s: float) -> SequenceGroup | None:
+        """Take out one group that is served now; None when it does not wait here."""
+        with self._lock:
+            group = self._groups.get(request_id)
+            if group is None:
+                return None
+            self._groups.remove(group)
+            cost = group.cost if self._order.take(group) else 0
+            self._times.drain.left(cost, now_s, is_last=not self._groups)
+            return group
+
+    def remove(self, request_id: str) -> SequenceGroup | None:
+        """Take out one group that is not served; None when it does not wait here."""
+        with self._lock:
+            group = self._groups.get(request_id)
+            if group is not None:
+                self._groups.remove(group)
+                self._leave_unserved(group)
+            return group
+
+    def expired(self, now_s: float) -> list[SequenceGroup]:
+        """Take out every group whose deadline or time limit has come, the earliest first."""
+        if now_s < self._groups.next_expiry_s:  # avoids the lock; a group added meanwhile is found at the next call
+            return []
+        with self._lock:
+            late = self._groups.take_expired(now_s)
+            for group in late:
+                self._leave_unserved(group)
+            return late
+
+    def answered(self, run_s: float, num_tokens: int) -> None:
+        """Note the running time of a request that was taken, and the tokens of its answer."""
+        with self._lock:
+            self._times.pace.answered(run_s, num_tokens)
+
+    def expected_wait_s(self, now_s: float) -> float | None:
+        """Return the time to serve all waiting groups; None without evidence, 0 where no group waits."""
+        with self._lock:
+            return self._times.until_empty_s(now_s)
+
+    def close(self) -> None:
+        """Refuse every later `put`; waiting groups stay."""
+        with self._lock:
+            self._is_closed = True
+
+    def _check(self, newcomer: Newcomer, now_s: float) -> None:
+        if self._is_closed:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        self._bounds.check_room(newcomer, now_s)
+
+    def _leave_unserved(self, group: SequenceGroup) -> None:
+        self._order.remove(group)
+        if not self._groups:
+            self._times.drain.emptied()

@@ -1,0 +1,76 @@
+"""Decodes one token for every row, and separates tokens to stream from outputs that end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import NamedTuple
+
+import numpy as np
+
+from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.step.commit import commit
+from antiphon.service.engine.step.endings import Endings
+from antiphon.service.engine.step.parts import RunningState, StepParts
+from antiphon.service.engine.step.token_times import TokenTimes
+from antiphon.service.engine.stream import Item, TokenSink
+from antiphon.service.runtime.runner import NOT_FINITE, Draw
+
+
+class StepTokens(NamedTuple):
+    """Tokens of one step to be streamed: items[i] for sinks[i]. has_decoded: some row received a valid token."""
+
+    sinks: tuple[TokenSink, ...] = ()
+    items: SequenceABC[Item] = ()
+    has_decoded: bool = False
+
+
+class Decoding:
+    """Decodes the rows of an engine, one token a step."""
+
+    def __init__(self, parts: StepParts, state: RunningState, endings: Endings) -> None:
+        self._runner = parts.runner
+        self._rows = state.rows
+        self._beams = state.beams
+        self._endings = endings
+        self._token_times = TokenTimes(state.rows, parts.metrics, parts.clock)
+
+    def decode(self, num_before: int) -> StepTokens:
+        """Decode every row, those from `num_before` on for the first time; returns the tokens to stream."""
+        rows = self._rows
+        if not rows:
+            return StepTokens()
+        try:
+            samples = self._runner.decode(rows.batch())
+            finished = self._beams.advance(samples) if len(self._beams) else []
+        except Exception as fault:
+            self._endings.fail([one.group for one in rows.sequences], "decode", fault)
+            return StepTokens()
+        token_ids = samples.token_ids[: len(rows)]
+        has_decoded = bool((token_ids != NOT_FINITE).any())
+        rows.advance(token_ids)
+        self._token_times.note(num_before)
+        if rows.num_beams:
+            return self._commit_beams(samples, finished)._replace(has_decoded=has_decoded)
+        return StepTokens(*self._commit(samples), has_decoded)
+
+    def _commit(self, samples: Draw) -> tuple[tuple[TokenSink, ...], list[Item]]:
+        """End the outputs that are finished; returns the other rows' sinks and tokens."""
+        committed = commit(self._rows, samples, self._runner.eos_id)
+        # From the last row down: the row that moves into a freed one is then one that stays.
+        for ended in committed.ended:
+            self._endings.end_output(ended)
+        return committed.sinks, committed.items
+
+    def _commit_beams(self, samples: Draw, finished: list[SequenceGroup]) -> StepTokens:
+        """End outputs and searches that are finished, where some rows are beams; returns the tokens to stream."""
+        rows = self._rows
+        is_invalid = rows.is_beam[: len(rows)] & (samples.token_ids[: len(rows)] == NOT_FINITE)
+        invalid = list(dict.fromkeys(rows.sequences[row].group for row in np.flatnonzero(is_invalid).tolist()))
+        beam_sinks, beam_items = self._beams.common_tokens()
+        sinks, items = self._commit(samples)
+        for group in invalid:
+            self._endings.end_invalid(group)
+        for group in finished:
+            if group.state is not SequenceState.FINISHED:
+                self._endings.end_search(group)
+        return StepTokens((*sinks, *beam_sinks), [*items, *beam_items])

@@ -1,0 +1,126 @@
+"""Gives free rows to waiting requests: takes them out of the queue, encodes their sources, and starts their rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from antiphon.service.domain.request import Readout
+from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, schedule
+from antiphon.service.engine.sequence import SequenceGroup, SequenceState, sequences_of
+from antiphon.service.engine.step.drops import Drops
+from antiphon.service.engine.step.endings import Endings
+from antiphon.service.engine.step.parts import RunningState, StepParts
+from antiphon.service.runtime.readout import read_out
+from antiphon.service.runtime.runner import EncodeReport
+
+log = logging.getLogger(__name__)
+
+
+class Joining:
+    """Lets requests of the queue join the running ones."""
+
+    def __init__(self, parts: StepParts, state: RunningState, endings: Endings, drops: Drops) -> None:
+        self._parts = parts
+        self._state = state
+        self._endings = endings
+        self._drops = drops
+        self._num_admitted = 0
+        self._num_deferred = 0
+
+    def fill_rows(self) -> None:
+        """Give free rows to outputs of running groups, to groups that join, and to the further outputs of those."""
+        turns, bos_id = self._state.turns, self._parts.runner.bos_id
+        turns.start_pending(bos_id)
+        if not turns.is_blocked:
+            self._admit()
+            turns.start_pending(bos_id)
+
+    def wait_again(self, group: SequenceGroup) -> None:
+        """Put a preempted group back into the queue, before all new ones."""
+        group.state = SequenceState.WAITING
+        self._state.num_groups -= 1
+        self._parts.queue.put_back(group)
+
+    def _admit(self) -> None:
+        parts, state = self._parts, self._state
+        if not parts.queue or len(state.rows) == parts.limits.max_num_seqs:
+            return
+        batch = schedule(
+            state.turns.candidates(),
+            num_running=len(state.rows),
+            num_free_blocks=state.reservations.num_admissible_blocks,
+            limits=parts.limits,
+            num_deferred=MAX_DEFERRED_STEPS if state.turns.has_taken else self._num_deferred,
+        )
+        self._num_deferred = batch.num_deferred
+        if batch.joining:
+            now_s = parts.clock()
+            for group in batch.joining:
+                self._reserve(group, now_s)
+            self._start(batch.joining)
+
+    def _reserve(self, group: SequenceGroup, now_s: float) -> None:
+        """Take a group out of the queue, and its blocks out of the pool."""
+        parts, state = self._parts, self._state
+        parts.queue.take(group.request_id, now_s)
+        group.state = SequenceState.ENCODING
+        state.num_groups += 1
+        if group.admitted_s is None:
+            self._num_admitted += 1
+            group.ticket, group.admitted_s = self._num_admitted, now_s
+            group.sequences = sequences_of(group, parts.runner.bos_id, parts.runner.eos_id)
+            parts.metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
+        group.take_first_rows()
+        state.reservations.take(group)
+        state.turns.joined(group)
+
+    def _start(self, groups: tuple[SequenceGroup, ...]) -> None:
+        """Encode the groups' sources where the model has an encoder, and give the groups their rows."""
+        if self._parts.runner.has_encoder:
+            self._encode(groups)
+            return
+        self._parts.metrics.prompted(sum(group.request.num_source_tokens for group in groups))
+        self._append(groups)
+
+    def _encode(self, groups: tuple[SequenceGroup, ...]) -> None:
+        try:
+            report, readouts = self._run_encoder(groups)
+        except Exception as fault:
+            if len(groups) == 1:
+                self._endings.fail(groups, "encode", fault)
+                return
+            log.warning("encoding %d sources together failed; trying each alone", len(groups), exc_info=fault)
+            for group in groups:
+                self._encode((group,))
+            return
+        self._parts.metrics.encoded(report, sum(group.source_len for group in groups))
+        self._drops.drop_encoded(groups)
+        self._append(groups)
+        for group in groups:
+            if group.request_id in readouts:
+                self._endings.end_encoded(group, readouts[group.request_id])
+
+    def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, Readout]]:
+        """Encode the groups' sources together; returns its cost, and the encoder outputs asked for by request id."""
+        runner = self._parts.runner
+        requests = [group.request for group in groups]
+        sources = [request.source_ids for request in requests]
+        tables = [group.cross_block_table for group in groups]
+        types = [request.type_ids for request in requests]
+        is_read = any(not request.has_target for request in requests)
+        report = runner.encode(sources, len(self._state.rows), tables, type_ids=types, keep_memory=is_read)
+        readouts = read_out(requests, report.memory, runner) if report.memory is not None else {}
+        return report, readouts
+
+    def _append(self, groups: Iterable[SequenceGroup]) -> None:
+        """Give rows to the groups that have not ended in the meantime."""
+        state = self._state
+        joining = [group for group in groups if group.state is not SequenceState.FINISHED]
+        for group in joining:
+            group.state = SequenceState.RUNNING
+        state.rows.append((one for group in joining for one in group.starting), self._parts.runner.bos_id)
+        for group in joining:
+            state.turns.wait(group)
+            if group.is_beam_search:
+                state.beams.add(group)

@@ -1,0 +1,25 @@
+"""Gauges of running requests and of cache blocks."""
+
+from __future__ import annotations
+
+from antiphon.service.engine.step.parts import RunningState, StepParts
+
+
+class Occupancy:
+    """Reports running requests and the division of the block pool, only when they have changed."""
+
+    def __init__(self, parts: StepParts, state: RunningState) -> None:
+        self._metrics = parts.metrics
+        self._pool = parts.pool
+        self._state = state
+        self._bytes_per_token = parts.runner.cache_bytes_per_token
+        self._reported: tuple[int, int, int] | None = None
+        self.report()  # before the first request: otherwise an empty cache looks like a full one
+
+    def report(self) -> None:
+        """Set the gauges where a number has changed."""
+        state = self._state
+        current = (state.num_groups, self._pool.num_free, state.reservations.num_cross_blocks)
+        if current != self._reported:
+            self._metrics.occupied(state.num_groups, state.reservations.use(self._bytes_per_token))
+            self._reported = current

@@ -1,0 +1,90 @@
+"""One iteration of continuous batching: drop, schedule, encode, decode, commit, publish.
+
+Owns the running rows and the cache blocks. Has no thread, no lock and no loop: the engine calls it from one thread,
+and tests call it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import AntiphonError
+from antiphon.service.domain.request import FinishReason
+from antiphon.service.engine.scheduling.preemption import Preemption
+from antiphon.service.engine.step.decoding import Decoding, StepTokens
+from antiphon.service.engine.step.drops import Drops
+from antiphon.service.engine.step.endings import Endings
+from antiphon.service.engine.step.joining import Joining
+from antiphon.service.engine.step.occupancy import Occupancy
+from antiphon.service.engine.step.parts import RunningState, StepParts
+from antiphon.service.engine.stream import Publisher
+
+
+class Stepper:
+    """Runs steps over the requests that it admits from the queue. No part refers back to its owner.
+
+    num_failed: steps in a row in which something failed and nothing was decoded.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._state = state = RunningState.of(parts)
+        self._endings = Endings(parts, state)
+        self._drops = Drops(parts, state, self._endings)
+        self._joining = Joining(parts, state, self._endings, self._drops)
+        self._decoding = Decoding(parts, state, self._endings)
+        self._preemption = Preemption(
+            state.rows,
+            state.reservations,
+            state.turns,
+            parts.metrics,
+            parts.clock,
+            vacate=self._endings.vacate,
+            wait=self._joining.wait_again,
+        )
+        self._occupancy = Occupancy(parts, state)
+        self._publisher = Publisher()
+        self.num_failed = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold rows."""
+        return self._state.num_groups
+
+    @property
+    def has_work(self) -> bool:
+        """True when a step now would do something."""
+        state, parts = self._state, self._parts
+        return bool(state.rows) or bool(parts.queue) or bool(state.turns) or bool(parts.cancellations)
+
+    def step(self) -> None:
+        """Run one step."""
+        state = self._state
+        self._endings.has_failed = False
+        self._drops.drop_cancelled()
+        self._drops.drop_expired()
+        state.reservations.grow(self._preemption.preempt)
+        state.turns.make_room(self._preemption.pause)
+        num_before = len(state.rows)
+        self._joining.fill_rows()
+        tokens = self._decoding.decode(num_before)
+        self._occupancy.report()
+        self._publish(tokens)
+        self.num_failed = self.num_failed + 1 if self._endings.has_failed and not tokens.has_decoded else 0
+
+    def end_all(self, error: Callable[[], AntiphonError]) -> None:
+        """End every running and waiting request at once.
+
+        error: makes the error of each request; an error that is raised keeps its traceback, so none is shared.
+        """
+        for group in reversed(list(self._parts.live.values())):
+            self._endings.refuse(group, FinishReason.ERROR, error())
+        self._occupancy.report()
+        self._publish(StepTokens())
+
+    def _publish(self, tokens: StepTokens) -> None:
+        events = self._endings.take_events()
+        if tokens.items or events:
+            for sink in self._publisher.publish(tokens.sinks, tokens.items, events):
+                self._parts.cancellations.put(sink.request_id, CancelCause.LOST_LOOP)
