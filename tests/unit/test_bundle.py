@@ -113,7 +113,7 @@ def _write_manifest(content: bytes) -> Callable[[Path], None]:
         (_name_weights("../secret.bin"), r"keeps weights in '../secret.bin', which files of manifest"),
         (_name_weights("/dev/zero"), r"keeps weights in '/dev/zero', which files of manifest"),
         (_name_weights("*/_ORT_MEM_ADDR_/*"), r"keeps weights in '\*/_ORT_MEM_ADDR_/\*', which"),
-        (_replace_graph, rf"{GRAPH} is no ONNX graph$"),
+        (_replace_graph, rf"{GRAPH} is not an ONNX graph$"),
         (_write_manifest(b"[" * 100_000), r"manifest.json cannot be read: "),
         (_write_manifest(b" " * (2**24 + 1)), r"manifest.json cannot be read: it is larger than 16777216 bytes$"),
         (_write_manifest(b"[]"), r"format_version is None"),

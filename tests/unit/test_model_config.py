@@ -128,5 +128,5 @@ def test_a_tied_head_reads_what_is_as_wide_as_the_embeddings() -> None:
     encoder = dict(architecture="encoder", decoder_layers=0, embedding_width=16)
     head = dict(task="fill_mask", tied=True)
     preset("tiny", **encoder, heads=[{**head, "transform_width": 16}])
-    with pytest.raises(ValidationError, match=r"fill_mask is tied to embeddings of width 16, .* is 32 wide"):
+    with pytest.raises(ValidationError, match=r"fill_mask is tied to embeddings of width 16, .* has width 32"):
         preset("tiny", **encoder, heads=[head])
