@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from antiphon.model.text.format import TextFormat, TokenizerError
 from antiphon.model.text.segmenters import Backend as BackendSegmenter
-from antiphon.model.text.segmenters import Bytes, Segmenter, Typed, Words
+from antiphon.model.text.segmenters import Bytes, Segmenter, WholeTokens, Words
 from antiphon.model.text.template import LanguageIds, UnknownLanguageError, fill, language_id, num_before
 from antiphon.model.text.token_table import IncrementalDecoder, Strips, table_of
 from antiphon.model.text.tokenizer import open_tokenizer
@@ -64,9 +64,9 @@ def test_bytes_that_form_no_character_are_left_out(tmp_path: Path) -> None:
 
 
 def test_typed_tokens_are_whole_and_the_longest_wins() -> None:
-    typed = Typed({"<a>": 1, "<a>b": 2})
+    typed = WholeTokens({"<a>": 1, "<a>b": 2})
     assert list(typed.split("x<a>b<a><a")) == [(0, "x", None), (1, "<a>b", 2), (5, "<a>", 1), (8, "<a", None)]
-    assert list(Typed({}).split("")) == []
+    assert list(WholeTokens({}).split("")) == []
 
 
 def whole_words() -> BackendSegmenter:
