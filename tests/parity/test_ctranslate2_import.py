@@ -328,8 +328,8 @@ def fill(spec: transformer_spec.TransformerSpec, width: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda held: held[:200], "is cut off: "),
-        (lambda held: struct.pack("<I", 7) + held[4:], "its version is 7, known are 2 to 6"),
+        (lambda held: held[:200], "is truncated: "),
+        (lambda held: struct.pack("<I", 7) + held[4:], "version is 7, supported are 2 to 6"),
         (
             lambda held: held.replace(b"TransformerSpec\0", b"ConformerSpec\0\0\0"),
             "its specification is 'ConformerSpec'",
