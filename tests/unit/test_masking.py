@@ -1,4 +1,4 @@
-"""The 80/10/10 rule: what holds for every draw, and what holds of many."""
+"""The 80/10/10 rule of masking: properties of every sample, and frequencies over many samples."""
 
 import math
 
@@ -21,12 +21,12 @@ def masking(**settings: float) -> Masking:
 
 
 def texts(rows: int, length: int, seed: int) -> Tensor:
-    """Random texts with special tokens among ordinary ones, as a begin, an end and padding are."""
+    """Return random texts of ordinary tokens and special ones, such as begin, end and padding."""
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def within(found: int, trials: int, share: float) -> bool:
-    """Whether a count lies within five standard deviations of a binomial's mean."""
+    """Return whether a count is within five standard deviations of a binomial distribution's mean."""
     return abs(found - trials * share) < 5 * math.sqrt(trials * share * (1 - share)) + 1e-9
 
 
@@ -53,7 +53,7 @@ def test_masking_of_a_text_without_ordinary_tokens_predicts_nothing() -> None:
 
 
 def test_masking_follows_the_80_10_10_rule() -> None:
-    """Of predicted tokens 80 % are masked, 10 % random and 10 % kept; a random one is the same token at times."""
+    """Of predicted tokens 80 % are masked, 10 % random and 10 % unchanged; a random token can be the same token."""
     ids = texts(2000, 100, seed=5)
     inputs, labels = masking().apply(ids, seed=6)
     chosen = labels != IGNORED_LABEL

@@ -11,7 +11,7 @@ Documents = list[list[list[int]]]
 
 
 def documents(count: int, seed: int, max_sentences: int = 8) -> Documents:
-    """Documents in which every token is a number of its own, so that each says where it came from."""
+    """Return documents whose tokens are all different, so that a test can find the origin of each."""
     chance = random.Random(seed)
     numbers = iter(range(10**9))
     return [
@@ -41,7 +41,7 @@ def test_second_part_follows_exactly_where_the_pair_says_so(count: int, seed: in
 
 
 def test_every_document_is_read_once_through() -> None:
-    """Uncut, first parts and following second parts together are each document but a last sentence left alone."""
+    """Without truncation first and following second parts are the whole document, except a last sentence alone."""
     made = documents(40, seed=3)
     used = []
     for pair in sentence_pairs(made, 10_000, seed=4):
