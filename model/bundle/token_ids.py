@@ -25,7 +25,7 @@ def check_ids(manifest: Manifest) -> None:
     for field, ids, size in (*_of_text(text, source, target), *_of_generation(manifest.generation, target)):
         for token_id in ids:
             if not 0 <= token_id < size:
-                raise ValueError(f"{field} is {token_id}; it must be an id of the vocabulary, from 0 to {size - 1}")
+                raise ValueError(f"{field} is {token_id}; it must be from 0 to {size - 1}, an id of the vocabulary")
     _check_names(text)
 
 

@@ -8,7 +8,7 @@ from antiphon.model.transformer.transformer import Transformer
 
 @pytest.mark.parametrize(("name", "millions"), [("base", 65), ("big", 213)])
 def test_preset_has_the_papers_size(name: str, millions: int) -> None:
-    """Table 3 of the paper, rounded there; ours share one embedding."""
+    """The paper's table 3 has rounded sizes; all embeddings of our models are tied."""
     with torch.device("meta"):
         parameters = Transformer(preset(name)).num_parameters
     assert parameters / 1e6 == pytest.approx(millions, rel=0.04)
@@ -41,7 +41,7 @@ def test_rope_needs_an_even_head_width() -> None:
 
 
 def test_relative_distances_must_reach_beyond_their_exact_buckets() -> None:
-    """At half the buckets and below, the logarithm that spreads the rest is of 1 or less: no bucket at all."""
+    """At or below half of the buckets the logarithm for the other buckets is at most 0, so there would be none."""
     preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
     with pytest.raises(ValidationError, match="relative_max_distance=16"):
         preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)
