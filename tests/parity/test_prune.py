@@ -202,7 +202,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     [
         (["--heads", 4], "--heads is 4; it must be from 1 to 3"),
         (["--heads", 0], "--heads is 0; it must be from 1 to 3"),
-        (["--heads", 2], "give --data, with --recipe where the checkpoint names none, or --source with --reference"),
+        (["--heads", 2], "give --data (with --recipe if the checkpoint names none), or --source with --reference"),
         (["--heads", 2, "--pairs", 0], "--pairs is 0; it must be at least 1"),
         (["--heads", 2, "--data", "nowhere", "--recipe", "no-such"], "recipe 'no-such' not found"),
     ],

@@ -342,7 +342,7 @@ def test_vocabulary_that_is_none_is_named(content: str, tmp_path: Path) -> None:
     KINDS["Marian"].build(tmp_path)
     text = KINDS["Marian"].describe(tmp_path)
     (tmp_path / "vocab.json").write_text(content)
-    with pytest.raises(TokenizerError, match=r"vocab\.json is no vocabulary"):
+    with pytest.raises(TokenizerError, match=r"vocab\.json: expected a JSON object"):
         open_tokenizer(tmp_path, text)
 
 

@@ -259,7 +259,7 @@ def test_random_weights_take_shape_and_tokenizer_only(base: Path, tmp_path: Path
     [
         (["snips"], "--init must name the encoder"),
         (["snips", "--random-weights"], "--random-weights needs --init"),
-        (["mlm-small", "--freeze-encoder"], "classify or tag; 'mlm-small' is 'pretrain'"),
+        (["mlm-small", "--freeze-encoder"], "classify or tag; the task of 'mlm-small' is 'pretrain'"),
         (["snips", "--init", "nowhere"], "nowhere is not a checkpoint"),
     ],
 )

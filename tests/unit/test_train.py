@@ -270,5 +270,5 @@ def test_training_from_an_encoder_alone_is_refused(tmp_path: Path) -> None:
     init = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
     config = init.config.model_copy(update={"architecture": "encoder", "decoder_layers": 0})
     group = Group(rank=0, size=1, device=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match=r"architecture='encoder'.* only encoder-decoders"):
+    with pytest.raises(CheckpointError, match=r"architecture='encoder'.* only encoder-decoder models"):
         Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", group, init=replace(init, config=config))

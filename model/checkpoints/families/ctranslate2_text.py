@@ -123,6 +123,6 @@ def _read(folder: Path, stem: str, unknown: str) -> list[str] | None:
 
 
 def _lines(held: str) -> list[str]:
-    """Lines of a text; a carriage return at the end of each is none of a token's."""
+    """Return the lines of a text; if all lines end with a carriage return, it is removed."""
     lines = held.removesuffix("\n").split("\n")
     return [line[:-1] for line in lines] if all(line.endswith("\r") for line in lines) else lines
