@@ -242,7 +242,7 @@ ROUNDING = {None: 0.0, "int8": 0.51 / 127, "float16": 2.0**-11, "bfloat16": 2.0*
 
 @pytest.mark.parametrize("quantization", ROUNDING)
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_model_comes_back(tmp_path: Path, name: str, quantization: str | None) -> None:
+def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str, quantization: str | None) -> None:
     """A model written by CTranslate2 and imported has the same shape, and the same weights except for rounding."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM[name]), seed=3)
     save_twin(checkpoint, tmp_path, quantization=quantization)

@@ -163,7 +163,7 @@ def test_texts_of_a_sentencepiece_model_alone_are_read_as_transformers_reads_the
         ("v3_masked", dict(conv_kernel_size=3), "conv_kernel_size is 3"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(CASES[name], tmp_path)

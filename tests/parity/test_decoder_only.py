@@ -147,7 +147,7 @@ CONTROLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), CONTROLS, ids=str)
-def test_prompts_together_go_on_as_in_transformers_alone(
+def test_prompts_in_a_batch_get_the_tokens_of_transformers(
     imported: Imported, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     """Penalties apply to tokens of the prompt and to generated tokens."""
@@ -155,14 +155,14 @@ def test_prompts_together_go_on_as_in_transformers_alone(
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_relatives_of_llama_go_on_as_in_transformers(tmp_path: Path, name: str) -> None:
+def test_mistral_and_qwen2_get_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     """Mistral within its window, the longest prompt up to its last position; Qwen2 with only some biases."""
     check_together(imported_from(tmp_path, name), SamplingParams(max_new_tokens=12))
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama_linear"])
 @pytest.mark.parametrize("is_old", [False, True], ids=["rope_parameters", "rope_scaling"])
-def test_scaled_rotary_positions_go_on_as_in_transformers(tmp_path: Path, name: str, is_old: bool) -> None:
+def test_scaled_rotary_positions_get_the_tokens_of_transformers(tmp_path: Path, name: str, is_old: bool) -> None:
     """Settings as written by transformers 5, and as in Llama 3.1's own config.json."""
     imported = imported_from(tmp_path, name, said_as_before_version_5 if is_old else None)
     kept = kept_rates(imported.theirs)
@@ -236,7 +236,7 @@ def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> N
     assert len({event.token_ids for events in together.values() for event in events}) > len(requests)
 
 
-def test_preempted_prompts_go_on_with_the_same_bits(bundle: Bundle) -> None:
+def test_preempted_prompts_get_bit_identical_outputs(bundle: Bundle) -> None:
     model, dice = bundle.manifest.model, random.Random(0)
     longest = blocks_for(model.max_target_len, BLOCK_SIZE)
     tight = NativeRunner(bundle, max_rows=8, threads=2, num_blocks=2 * longest)
@@ -281,7 +281,7 @@ FACTORS: dict[str, Any] = dict(short_factor=[1.0] * 5, long_factor=[2.0] * 5)
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     ],
 )
-def test_what_the_model_does_not_compute_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, name: str, settings: dict[str, object], message: str
 ) -> None:
     write_decoder(tmp_path / "checkpoint", name, **settings)

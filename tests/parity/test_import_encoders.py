@@ -253,7 +253,7 @@ def test_a_tied_output_stored_under_both_names_is_one(tmp_path: Path) -> None:
         ("albert_base", dict(num_hidden_groups=2), "num_hidden_groups is 2"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     case: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(CASES[case], tmp_path)

@@ -62,7 +62,7 @@ def drawn(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("overrides", PRUNABLE.values(), ids=PRUNABLE)
-def test_pruned_model_computes_what_the_model_does_with_the_dropped_heads_silent(
+def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
     overrides: dict[str, object], num_heads: int
 ) -> None:
     model = random_transformer(small_config(**overrides))
@@ -108,7 +108,7 @@ def test_heads_that_share_a_relative_bias_are_kept_in_every_layer_alike() -> Non
     }
 
 
-def test_importance_ranks_heads_as_shutting_each_one_does(checkpoint: Checkpoint) -> None:
+def test_importance_ranks_heads_like_closing_each_gate(checkpoint: Checkpoint) -> None:
     """The effects of the heads differ by orders of magnitude, so that a first-order estimate ranks them correctly."""
     model = random_transformer(checkpoint.config).double()
     scales = torch.tensor([1e-2, 1.0, 1e-6, 1e-4], dtype=torch.float64)
@@ -222,7 +222,7 @@ def test_prune_command_refuses_with_one_line(
     assert not (tmp_path / "pruned").exists()
 
 
-def test_prune_command_keeps_what_lies_where_it_would_write(
+def test_prune_command_refuses_an_existing_output(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("precious")

@@ -126,7 +126,7 @@ def test_known_words_become_the_same_tokens(pair: Pair, words: list[str]) -> Non
 
 @given(data=st.data())
 @RANDOM
-def test_any_ids_decode_to_the_same_text_however_they_come(pair: Pair, data: st.DataObject) -> None:
+def test_any_ids_decode_to_the_same_text_for_any_split(pair: Pair, data: st.DataObject) -> None:
     """The only exception are invalid UTF-8 bytes: the number of U+FFFD for a sequence of them."""
     ids = data.draw(st.lists(st.integers(0, len(pair.theirs) - 1), max_size=12))
     text = pair.ours.decode(ids)
@@ -249,7 +249,7 @@ def test_m2m100_languages_follow_the_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_offsets_tell_where_tokens_stand(name: str, tmp_path: Path) -> None:
+def test_offsets_are_the_positions_of_tokens(name: str, tmp_path: Path) -> None:
     """transformers has no offsets here, so the test encodes each token's part of the text and compares the token."""
     pair = pair_of(name, tmp_path)
     for text in ("the cat  sat", "Größe 日本語", "naïve café 👩‍👩‍👧 x", " ﬁ ㎏"):
@@ -338,7 +338,7 @@ def test_tokenizer_that_is_none_is_named(defect: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"<unk>": "x"}', '{"<unk>": -1}'])
-def test_vocabulary_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+def test_invalid_vocabulary_is_refused_by_name(content: str, tmp_path: Path) -> None:
     KINDS["Marian"].build(tmp_path)
     text = KINDS["Marian"].describe(tmp_path)
     (tmp_path / "vocab.json").write_text(content)

@@ -83,7 +83,7 @@ def test_fine_tuned_bert_learns_and_is_exported(original: tuple[Path, Any], tmp_
     assert bundle.manifest.text == load_checkpoint(averaged).text
 
 
-def test_pretraining_of_bert_goes_on(original: tuple[Path, Any], tmp_path: Path) -> None:
+def test_pretraining_of_bert_continues(original: tuple[Path, Any], tmp_path: Path) -> None:
     """The model keeps its vocabulary, mask token and fill_mask head instead of those of the recipe."""
     averaged = train(tmp_path, original[0], "pretrain")
     checkpoint = load_checkpoint(averaged)

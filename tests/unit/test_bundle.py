@@ -122,7 +122,7 @@ def _write_manifest(content: bytes) -> Callable[[Path], None]:
         (_write_manifest(b"[]"), r"format_version is None"),
     ],
 )
-def test_bundle_that_is_not_what_it_says_is_refused(spoil: Callable[[Path], None], message: str, copy: Path) -> None:
+def test_damaged_bundle_is_refused(spoil: Callable[[Path], None], message: str, copy: Path) -> None:
     spoil(copy)
     with pytest.raises(BundleError, match=message):
         load_bundle(copy)
@@ -146,7 +146,7 @@ def _external(location: str) -> onnx.TensorProto:
     return tensor
 
 
-def test_external_data_is_found_wherever_a_graph_may_hide_it(tmp_path: Path) -> None:
+def test_external_data_is_found_at_every_place_of_a_graph(tmp_path: Path) -> None:
     inner = helper.make_graph([], "inner", [], [], [_external("in-a-subgraph")])
     node = helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
     constant = helper.make_node("Constant", [], ["z"], value=_external("in-a-constant"))
@@ -194,7 +194,7 @@ def test_numbers_of_the_fields_are_onnx_own() -> None:
         assert fields == {number: kind for number, kind in theirs.items() if kind != "Entry" or number == 13}
 
 
-def test_file_that_is_no_graph_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_a_graph_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff")
     with pytest.raises(NotAGraph):
         external_files(tmp_path / "model.onnx")

@@ -42,9 +42,7 @@ def defaults_of(folder: Path, **stated: Any) -> GenerationDefaults:
         ({"forced_bos_token_id": 7}, {"forced_first_id": 7}),
     ],
 )
-def test_settings_become_what_absent_options_take(
-    stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_settings_become_generation_defaults(stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     assert defaults_of(tmp_path, **stated) == GenerationDefaults(**expected)
 
 
@@ -53,7 +51,7 @@ def test_an_old_checkpoint_has_its_settings_in_config_json(tmp_path: Path) -> No
     assert found == GenerationDefaults(beam_width=6, max_new_tokens=19)
 
 
-def test_what_no_server_takes_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_left_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"num_beams": 40, "repetition_penalty": 1.2}))
     assert generation_defaults(tmp_path, {}, CONFIG, TEXT) == GenerationDefaults(repetition_penalty=1.2)
     assert "beam_width of its generation settings is left out" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: py
     assert "has no config.json" in refused(tmp_path / "empty", tmp_path, capsys)
 
 
-def test_a_hub_name_offline_says_so(
+def test_hub_name_is_refused_when_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import huggingface_hub.constants
@@ -197,7 +197,7 @@ def test_lengths_beyond_learned_positions_are_refused(
     assert "--max-source-len is 41; the checkpoint has learned 40 positions" in said
 
 
-def test_a_full_disk_leaves_nothing_behind(
+def test_import_leaves_no_files_when_the_disk_is_full(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a file size limit of 20 kB writing the weights fails like on a full disk."""

@@ -55,7 +55,7 @@ def test_white_space_counts_too(copy: Path, content: bytes) -> None:
     assert f"{copy / MANIFEST_NAME} is damaged" in refusal(copy)
 
 
-def test_an_edited_manifest_is_refused_with_what_to_do(copy: Path) -> None:
+def test_edited_manifest_is_refused_with_a_remedy(copy: Path) -> None:
     (copy / MANIFEST_NAME).write_bytes(WHOLE.replace(b'"num_heads": 8', b'"num_heads": 4'))
     message = refusal(copy)
     assert f"{copy / MANIFEST_NAME} is damaged" in message

@@ -31,7 +31,7 @@ def within(found: int, trials: int, share: float) -> bool:
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 10_000), st.floats(0.01, 1.0))
-def test_masking_changes_only_what_is_predicted(rows: int, length: int, seed: int, rate: float) -> None:
+def test_masking_changes_only_predicted_tokens(rows: int, length: int, seed: int, rate: float) -> None:
     ids = texts(rows, length, seed)
     inputs, labels = masking(rate=rate).apply(ids, seed)
     chosen = labels != IGNORED_LABEL
@@ -66,7 +66,7 @@ def test_masking_follows_the_80_10_10_rule() -> None:
         assert within(int((drawn == token).sum()), len(drawn), 1 / ordinary), token
 
 
-def test_masking_chooses_every_place_alike() -> None:
+def test_masking_chooses_all_positions_equally_often() -> None:
     ids = torch.full((4000, 20), 9)
     labels = masking().apply(ids, seed=3)[1]
     for place in (labels != IGNORED_LABEL).sum(dim=0).tolist():

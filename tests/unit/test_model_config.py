@@ -90,7 +90,7 @@ def test_unknown_preset_is_named_with_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["encoder", "decoder"])
-def test_half_a_transformer_stands_alone(architecture: str) -> None:
+def test_encoder_only_and_decoder_only_models_are_valid(architecture: str) -> None:
     other = {"encoder": "decoder_layers", "decoder": "encoder_layers"}[architecture]
     model = Transformer(preset("tiny", architecture=architecture, **{other: 0})).eval()
     ids = torch.arange(4, 10)[None]
@@ -118,13 +118,13 @@ def test_config_survives_json() -> None:
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_parts_of_encoders_are_refused_elsewhere() -> None:
+def test_options_of_encoders_are_refused_in_other_architectures() -> None:
     for name, value in dict(token_types=2, embedding_width=16, share_layers=True).items():
         with pytest.raises(ValidationError, match=f"{name}={value} does not fit architecture='encoder-decoder'"):
             preset("tiny", **{name: value})
 
 
-def test_a_tied_head_reads_what_is_as_wide_as_the_embeddings() -> None:
+def test_tied_head_needs_the_width_of_the_embeddings() -> None:
     encoder = dict(architecture="encoder", decoder_layers=0, embedding_width=16)
     head = dict(task="fill_mask", tied=True)
     preset("tiny", **encoder, heads=[{**head, "transform_width": 16}])

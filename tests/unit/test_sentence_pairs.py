@@ -29,7 +29,7 @@ def test_pairs_keep_to_the_length_and_have_two_parts(count: int, seed: int, max_
 
 
 @given(st.integers(2, 12), st.integers(0, 1000), st.integers(40, 200))
-def test_second_part_follows_exactly_where_the_pair_says_so(count: int, seed: int, max_tokens: int) -> None:
+def test_second_part_follows_the_first_only_if_is_next(count: int, seed: int, max_tokens: int) -> None:
     made = documents(count, seed)
     home = {token: index for index, document in enumerate(made) for sentence in document for token in sentence}
     for pair in sentence_pairs(made, max_tokens, seed):

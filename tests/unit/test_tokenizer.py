@@ -50,7 +50,7 @@ def test_decode_inverts_encode(text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_min_tokens_is_never_above_what_encode_takes(text: str) -> None:
+def test_min_tokens_is_a_lower_bound_of_encode(text: str) -> None:
     assert TOKENIZER.min_tokens(text) <= len(TOKENIZER.encode(text))
 
 
@@ -60,7 +60,7 @@ def test_min_tokens_grows_with_the_text_and_not_with_its_spaces() -> None:
 
 
 @pytest.mark.parametrize("text", ["\u1112\u1161\u11ab", "\u037e", "\u1fef", "\u212a", "\u1fbe\u0308\u0301"])
-def test_min_tokens_holds_of_texts_that_become_shorter_by_composition(text: str) -> None:
+def test_min_tokens_is_a_lower_bound_when_normalisation_shortens_a_text(text: str) -> None:
     assert len(unicodedata.normalize("NFC", text).encode()) < len(text.encode())
     repeated = text * 3000
     assert 0 < TOKENIZER.min_tokens(repeated) <= len(TOKENIZER.encode(repeated))
@@ -98,7 +98,7 @@ def test_stream_holds_back_half_a_character() -> None:
 
 
 @pytest.mark.parametrize("text", ["I don't know", "Straße 12", "🎼 ä"])
-def test_pieces_show_what_each_token_stands_for(text: str) -> None:
+def test_pieces_show_the_text_or_bytes_of_each_token(text: str) -> None:
     """A piece is the token's text; a part of a character is shown as its bytes."""
     ids = TOKENIZER.encode(text)
     shown = b"".join(
@@ -155,7 +155,7 @@ def test_mask_token_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_vocabulary_with_a_mask_token_reads_other_texts_alike(text: str) -> None:
+def test_mask_token_does_not_change_the_tokens_of_other_texts(text: str) -> None:
     """Compared with a vocabulary without mask token, every id is one higher, because there is one token more."""
     plain = Tokenizer.train(SENTENCES, vocab_size=339)
     assert MASKED.encode(text) == [index + 1 for index in plain.encode(text)]
@@ -164,7 +164,7 @@ def test_vocabulary_with_a_mask_token_reads_other_texts_alike(text: str) -> None
 
 @pytest.mark.parametrize("word", ["weather", "The", "12"])
 @pytest.mark.parametrize("text", ["The weather is nice, 12 of them.", "is it the weather?", "weather"])
-def test_typed_mask_token_stands_in_a_words_place(text: str, word: str) -> None:
+def test_mask_token_in_a_text_replaces_a_word(text: str, word: str) -> None:
     """The tokens before and after the mask are the same as in the text without a mask."""
     expected: list[int | None] = []
     for piece in re.split(rf"( ?\b{word}\b)", " " + text):

@@ -162,7 +162,7 @@ def test_training_that_ends_with_its_epochs_keeps_their_last_step(tmp_path: Path
     assert load_checkpoint(averaged).config.d_model == 32
 
 
-def test_training_without_a_full_batch_says_so(tmp_path: Path) -> None:
+def test_training_without_a_full_batch_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     recipe = recipe.model_copy(update=dict(model={**recipe.model, "max_source_len": 1}))
     with pytest.raises(RecipeError, match="has too few texts"):
@@ -218,7 +218,7 @@ def test_learning_rate_is_the_papers_schedule() -> None:
     assert learning_rate(50, TrainConfig(warmup_steps=50, peak_lr=0.005), 512) == pytest.approx(0.005)
 
 
-def test_cool_down_ends_the_schedule_at_nearly_nothing() -> None:
+def test_cool_down_ends_with_a_learning_rate_near_zero() -> None:
     plain = TrainConfig(warmup_steps=10, max_steps=1000)
     cooled = TrainConfig(warmup_steps=10, max_steps=1000, cooldown_steps=100)
     ratios = [learning_rate(step, cooled, 512) / learning_rate(step, plain, 512) for step in (1, 900, 901, 951, 1000)]
@@ -247,7 +247,7 @@ def test_wrong_argument_ends_with_exit_code_2(
     assert not (tmp_path / "run").exists()
 
 
-def test_training_goes_on_from_a_pruned_checkpoint(tmp_path: Path) -> None:
+def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path) -> None:
     """--init gives shape, tokenizer and weights instead of the recipe; training recovers the loss of pruning."""
     recipe = make_recipe(tmp_path, max_steps=200, peak_lr=1e-2, checkpoint_every_steps=100)
     group = Group(rank=0, size=1, device=torch.device("cpu"))
