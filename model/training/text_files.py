@@ -51,6 +51,11 @@ class Parts(Generic[Item]):
     test: list[Item]
 
 
+def part_of(parts: Parts[Item], part: Part) -> list[Item]:
+    """Return one of the parts."""
+    return {"train": parts.train, "valid": parts.valid, "test": parts.test}[part]
+
+
 def read_texts(folder: Path, file: TextFile) -> list[str]:
     """Return the texts of a file of any format, without labels. Raises RecipeError naming the file."""
     if file.format == "lines":
