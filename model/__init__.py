@@ -1,1 +1,1 @@
-"""Everything about a model that is not serving. Import submodules; this file imports nothing."""
+"""Models: shape, text, bundle, export, checkpoints and training, all except serving. This file imports nothing."""

@@ -1,6 +1,7 @@
-"""The shape of a Transformer, validated: one description from which model, export and cache derive theirs.
+"""Validated shape of a Transformer: the one description that the model, the exporter and the cache use.
 
-Vaswani et al. 2017 with the variants its successors added. Torch-free: the server reads it from the manifest.
+It covers the model of Vaswani et al. 2017 and the variants that later models added. Imports no torch, because the
+server reads it from the manifest.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ Sinusoids = Literal["interleaved", "halves", "fairseq"]
 
 
 class Disentangled(BaseModel):
-    """Scores of content against relative positions (He et al. 2021), see disentangled.py.
+    """Settings of disentangled attention (DeBERTa, He et al. 2021), see ops/disentangled.py.
 
-    span: half the rows of the table of relative positions. max_distance: where logarithmic rows end; None: every
-    distance up to span has a row of its own. share_projections: positions are projected by the content's queries and
-    keys. norm: a LayerNorm on the table.
+    span: half the rows of the table of relative positions.
+    max_distance: distance at which the logarithmic rows end; None: every distance up to span has its own row.
+    content_to_position, position_to_content: terms of the score; at least one must be on.
+    share_projections: the content's query and key projections also project the positions.
+    norm: a LayerNorm on the table.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,14 +43,14 @@ class Disentangled(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if not (self.content_to_position or self.position_to_content):
-            raise ValueError("content_to_position=False needs position_to_content")
+            raise ValueError("content_to_position and position_to_content are both False; one of them must be True")
         if self.max_distance is not None and self.max_distance - 1 <= self.span // 2:
-            raise ValueError(f"max_distance={self.max_distance} must be above half of span={self.span} and one more")
+            raise ValueError(f"max_distance={self.max_distance} must be above span / 2 + 1, span={self.span}")
         return self
 
 
 class LinearScaling(BaseModel):
-    """Rotary angles grow slower by `factor`: positions interpolated (Chen et al. 2023, section 2.3)."""
+    """Division of all rotary angles by `factor`: position interpolation (Chen et al. 2023, section 2.3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -56,10 +59,11 @@ class LinearScaling(BaseModel):
 
 
 class Llama3Scaling(BaseModel):
-    """Rotary angles as Llama 3.1 scales them: by how often one turns within the length that was trained on first.
+    """Scaling of rotary angles in Llama 3.1; it depends on the number of turns within the original training length.
 
-    From high_freq_factor turns on an angle stays as it is, up to low_freq_factor it grows slower by `factor`, and
-    between the two by their mix. Names as in config.json; lengths in tokens. See `rotary_rates` of positions.py.
+    An angle with at least high_freq_factor turns does not change. An angle with at most low_freq_factor turns is
+    divided by `factor`. Between the two limits both rates are interpolated. Fields have the names of config.json;
+    original_max_position_embeddings is in tokens. See `rotary_rates` in transformer/positions.py.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -83,10 +87,11 @@ RopeScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="kind
 
 
 class ModelConfig(BaseModel):
-    """Every choice that defines the network; a wrong value is refused with the field's name.
+    """Shape and options of the network. Raises pydantic.ValidationError naming the wrong field.
 
-    Lengths count tokens and include begin and end tokens. head_dim None is d_model / num_heads.
-    attention_scale None is 1 / sqrt(head_dim) (section 3.2.1 of the paper); T5 uses 1.
+    Lengths are in tokens and include begin and end tokens. head_dim=None means d_model / num_heads.
+    attention_scale=None means 1 / sqrt(head_dim) (section 3.2.1 of the paper); T5 uses 1. Section numbers refer to
+    Vaswani et al. 2017.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,7 +99,7 @@ class ModelConfig(BaseModel):
     architecture: Architecture = "encoder-decoder"
     vocab_size: int = Field(ge=4, le=1_000_000)
     source_vocab_size: int | None = Field(
-        default=None, ge=4, le=1_000_000, description="Rows of an encoder's own embedding; None: vocab_size."
+        default=None, ge=4, le=1_000_000, description="Rows of a separate encoder embedding; None: vocab_size."
     )
     d_model: int = Field(ge=8, le=16384)
     encoder_layers: int = Field(ge=0, le=128)
@@ -110,30 +115,30 @@ class ModelConfig(BaseModel):
     positions: Positions = "sinusoidal"
     sinusoids: Sinusoids = Field(default="interleaved", description="Layout of sinusoidal tables, see positions.py.")
     positions_offset: int = Field(
-        default=0, ge=0, le=1024, description="Row of the position table that tokens start at."
+        default=0, ge=0, le=1024, description="Row of the position table for the first token."
     )
     max_source_len: int = Field(default=256, ge=1, le=65536)
     max_target_len: int = Field(default=256, ge=1, le=65536)
     relative_buckets: int = Field(default=32, ge=4, le=1024)
     relative_max_distance: int = Field(default=128, ge=2, le=65536)
     rope_theta: float = Field(default=10000.0, gt=1)
-    rope_scaling: RopeScaling | None = Field(default=None, description="Rotary angles made slower for longer texts.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of rotary angles for longer texts.")
     tie_source_target: bool = Field(default=True, description="Encoder and decoder share one embedding.")
     tie_output: bool = Field(default=True, description="The output projection is the target embedding, transposed.")
-    output_bias: bool = Field(default=False, description="A bias on the logits, as Marian and BART have.")
+    output_bias: bool = Field(default=False, description="A bias on the logits (Marian, BART).")
     scale_embeddings: bool = Field(default=True, description="Multiply embeddings by sqrt(d_model), section 3.4.")
-    embedding_norm: bool = Field(default=False, description="A norm after embeddings and positions, as in BART.")
+    embedding_norm: bool = Field(default=False, description="A norm after embeddings and positions (BART).")
     token_types: int = Field(default=0, ge=0, le=16, description="Rows of the encoder's token type table (BERT).")
     embedding_width: int | None = Field(
-        default=None, ge=1, le=16384, description="Width of the embeddings, projected to d_model where set (ALBERT)."
+        default=None, ge=1, le=16384, description="Embedding width, projected to d_model; None: d_model (ALBERT)."
     )
-    share_layers: bool = Field(default=False, description="Every layer of a stack is the same one (ALBERT).")
+    share_layers: bool = Field(default=False, description="All layers of a stack share one set of weights (ALBERT).")
     attention_scale: float | None = Field(default=None, gt=0)
     bias: bool = Field(default=True, description="Biases in the linear layers of attention and feed-forward.")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="On embeddings and sublayer outputs, section 5.4.")
-    activation_dropout: bool = Field(default=False, description="Dropout inside the feed-forward as well.")
-    disentangled: Disentangled | None = Field(default=None, description="Scores of relative positions (DeBERTa).")
-    heads: tuple[HeadConfig, ...] = Field(default=(), description="What an encoder alone is read out for.")
+    activation_dropout: bool = Field(default=False, description="Dropout also inside the feed-forward.")
+    disentangled: Disentangled | None = Field(default=None, description="Disentangled attention (DeBERTa).")
+    heads: tuple[HeadConfig, ...] = Field(default=(), description="Heads of an encoder-only model.")
     pad_id: int = Field(default=0, ge=0)
     bos_id: int = Field(default=1, ge=0, description="First decoder input.")
     eos_id: int = Field(default=2, ge=0)
@@ -152,11 +157,15 @@ class ModelConfig(BaseModel):
         if self.source_vocab_size not in (None, self.vocab_size) and (
             self.tie_source_target or self.architecture != "encoder-decoder"
         ):
-            raise ValueError(f"source_vocab_size={self.source_vocab_size} needs an embedding of the encoder's own")
+            raise ValueError(
+                f"source_vocab_size={self.source_vocab_size} differs from vocab_size={self.vocab_size}; it needs "
+                "architecture='encoder-decoder' and tie_source_target=False"
+            )
         tasks = [head.task for head in self.heads]
         if len(tasks) != len(set(tasks)) or (tasks and self.architecture != "encoder"):
             raise ValueError(
-                f"heads={tasks} do not fit architecture={self.architecture!r}: one of a task, encoders only"
+                f"heads={tasks} do not fit architecture={self.architecture!r}: "
+                "at most one head for each task, and only with architecture='encoder'"
             )
         for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
             if getattr(self, name) >= self.vocab_size:
@@ -173,7 +182,7 @@ class ModelConfig(BaseModel):
             if head.tied and width != self.resolved_embedding_width:
                 raise ValueError(
                     f"heads: {head.task} is tied to embeddings of width {self.resolved_embedding_width}, "
-                    f"but what it reads is {width} wide"
+                    f"but its input has width {width}"
                 )
         return self
 
@@ -186,7 +195,7 @@ class ModelConfig(BaseModel):
         if self.positions == "t5_relative" and self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} must be above half of "
-                f"relative_buckets={self.relative_buckets}, the distances that have buckets of their own"
+                f"relative_buckets={self.relative_buckets}: smaller distances have one bucket each"
             )
         if self.positions == "sinusoidal" and self.resolved_embedding_width % 2:
             name = "d_model" if self.embedding_width is None else "embedding_width"
@@ -204,44 +213,45 @@ class ModelConfig(BaseModel):
 
     @property
     def resolved_attention_scale(self) -> float:
-        """Factor on query-key products; every term of a disentangled score makes it smaller, section 3.1 there."""
+        """Factor on query-key products. Each term of a disentangled score reduces it (He et al. 2021, section 3.1)."""
         kind = self.disentangled
         terms = 1 + (kind.content_to_position + kind.position_to_content if kind is not None else 0)
         return self.attention_scale or (self.resolved_head_dim * terms) ** -0.5
 
     @property
     def resolved_embedding_width(self) -> int:
-        """Width of token embeddings, their positions and the norm behind them."""
+        """Width of token embeddings, of absolute positions and of the norm after them."""
         return self.embedding_width or self.d_model
 
     @property
     def resolved_source_vocab_size(self) -> int:
-        """Ids that a source may hold are below it."""
+        """Number of source token ids; every source id is below it."""
         return self.source_vocab_size or self.vocab_size
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The halves it has, in the order that a request passes them."""
-        halves: tuple[tuple[Part, int], ...] = (("encoder", self.encoder_layers), ("decoder", self.decoder_layers))
-        return tuple(part for part, layers in halves if layers)
+        """Parts that the model has: encoder, decoder or both, in execution order."""
+        counts: tuple[tuple[Part, int], ...] = (("encoder", self.encoder_layers), ("decoder", self.decoder_layers))
+        return tuple(part for part, layers in counts if layers)
 
     @property
     def longest_cached(self) -> tuple[int, int]:
-        """Most source and target tokens of a sequence whose keys and values are kept; 0 where a half is missing."""
+        """Maximum number of cached source and target tokens of one sequence; 0 for a part that the model lacks."""
         if not self.decoder_layers:
             return 0, 0
         return self.max_source_len if self.encoder_layers else 0, self.max_target_len
 
     @property
     def attention_width(self) -> int:
-        """num_heads x head_dim; differs from d_model in some T5 checkpoints."""
+        """Width of all heads together, num_heads x head_dim; it differs from d_model in some T5 checkpoints."""
         return self.num_heads * self.resolved_head_dim
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
-    """Named configurations: `base` and `big` of the paper's table 3 (37k shared vocabulary), `tiny` for tests.
+    """Return a named configuration, with fields replaced by `overrides`.
 
-    Raises ValueError naming the known presets.
+    `base` and `big` are the models of the paper's table 3 (37k shared vocabulary); `tiny` is for tests.
+    Raises ValueError with the list of known presets.
     """
     presets: dict[str, dict[str, object]] = {
         "base": dict(vocab_size=37000, d_model=512, encoder_layers=6, decoder_layers=6, num_heads=8, d_ff=2048),

@@ -1,12 +1,12 @@
-"""What an encoder's states are read out for: the heads of BERT and its relatives, described. Torch-free.
+"""Configuration of the heads of an encoder-only model (Devlin et al. 2019, section 3). Imports no torch.
 
-Devlin et al. 2019, section 3. A head is an optional transform (dense, activation, norm) and an output product:
+A head is an optional transform (dense layer, activation, norm) and an output layer. Inputs and outputs by task:
 
-    fill_mask      every masked token, over the vocabulary
-    classify       the first token, over the labels of one text or a pair
-    tag            every token, over the labels
-    next_sentence  the first token of a pair, over is_next and not_next
-    pool           the first token's transform itself, [M]: BERT's pooled output
+    fill_mask      each masked token -> the vocabulary
+    classify       first token of a text or a pair -> the labels
+    tag            each token -> the labels
+    next_sentence  first token of a pair -> is_next, not_next
+    pool           first token -> output of the transform, [M]; it has no output layer (BERT's pooled output)
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ FIRST_TOKEN_TASKS: frozenset[Task] = frozenset({"classify", "next_sentence", "po
 
 
 class HeadConfig(BaseModel):
-    """One head of an encoder.
+    """One head of an encoder-only model.
 
-    labels: names of the outputs; empty for fill_mask, whose outputs are token ids, and for pool, which has none.
-    transform_width: outputs of the dense layer before the output product; None: there is no such layer.
-    activation: what follows that layer; norm: whether a LayerNorm follows the activation.
-    tied: fill_mask's output product is the token embedding, transposed.
-    scores: how outputs become scores: over all labels, each for itself, or as they are (regression).
+    labels: names of the outputs; empty for fill_mask, whose outputs are token ids, and for pool.
+    transform_width: number of outputs of the dense layer of the transform; None: no transform.
+    activation: activation after that dense layer.
+    norm: True: a LayerNorm follows the activation.
+    tied: True: the output layer is the token embedding, transposed; only for fill_mask.
+    scores: function from logits to scores: softmax over all labels, sigmoid of each label, or none (regression).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,7 +41,7 @@ class HeadConfig(BaseModel):
     activation: HeadActivation = "none"
     norm: bool = False
     tied: bool = False
-    bias: bool = Field(default=True, description="A bias on the output product.")
+    bias: bool = Field(default=True, description="A bias in the output layer.")
     scores: Scores = "softmax"
 
     @model_validator(mode="after")
@@ -50,5 +51,8 @@ class HeadConfig(BaseModel):
         if self.tied and self.task != "fill_mask":
             raise ValueError(f"tied=True does not fit task={self.task!r}")
         if self.transform_width is None and (self.task == "pool" or self.norm or self.activation != "none"):
-            raise ValueError(f"transform_width=None does not fit task={self.task!r} with what follows the transform")
+            raise ValueError(
+                f"transform_width=None does not fit task={self.task!r}, activation={self.activation!r} and "
+                f"norm={self.norm}: these need a transform"
+            )
         return self

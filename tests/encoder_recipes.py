@@ -1,4 +1,4 @@
-"""A made-up language of commands, and recipes that teach an encoder to read it in seconds."""
+"""An artificial language of commands, and recipes that train an encoder on it in seconds."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ def _file(folder: Path, name: str, content: str, file_format: str) -> dict[str, 
 
 
 def commands(count: int, seed: int) -> list[tuple[str, str, list[str]]]:
-    """Different commands."""
+    """Return different random commands."""
     chance = random.Random(seed)
     return list({text: (text, intent, tags) for text, intent, tags in (command(chance) for _ in range(count))}.values())
 
 
 def pretrain_recipe(folder: Path, **train: object) -> PretrainRecipe:
-    """Masked tokens of commands; documents of two halves, each of one verb, so that it shows what follows."""
+    """Return a recipe for masked tokens and sentence order.
+
+    Each document has two parts with one verb each, so that the next sentence can be predicted.
+    """
     texts = [text for text, _, _ in commands(400, seed=1)]
     chance = random.Random(2)
     documents = []
@@ -80,7 +83,7 @@ def pretrain_recipe(folder: Path, **train: object) -> PretrainRecipe:
 
 
 def fine_tune_recipe(folder: Path, task: str, **train: object) -> FineTuneRecipe:
-    """Intents of commands, or places and persons in them."""
+    """Return a recipe for the intents of commands, or for places and persons in them."""
 
     def written(name: str, seed: int, count: int) -> dict[str, str]:
         made = commands(count, seed)
@@ -106,7 +109,7 @@ def fine_tune_recipe(folder: Path, task: str, **train: object) -> FineTuneRecipe
 
 
 def pretrained(folder: Path, **train: object) -> Path:
-    """A checkpoint of an encoder that has seen the language."""
+    """Return the folder of a checkpoint of an encoder that was pre-trained on the language."""
     averaged = Trainer(pretrain_recipe(folder, **train), folder, folder / "pretrained", GROUP).run()
     assert averaged is not None
     return averaged

@@ -1,1 +1,1 @@
-"""Bundles: the exported directory of a model, its manifest and its graphs. Imports no torch."""
+"""Bundles: the directory of an exported model, its manifest and its graphs. Imports no torch."""

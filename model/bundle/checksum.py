@@ -1,8 +1,8 @@
-"""Checksum that manifest.json carries of itself: SHA-256 of the file's bytes, the checksum's own digits at zero.
+"""Checksum inside manifest.json of the file itself: SHA-256 of its bytes, with the checksum's own digits set to zero.
 
-It covers bytes, not values: any changed bit is refused, in white space and in the last digit of a number too. A check
-of values would accept some damaged files, and a file that is damaged at one place may be damaged at others. Knows
-nothing of what a manifest holds.
+It covers bytes, not values. Every changed bit is detected, also in white space and in the last digit of a number. A
+check of values would accept some damaged files, and a file with one damaged place can have others. This module does
+not know the fields of a manifest.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import re
 from collections.abc import Mapping
 
 _BLANK = "0" * 64
-# No text inside the JSON can look like this: its quotation marks would be escaped.
+# No string inside the JSON can match: its quotation marks are escaped.
 _FIELD = re.compile(rb'("checksum": ")([0-9a-f]{64})(")')
 
 
 class ChecksumError(ValueError):
-    """The bytes are not those that the checksum was made of."""
+    """The bytes do not match their checksum."""
 
 
 def with_checksum(manifest: Mapping[str, object]) -> bytes:
-    """Return a manifest as the bytes of its file, the checksum first."""
+    """Return the bytes of manifest.json, with the checksum as the first field."""
     text = json.dumps({"checksum": _BLANK, **manifest}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     content = text.encode("utf-8")
     return _with_digits(content, _digest(content))
 
 
 def verify_checksum(content: bytes) -> bool:
-    """Compare a manifest's bytes with their checksum; False where they hold none. Raises ChecksumError."""
+    """Compare a manifest's bytes with their checksum; return False if they have no checksum. Raises ChecksumError."""
     found = _FIELD.search(content)
     if found is None:
         return False
-    said, actual = found[2].decode("ascii"), _digest(_with_digits(content, _BLANK))
-    if said != actual:
-        raise ChecksumError(f"its sha256 is {actual[:12]}..., its checksum says {said[:12]}...")
+    expected, actual = found[2].decode("ascii"), _digest(_with_digits(content, _BLANK))
+    if expected != actual:
+        raise ChecksumError(f"its sha256 is {actual[:12]}..., its checksum says {expected[:12]}...")
     return True
 
 

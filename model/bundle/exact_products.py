@@ -1,4 +1,4 @@
-"""Products of 8-bit integers that ONNX Runtime computes exactly on every processor: for whoever opens int8 graphs."""
+"""Session option that makes int8 products exact on every processor; every session with int8 graphs sets it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def keep_products_exact(options: Any) -> None:
-    """Set onnxruntime.SessionOptions so that products of uint8 and int8 do not saturate, where the processor would.
+    """Change onnxruntime.SessionOptions so that products of uint8 and int8 never saturate.
 
-    Without VNNI pairs of them are summed in 16 bits. With the setting the weights become uint8, which would take twice
-    the time where VNNI is.
+    Processors without VNNI sum pairs of these products in 16 bits, which can saturate. The option converts the weights
+    to uint8. It is set only on these processors, because with VNNI it would double the time.
     """
     if _lacks_vnni():
         options.add_session_config_entry("session.x64quantprecision", "1")
@@ -20,7 +20,7 @@ def keep_products_exact(options: Any) -> None:
 
 @cache
 def _lacks_vnni() -> bool:
-    """Whether this is an x86 processor without instructions for exact u8 x s8 products, as far as one can tell."""
+    """Return True on an x86 processor that is not known to have instructions for exact u8 x s8 products."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     cpuinfo = Path("/proc/cpuinfo")
@@ -28,6 +28,6 @@ def _lacks_vnni() -> bool:
 
 
 def has_vnni(cpuinfo: str) -> bool:
-    """Whether the flags in /proc/cpuinfo's text name AVX-512 VNNI, AVX-VNNI or AMX for 8-bit integers."""
+    """Return whether the flags in the text of /proc/cpuinfo name AVX-512 VNNI, AVX-VNNI or AMX for 8-bit integers."""
     flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
     return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(flags.split())

@@ -1,7 +1,7 @@
-"""Which files an ONNX graph reads its weights from, told without the onnx package.
+"""List of the files that an ONNX graph reads weights from, found without the onnx package.
 
-Reads of ONNX's messages only what leads to external data; numbers are those of onnx.proto (IR version 4 and newer).
-ONNX Runtime opens whatever a graph names, so a bundle that is to be trusted must list it.
+Only the protobuf fields that lead to external data are declared, with the field numbers of onnx.proto (IR version 4
+and newer). ONNX Runtime opens every file that a graph names, so the manifest must list each of them with its checksum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 _PACKAGE = "antiphon.external_data"
-# By message: fields that lead on, by number, and the message that each holds. Graphs lie in nodes as in models.
+# For each message: the numbers of the fields on the path to external data, and the message type of each field. Nodes
+# contain graphs too (subgraphs of control flow).
 _FIELDS: dict[str, dict[int, str]] = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},
@@ -33,15 +34,15 @@ _KEY, _VALUE = 1, 2
 
 
 class NotAGraph(Exception):
-    """A file is no ONNX model."""
+    """The file is not an ONNX model."""
 
 
 def external_files(path: Path) -> set[str]:
-    """The names that a graph's tensors give as the location of their data. Raises NotAGraph, OSError."""
+    """Return the `location` values of all external tensors of a graph. Raises NotAGraph or OSError."""
     try:
         model = _model_class().FromString(path.read_bytes())
     except DecodeError:
-        raise NotAGraph(f"{path} is no ONNX graph") from None
+        raise NotAGraph(f"{path} is not an ONNX graph") from None
     return {location.decode("utf-8", "surrogateescape") for location in _locations(model)}
 
 
@@ -61,7 +62,7 @@ def _model_class() -> type[Message]:
     file = FileDescriptorProto(name="antiphon/external_data.proto", package=_PACKAGE, syntax="proto3")
     for name, fields in _FIELDS.items():
         message = file.message_type.add(name=name)
-        for number, kind in fields.items():  # one message in a singular field reads as a list of one
+        for number, kind in fields.items():  # protobuf parses a singular field as a repeated field with one element
             message.field.add(
                 name=f"field_{number}",
                 number=number,

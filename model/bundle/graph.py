@@ -1,7 +1,7 @@
-"""One graph of a bundle in an ONNX Runtime session that runs it sparingly and counts what it works in.
+"""ONNX Runtime session for one graph of a bundle, with a counted workspace.
 
-Owns the settings every session of this project shares: threads, spinning, the counting allocator. Refuses to know
-what the graph computes. Torch-free: the server, the profile and the export's own check run graphs through it.
+Owns the settings that all sessions share: threads, spinning and the counting allocator. It does not know the meaning
+of the graph's tensors. The server, `antiphon profile` and the check after an export use it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from antiphon.model.bundle.exact_products import keep_products_exact
 from antiphon.model.bundle.onnx_runtime import ort
 from antiphon.model.ops.workspace import Workspace
 
-# How long a worker of the intra-op pool looks for work before it sleeps. Long enough for the nodes of one run to find
-# it awake, too short for an idle server to notice: the pool's own default burns a core between two steps.
+# Time that a thread of the intra-op pool spins before it sleeps. It is long enough to stay awake between the nodes of
+# one run, and short enough to cost nothing when the server is idle. ONNX Runtime's default keeps a core busy between
+# two steps.
 _SPIN_US = 50
 
 
 class GraphError(Exception):
     """A graph cannot be loaded or run; the message names the file and the graph.
 
-    It is one line: ONNX Runtime's own messages have several.
+    Line breaks in ONNX Runtime's messages are replaced, so that the message is one line.
     """
 
     def __init__(self, message: str) -> None:
@@ -33,9 +34,11 @@ class GraphError(Exception):
 
 
 class Graph:
-    """One ONNX file in a session; failures name the file.
+    """Session of one ONNX file.
 
-    kind is the graph's part in the bundle, for messages. Raises GraphError when the file cannot be loaded.
+    kind: the graph's role in the bundle, such as "decoder"; used in messages.
+    threads: size of the intra-op pool.
+    Raises GraphError naming the file when it cannot be loaded.
     """
 
     def __init__(self, path: Path, kind: str, threads: int, workspace: Workspace) -> None:
@@ -54,7 +57,7 @@ class Graph:
 
     @property
     def output_names(self) -> list[str]:
-        """Names of what the graph gives, in its order."""
+        """Names of the graph's outputs, in the graph's order."""
         return [tensor.name for tensor in self._session.get_outputs()]
 
     def require(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -70,7 +73,7 @@ class Graph:
                 )
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Run once and return the named outputs, in ONNX Runtime's own memory. Raises GraphError."""
+        """Run once and return the named outputs, which stay in ONNX Runtime's memory. Raises GraphError."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
@@ -80,7 +83,10 @@ class Graph:
         return [value.numpy() for value in binding.get_outputs()]
 
     def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> Any:
-        """Bind contiguous arrays by address: they must outlive the binding and stay in place."""
+        """Bind contiguous arrays by address and return the binding; the arrays must live longer than the binding.
+
+        Raises ValueError naming the first array that is not contiguous.
+        """
         binding = self._session.io_binding()
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
@@ -90,7 +96,7 @@ class Graph:
         return binding
 
     def run_bound(self, binding: Any) -> None:
-        """Run with what is bound; the interpreter lock is free meanwhile. Raises GraphError."""
+        """Run with a binding; the interpreter lock is released during the run. Raises GraphError."""
         previous = self._workspace.enter()
         try:
             self._session.run_with_iobinding(binding)
@@ -104,10 +110,10 @@ def _session_options(threads: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # every failure is raised, and the log is ours
-    # A pattern is kept for every batch shape ever seen, and there are thousands; our allocator is as fast without.
+    options.log_severity_level = 4  # every failure is raised, and the caller logs it
+    # ONNX Runtime keeps one pattern for each batch shape, and there are thousands. Our allocator is as fast without.
     options.enable_mem_pattern = False
-    # Of a pool per session, since the pool they could share cannot be told to stop spinning.
+    # Each session has its own pool: the shared pool has no setting for the spin time.
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     keep_products_exact(options)
     return options

@@ -1,6 +1,6 @@
-"""What goes into and out of a bundle's graphs, as data: names, element types, axes of every lowering.
+"""Inputs and outputs of a bundle's graphs as data: names, element types and axes for every lowering.
 
-The contract of `bundle.GraphSet`, in the form that tracing needs. Traces nothing.
+This is the contract of `manifest.GraphSet` in the form that the exporter and the steppers need.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _TYPES_OF_CHOICES: dict[type[np.generic], torch.dtype] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
-    """One tensor of a graph: its name, element type, and axes, a string where the size is free."""
+    """One input or output of a graph: name, element type and axes; an axis of free size is a string."""
 
     name: str
     dtype: torch.dtype
     axes: tuple[int | str, ...]
 
     def example(self, sizes: dict[str, int]) -> Tensor:
-        """A tensor of ones (valid as id, length and number) with the free axes sized."""
+        """Return a tensor of ones (a valid id, length and number); `sizes` gives the sizes of the free axes."""
         return torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in self.axes], dtype=self.dtype)
 
 
 def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """What the encoder graph takes."""
+    """Return the inputs of the encoder graph."""
     if lowering != "native":
         return [_ids("input_ids", "batch", "source")]
     packed = [_ids("input_ids", "tokens"), _ints("positions", "tokens"), _ints("offsets", "offsets")]
@@ -49,7 +49,11 @@ def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 
 def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """What the encoder graph gives: the source's keys and values for each decoder layer, or its states alone."""
+    """Return the outputs of the encoder graph.
+
+    Contrib and eager: cross keys and values for each decoder layer. Native: the encoder's states, and with a decoder
+    also the number of written tokens.
+    """
     if lowering != "native":
         return cache_ports(config, "encoder", "source", "present")
     memory = _floats("memory", "tokens", config.d_model)
@@ -57,18 +61,18 @@ def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 
 def head_inputs(config: ModelConfig) -> list[Port]:
-    """What the graph of any head takes: states of the tokens that its task reads."""
+    """Return the inputs of a head's graph: states of the tokens that its task uses."""
     return [_floats("hidden", "states", config.d_model)]
 
 
 def head_outputs(config: ModelConfig, head: HeadConfig) -> list[Port]:
-    """What the graph of a head gives."""
+    """Return the outputs of a head's graph."""
     widths = {"fill_mask": config.vocab_size, "pool": head.transform_width or config.d_model}
     return [_floats("outputs", "states", widths.get(head.task, len(head.labels)))]
 
 
 def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """What one decoder step takes."""
+    """Return the inputs of the decoder graph for one step."""
     if lowering == "native":
         return _paged_decoder_inputs(config)
     return [
@@ -81,7 +85,10 @@ def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 
 def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """What one decoder step gives: logits and grown self caches, or what each choice came to."""
+    """Return the outputs of the decoder graph for one step.
+
+    Contrib and eager: logits and the self caches with the new token. Native: sampled tokens and log-probabilities.
+    """
     if lowering != "native":
         logits = _floats("logits", "batch", config.vocab_size)
         return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
@@ -95,17 +102,20 @@ def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 
 def cache_ports(config: ModelConfig, side: str, capacity: str, prefix: str) -> list[Port]:
-    """Key and value caches of every decoder layer: side `decoder` (self attention) or `encoder` (cross)."""
+    """Return key and value caches of all decoder layers; side is `decoder` (self) or `encoder` (cross attention)."""
     axes = ("batch", config.num_heads, capacity, config.resolved_head_dim)
     return [
-        _floats(f"{prefix}.{layer}.{side}.{half}", *axes)
+        _floats(f"{prefix}.{layer}.{side}.{name}", *axes)
         for layer in range(config.decoder_layers)
-        for half in ("key", "value")
+        for name in ("key", "value")
     ]
 
 
 def pool_port(config: ModelConfig) -> Port:
-    """The pool of cache blocks (ops/cache_pool.py); traced as float32, retyped where a bundle holds it narrower."""
+    """Return the pool of cache blocks (ops/cache_pool.py), traced as float32.
+
+    The exporter changes the type afterwards if the bundle's cache is float16.
+    """
     return _floats("cache", "num_blocks", *pool_axes(config))
 
 

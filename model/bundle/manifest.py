@@ -1,12 +1,12 @@
-"""The exported directory: its manifest, and the check that nothing in it is missing, changed or newer than we know.
+"""Manifest of a bundle, and the check that no file of the bundle is missing, changed or of an unknown version.
 
-Torch-free. Layout of a bundle:
+Imports no torch. Layout of a bundle:
 
-    manifest.json     this file's models, as JSON, with a checksum of the file itself
-    tokenizer.json    `tokenizers` format, or what text_format.py names instead
+    manifest.json     the `Manifest` below as JSON, with a checksum of the file itself
+    tokenizer.json    `tokenizers` format, or the files that text/format.py names instead
     weights.*.bin     external data shared by the graphs of one precision
-    *.onnx            encoder and decoder graphs of each precision, and the eager baseline if exported
-    explain.*.onnx    attention weights of every head at one precision, unless left out
+    *.onnx            encoder and decoder graphs of each precision, and the eager graphs if exported
+    explain.*.onnx    attention weights of all heads at one precision; optional
     NOTICE            licence and attribution of the training data
 """
 
@@ -33,10 +33,10 @@ from antiphon.model.text.format import TextFormat
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3
-# As version 3, but for the checksum of the manifest itself.
+# Equal to version 3, except that the manifest has no checksum of itself.
 _VERSION_WITHOUT_CHECKSUM = 2
 MANIFEST_NAME = "manifest.json"
-# Plain, and never hidden: no path leads out of the directory.
+# Plain names that are not hidden: no name leads out of the directory.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _MAX_MANIFEST_BYTES = 1 << 24
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -63,36 +63,38 @@ class FileEntry(_Strict):
 
 
 class GraphSet(_Strict):
-    """File names of the graphs that together run the model at one precision and lowering.
+    """File names of the graphs that run the model at one precision and lowering.
 
-    Contrib and eager. The arrays of a row lie together:
+    Contrib and eager graphs. Each row has its own arrays:
         encoder: input_ids [B,S] int64 -> present.{i}.encoder.key/value [B,H,S,D] float32 for each decoder layer i.
-            Every row has length S: the contrib lowering takes no padding.
+            Every row has length S: the contrib lowering does not support padding.
         decoder: input_ids [B,1] int64, past_lens [B] int32, source_lens [B] int32,
             past_key_values.{i}.decoder.key/value [B,H,C,D], past_key_values.{i}.encoder.key/value [B,H,E,D] float32
             -> logits [B,V] float32, present.{i}.decoder.key/value (bind to the past buffers: written in place).
-            past_lens[b] tokens are cached in row b already; the new token takes position past_lens[b].
+            past_lens[b] tokens of row b are cached; the new token has position past_lens[b].
 
-    Native. Tokens are packed, N of a run; caches are blocks of one pool, named by tables [rows, X] and [rows, Y]:
-        cache [num_blocks, L, 2, H, 16*Dp] of the type `cache`, Dp = D rounded up to 16; changed in place. Block b of a
-            table holds positions 16 b to 16 b + 15. Of a (block, layer, head), index 0 holds keys [Dp][16], 1 values
-            [16][Dp]; rows from D on are unused. Unused table entries may be anything.
+    Native graphs. Batches are packed, with N tokens in all. Caches are blocks of one pool; block tables [rows, X] and
+    [rows, Y] hold their ids:
+        cache [num_blocks, L, 2, H, 16*Dp] of the type `cache`, Dp = D rounded up to 16; changed in place. Entry b of a
+            table is the block of positions 16 b to 16 b + 15. For each (block, layer), index 0 holds keys [Dp][16] and
+            index 1 values [16][Dp] of each head; rows from D on are unused. Unused table entries can have any value.
         encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32 (source b is tokens offsets[b] to
             offsets[b+1]), block_tables [B,X] int32, cache -> written [1] int32, tokens written; memory [N,M] float32,
             the encoder's states.
         decoder: input_ids [N] int64, positions [N] int32, offsets [R+1] int32 (the new tokens of row r, at least one),
-            self_tables [R,X], cross_tables [R,Y], source_lens [R] int32, cache, and how K next tokens are chosen, as in
-            ops/choices.py: picks [K] int32, temperatures [K] float32, top_ks [K] int32, top_ps, min_ps, typical_ps [K]
-            float32, seeds [K] int64 (bits of a uint64), given_ids [K] int64, num_logprobs, is_normalized, is_exclusive
-            [K] int32, edit_offsets [K+1] int32, edit_ids [E] int32, edit_values [E,3] float32
+            self_tables [R,X], cross_tables [R,Y], source_lens [R] int32, cache, and the sampling parameters of K next
+            tokens, see ops/choices.py: picks [K] int32, temperatures [K] float32, top_ks [K] int32, top_ps, min_ps,
+            typical_ps [K] float32, seeds [K] int64 (bits of a uint64), given_ids [K] int64, num_logprobs,
+            is_normalized, is_exclusive [K] int32, edit_offsets [K+1] int32, edit_ids [E] int32, edit_values [E,3]
+            float32
             -> token_ids [K] int64, logprobs [K] float32, top_ids [K,k] int64, top_logprobs, top_scores [K,k] float32;
             k is the largest of num_logprobs, at least 0.
 
-    An encoder alone has no decoder, and its encoder graph neither block_tables nor cache nor written:
-        encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32, and where the model has token types
+    An encoder-only model has no decoder graph, and its encoder graph has no block_tables, cache or written:
+        encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32, and with token types also
             type_ids [N] int64 -> memory [N,M] float32.
-        heads, by task: hidden [K,M] float32, states of the tokens that the task reads -> outputs [K,O] float32.
-    A decoder alone has no encoder; cross_tables and source_lens of its decoder graph mean nothing.
+        heads, by task: hidden [K,M] float32, states of the tokens that the task uses -> outputs [K,O] float32.
+    A decoder-only model has no encoder graph; its decoder graph ignores cross_tables and source_lens.
     """
 
     precision: Precision
@@ -101,16 +103,16 @@ class GraphSet(_Strict):
     decoder: str | None = None
     heads: dict[Task, str] = Field(default_factory=dict)
     cache: CacheType | None = None
-    explain: str | None = None  # graph of explain_graph.py at this precision; sets may share one, or have none
+    explain: str | None = None  # graph of explain_graph.py at this precision; several sets can share one
 
     @property
     def encoder_file(self) -> str:
-        """The encoder graph's file. Raises BundleError for a decoder alone."""
+        """File name of the encoder graph. Raises BundleError for a decoder-only model."""
         return self._file("encoder", self.encoder)
 
     @property
     def decoder_file(self) -> str:
-        """The decoder graph's file. Raises BundleError for an encoder alone."""
+        """File name of the decoder graph. Raises BundleError for an encoder-only model."""
         return self._file("decoder", self.decoder)
 
     def _file(self, part: str, name: str | None) -> str:
@@ -120,11 +122,12 @@ class GraphSet(_Strict):
 
 
 class MemoryFit(_Strict):
-    """Peak workspace of one encoder run, fitted: bytes = a + B * (b * T + c * T^2).
+    """Fit of the peak workspace of one encoder run: bytes = a + B * (b * T + c * T^2).
 
-    T is the source length in tokens, B the number of rows; packed graphs know only the tokens of a run, so theirs has
-    c = 0 and B * T stands for any mix of that many tokens. residual is the largest relative error of the
-    fit over the measured grid, exponent the slope of log(bytes - a) against log(T) at the longest lengths.
+    T is the source length in tokens, B the number of rows. The workspace of a packed batch depends only on the number
+    of tokens, so c = 0 and B * T is that number for any mix of lengths.
+    residual: largest relative error of the fit over the measured grid.
+    exponent: slope of log(bytes - a) against log(T) at the longest lengths.
     """
 
     a: float
@@ -141,14 +144,14 @@ class MemoryFit(_Strict):
 
 
 class MemoryProfile(_Strict):
-    """Measured by `antiphon profile`; fits by graph set, keyed `<lowering>-<precision>`."""
+    """Memory fits measured by `antiphon profile`; the key of each graph set is `<lowering>-<precision>`."""
 
     fits: dict[str, MemoryFit]
     machine: str
 
 
 class Provenance(_Strict):
-    """Where the weights come from and under which licence."""
+    """Origin and licence of the weights."""
 
     source: str
     licence: str
@@ -157,7 +160,7 @@ class Provenance(_Strict):
 
 
 class GenerationDefaults(_Strict):
-    """What an absent option takes with this model; None: the server's own default. Fields are GenerateOptions'."""
+    """Default generation options of this model; None: the server's default. Fields as in GenerateOptions."""
 
     max_new_tokens: int | None = Field(default=None, ge=1)
     min_new_tokens: int | None = Field(default=None, ge=0)
@@ -175,7 +178,7 @@ class GenerationDefaults(_Strict):
 
 
 class Quality(_Strict):
-    """What one graph set scores on a file, beside the float32 model: what a narrower format costs."""
+    """Score of one precision on a test file, beside the score of float32: the loss by quantisation."""
 
     precision: Precision
     measure: Measure
@@ -212,9 +215,11 @@ class Bundle:
         return self.path / name
 
     def graph_set(self, precision: Precision | None = None, lowering: Lowering | None = None) -> GraphSet:
-        """The graphs to run: None prefers int8, float32, int4, then native before contrib; eager only when asked for.
+        """Return the graph set to run.
 
-        Raises BundleError naming what the bundle has.
+        precision=None takes the first of int8, float32 and int4 that the bundle has; lowering=None takes native before
+        contrib. Eager graphs are only returned for lowering="eager".
+        Raises BundleError naming the graph sets of the bundle.
         """
         precisions = (precision,) if precision else ("int8", "float32", "int4")
         lowerings = (lowering,) if lowering else ("native", "contrib")
@@ -227,13 +232,13 @@ class Bundle:
         raise BundleError(f"{self.path}: no {wanted} graphs at precision {precision or 'any'}; it holds {names}")
 
     def memory_fit(self, graphs: GraphSet) -> MemoryFit | None:
-        """What was measured of these graphs; None where nothing was."""
+        """Return the memory fit of these graphs; None if they were not measured."""
         memory = self.manifest.memory
         return memory.fits.get(f"{graphs.lowering}-{graphs.precision}") if memory else None
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Describe a file as the manifest lists it."""
+    """Return size and SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -242,7 +247,7 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write manifest.json atomically, in the newest version: a reader sees the old one or the new one."""
+    """Write manifest.json in the newest version, atomically: a reader sees either the old file or the new one."""
     temporary = path / f".{MANIFEST_NAME}.tmp"
     described = manifest.model_copy(update={"format_version": FORMAT_VERSION})
     temporary.write_bytes(with_checksum(described.model_dump(mode="json", exclude_none=True)))
@@ -250,9 +255,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def load_bundle(path: Path) -> Bundle:
-    """Read and verify a bundle: manifest valid and of a known version, every file of use listed, present, unchanged.
+    """Read and verify a bundle.
 
-    Nothing outside its directory is ever opened. Raises BundleError.
+    The manifest must be valid and of a known version, and list every file that the model needs; each listed file must
+    be present and unchanged. No file outside the directory is opened.
+    Raises BundleError naming the file or field.
     """
     manifest = _read_manifest(path)
     graphs = {
@@ -287,7 +294,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _verified(source: Path) -> dict[str, object]:
-    """Return what a manifest of a known version says, its checksum verified and left out. Raises BundleError."""
+    """Return a manifest's fields without the checksum, after a check of checksum and version. Raises BundleError."""
     try:
         content = _read_at_most(source, _MAX_MANIFEST_BYTES)
         is_checked = verify_checksum(content)
@@ -305,7 +312,7 @@ def _verified(source: Path) -> dict[str, object]:
 
 
 def _check_version(source: Path, version: object, *, has_checksum: bool) -> None:
-    """Raise BundleError for a version that is not known, or that lacks its checksum; warn of one that never had it."""
+    """Raise BundleError for an unknown version or a missing checksum; warn for the version without checksum."""
     if version not in (FORMAT_VERSION, _VERSION_WITHOUT_CHECKSUM):
         raise BundleError(
             f"{source}: format_version is {version!r:.40}; this Antiphon reads "
@@ -315,7 +322,7 @@ def _check_version(source: Path, version: object, *, has_checksum: bool) -> None
         raise BundleError(f"{source}: checksum is missing; format_version {version} has one: export or import it again")
     if version == _VERSION_WITHOUT_CHECKSUM:
         log.warning(
-            "%s: format_version %s has no checksum of this file, so damage to it is not noticed; "
+            "%s: format_version %s has no checksum of this file, so damage to it is not detected; "
             "export or import it again",
             source,
             version,
@@ -335,7 +342,7 @@ def _read_at_most(path: Path, max_bytes: int) -> bytes:
 
 
 def _check_external_data(path: Path, name: str, manifest: Manifest) -> None:
-    """Weights that `files` leaves out were never verified, and may lie anywhere."""
+    """Raise BundleError if a graph reads weights from a file that `files` does not list, and so was not verified."""
     try:
         unlisted = sorted(external_files(path / name) - manifest.files.keys())
     except NotAGraph as error:

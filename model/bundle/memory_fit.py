@@ -1,6 +1,6 @@
-"""The model of encoder workspace, bytes = a + B * (b * T + c * T^2), and how it is found from measurements.
+"""Least-squares fit of the encoder workspace: bytes = a + B * (b * T + c * T^2).
 
-Arithmetic only: measures nothing, and knows neither graphs nor files. B rows, T source length in tokens.
+B is the number of rows, T the source length in tokens. This module only calculates; others measure.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class Measurement:
 
 
 def fit_memory(measurements: Sequence[Measurement], *, packed: bool = False) -> MemoryFit:
-    """The fit with the least relative error and no negative coefficient.
+    """Return the fit with the least relative error and without negative coefficients.
 
-    Relative, so that short sources count as much as long ones. packed: graphs that know only the tokens of a run, so
-    that c = 0 and the fit holds for any mix of lengths. Raises ValueError below MIN_LENGTHS lengths.
+    The error is relative, so that short sources count as much as long ones.
+    packed: True for graphs with packed batches. Their workspace depends only on the number of tokens, so c = 0 and the
+    fit holds for any mix of lengths.
+    Raises ValueError for fewer than MIN_LENGTHS different lengths.
     """
     lengths = sorted({m.length for m in measurements})
     if len(lengths) < MIN_LENGTHS:
-        raise ValueError(f"a fit needs {MIN_LENGTHS} lengths; measured were {lengths}")
+        raise ValueError(f"a fit needs at least {MIN_LENGTHS} different lengths; measured: {lengths}")
     a, b, c = (float(value) for value in _least_squares(measurements, packed=packed))
     return MemoryFit(
         a=a,
@@ -52,7 +54,7 @@ def _least_squares(measurements: Sequence[Measurement], *, packed: bool) -> np.n
     terms /= np.array([[m.peak_bytes] for m in measurements])
     ones = np.ones(len(measurements))
     best, least = np.zeros(3), math.inf
-    # A coefficient is either free or zero; with three of them, trying every choice is the simplest exact method.
+    # Each of the three coefficients is free or zero. To try all combinations is the simplest exact method.
     for free in product((True, False), (True, False), (False,) if packed else (True, False)):
         chosen = np.flatnonzero(free)
         coefficients = np.zeros(3)
@@ -64,7 +66,7 @@ def _least_squares(measurements: Sequence[Measurement], *, packed: bool) -> np.n
 
 
 def _exponent(measurements: Sequence[Measurement], a: float) -> float:
-    """Slope between the two longest lengths, at the most rows measured at both; 0 where the fit is flat."""
+    """Return the slope between the two longest lengths, at the largest number of rows with both; 0 for a flat fit."""
     by_rows: dict[int, list[Measurement]] = {}
     for measurement in sorted(measurements, key=lambda m: m.length):
         by_rows.setdefault(measurement.rows, []).append(measurement)

@@ -1,6 +1,6 @@
-"""An encoder alone in plain ONNX Runtime: native graphs of sources to states, and of states to each head's outputs.
+"""Native graphs of an encoder-only model in plain ONNX Runtime: sources to states, and states to outputs of a head.
 
-For verification and tests, as native_stepper.py is where there is a decoder.
+For verification and tests. native_stepper.py is the same for models with a decoder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 
 
 class NativeEncoder:
-    """Encoder and heads of a native graph set; `threads` is the size of each session's pool."""
+    """Encoder and heads of a native graph set, with a pool of `threads` threads in each session."""
 
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._has_types = config.token_types > 0
@@ -30,7 +30,10 @@ class NativeEncoder:
         self._heads = {task: native_session(str(directory / name), threads) for task, name in graphs.heads.items()}
 
     def encode(self, sources: Sequence[Ids], types: Sequence[Ids] | None = None) -> list[Floats]:
-        """The states [S, M] of each source [S], all encoded in one run; types None: every token has type 0."""
+        """Return float32 states [S, M] of each source [S] int64, all encoded in one packed batch.
+
+        types: token types [S] int64 of each source; None: type 0 for all tokens.
+        """
         lens = [len(source) for source in sources]
         offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         inputs: dict[str, NDArray[Any]] = {
@@ -44,6 +47,6 @@ class NativeEncoder:
         return np.split(memory, offsets[1:-1])
 
     def read_out(self, task: Task, hidden: Floats) -> Floats:
-        """A head's outputs [K, O] of states [K, M]."""
+        """Return the outputs [K, O] of a task's head for states [K, M], float32."""
         (outputs,) = run_native(self._heads[task], {"hidden": hidden})
         return outputs

@@ -1,7 +1,7 @@
-"""Native graphs run one step at a time in plain ONNX Runtime, every row's blocks and tokens the caller's.
+"""Native graphs of a model with a decoder, run step by step in plain ONNX Runtime. The caller chooses the tokens.
 
-For verification and tests, as stepper.py is for the other lowerings. Blocks are dealt in shuffled order and the pool
-is full of NaN to begin with, so that a kernel that reads what no row wrote shows.
+For verification and tests; stepper.py is the same for the other lowerings. Blocks are assigned in shuffled order and
+the pool starts full of NaN, so that a kernel that reads an unwritten position produces a visible error.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Lens = NDArray[np.int32]
 
-# What no block table may be read beyond its row's length shows as.
-_NOWHERE = np.iinfo(np.int32).max
+# Fills table entries beyond a row's blocks: a kernel that uses such an entry reads far outside the pool.
+_UNUSED_ENTRY = np.iinfo(np.int32).max
 
 
 class StepError(Exception):
-    """A decoder graph contradicts itself; the message says in what."""
+    """The outputs of a decoder graph contradict each other; the message names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """Encoded sources and room for their targets: tables [R, X] and [R, Y], source_lens [R], the pool, all int32.
+    """Encoded sources and reserved blocks for their targets.
 
-    Of a decoder alone nothing is encoded: source_lens are 0, and cross_tables point nowhere.
+    self_tables [R, X], cross_tables [R, Y], source_lens [R]: int32. cache: the pool, of the bundle's cache type.
+    For a decoder-only model source_lens are 0 and cross_tables hold unused entries.
     """
 
     self_tables: Lens
@@ -46,7 +47,7 @@ class Sequences:
     cache: NDArray[Any]
 
     def rows(self, chosen: Sequence[int]) -> Sequences:
-        """Some of the sequences, in this order, over the same pool."""
+        """Return the chosen sequences, in this order, with the same pool."""
         return Sequences(
             self_tables=self.self_tables[chosen],
             cross_tables=self.cross_tables[chosen],
@@ -56,7 +57,7 @@ class Sequences:
 
 
 class NativeStepper:
-    """Encoder and decoder of a native graph set, or a decoder alone; `threads` is the size of each session's pool."""
+    """Decoder of a native graph set, and its encoder if it has one; each session has a pool of `threads` threads."""
 
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
@@ -66,12 +67,15 @@ class NativeStepper:
         self._decoder = native_session(str(directory / graphs.decoder_file), threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
-        """Encode sources and give what runs a step of one token a row: (ids [R], positions [R]) -> [R, V]."""
+        """Encode sources and return a function for steps of one token a row.
+
+        The function maps ids [R] int64 and positions [R] int32 to log-probabilities [R, V] float32.
+        """
         sequences = self.encode(sources, capacity)
         return lambda ids, positions: self.step(sequences, np.split(ids, len(ids)), positions)
 
     def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
-        """Encode sources of any lengths in one run; each has blocks for `capacity` target tokens."""
+        """Encode sources of any lengths in one packed batch, and reserve blocks for `capacity` target tokens each."""
         lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
         counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity)] * len(sources)
         order = np.random.default_rng(0).permutation(sum(counts) + 1).astype(np.int32)
@@ -87,7 +91,7 @@ class NativeStepper:
         inputs = {
             "input_ids": np.concatenate(sources),
             "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),
-            "offsets": _ramp(lens),
+            "offsets": _offsets(lens),
             "block_tables": sequences.cross_tables,
             "cache": sequences.cache,
         }
@@ -95,16 +99,17 @@ class NativeStepper:
         return sequences
 
     def step(self, sequences: Sequences, tokens: Sequence[Ids], starts: Lens) -> Floats:
-        """Feed each row its tokens from position starts[r] on; returns log-probabilities [R, V] of what comes next.
+        """Feed tokens[r] to each row r from position starts[r] on.
 
-        Raises StepError when the graph's choice is not the likeliest token.
+        Returns log-probabilities [R, V] float32 of the next token.
+        Raises StepError when the graph's greedy token is not the most likely token.
         """
         counts = [len(row) for row in tokens]
         spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.concatenate(tokens),
             "positions": np.concatenate(spans).astype(np.int32),
-            "offsets": _ramp(counts),
+            "offsets": _offsets(counts),
             "self_tables": sequences.self_tables,
             "cross_tables": sequences.cross_tables,
             "source_lens": sequences.source_lens,
@@ -119,18 +124,18 @@ class NativeStepper:
         np.put_along_axis(found, top_ids, top_logprobs, axis=1)
         _check_choice(found, token_ids, logprobs)
         if not np.array_equal(top_scores, top_logprobs):
-            raise StepError("scores of choices without edits are not their log-probabilities")
+            raise StepError("top_scores differ from top_logprobs although no logits were changed")
         return found
 
 
 def settings_of(choices: Choices) -> dict[str, NDArray[Any]]:
-    """How a decoder graph chooses: the inputs that `Choices` are, seeds as int64 of the same bits."""
+    """Return the sampling inputs of a decoder graph by name; seeds are int64 with the same bits as the uint64 ones."""
     settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
     return settings | {"seeds": choices.seeds.view(np.int64)}
 
 
 def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY) -> Any:
-    """A session that knows this project's operators; model is a path or a serialised graph."""
+    """Return a session with this project's operators; model is a path or a serialised graph."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -139,7 +144,7 @@ def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY
 
 
 def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    """Run on the arrays themselves: one that the graph changes in place is changed."""
+    """Run without copying the inputs and return all outputs; the graph may change input arrays in place."""
     binding = session.io_binding()
     held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
     for name, value in held.items():
@@ -151,24 +156,27 @@ def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray
 
 
 def _check_choice(logprobs: Floats, token_ids: Ids, chosen: Floats) -> None:
-    """The greedy token must be the likeliest and its log-probability the listed one: the graph found them apart."""
+    """Raise StepError unless the greedy token is the most likely one and its log-probability is the listed one.
+
+    The graph computes the token and the list separately.
+    """
     best = logprobs.argmax(axis=1)
     if not np.array_equal(token_ids, best):
-        raise StepError(f"greedy tokens {token_ids.tolist()} are not the likeliest, {best.tolist()}")
+        raise StepError(f"greedy tokens {token_ids.tolist()} are not the most likely ones, {best.tolist()}")
     listed = logprobs[np.arange(len(best)), best]
     if not np.array_equal(chosen, listed):
         raise StepError(
-            f"log-probabilities of the chosen tokens {chosen.tolist()} are not those listed, {listed.tolist()}"
+            f"log-probabilities of the greedy tokens {chosen.tolist()} differ from the listed ones, {listed.tolist()}"
         )
 
 
 def _padded(tables: Sequence[Lens]) -> Lens:
-    """Tables as the rows of one array; what is beyond a row's blocks points nowhere."""
-    padded = np.full((len(tables), max(map(len, tables)) + 1), _NOWHERE, np.int32)
+    """Return tables as rows of one int32 array; entries beyond a row's blocks are unused entries."""
+    padded = np.full((len(tables), max(map(len, tables)) + 1), _UNUSED_ENTRY, np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     return padded
 
 
-def _ramp(counts: Sequence[int] | Lens) -> Lens:
+def _offsets(counts: Sequence[int] | Lens) -> Lens:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -1,8 +1,8 @@
-"""ONNX Runtime, which sends nothing to anybody: whoever runs graphs imports it from here.
+"""ONNX Runtime with telemetry disabled: all modules that run graphs import `ort` from here.
 
-Its published builds report events of the process to their maker over HTTPS, on Linux too, unless a variable says
-otherwise before the library is loaded (its Privacy.md, "Disabling Telemetry"). Calling disable_telemetry_events() would
-come too late for the first event and for the identifier that it keeps below ~/.cache.
+The published builds send events of the process to the vendor over HTTPS, on Linux too, unless an environment variable
+forbids it before the library is loaded (its Privacy.md, "Disabling Telemetry"). A call of disable_telemetry_events()
+would be too late for the first event and for the identifier that the library stores below ~/.cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Contrib and eager graphs, run one step at a time in plain ONNX Runtime.
+"""Contrib and eager graphs, run step by step in plain ONNX Runtime.
 
-For verification and tests: rows and caches are the caller's, nothing is scheduled, and speed does not matter.
+For verification and tests. The caller owns rows and caches; there is no scheduling, and speed is not a goal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Lens = NDArray[np.int32]
 
 
 class GraphStepper:
-    """Encoder and decoder of a graph set; `threads` is the size of each session's pool."""
+    """Encoder and decoder of a graph set, with a pool of `threads` threads in each session."""
 
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
@@ -33,19 +33,22 @@ class GraphStepper:
         self._decoder = _session(directory / graphs.decoder_file, threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
-        """Encode sources and give what runs a step of one token a row: (ids [B], positions [B]) -> logits [B, V]."""
+        """Encode sources and return a function for steps of one token a row.
+
+        The function maps ids [B] int64 and positions [B] int32 to logits [B, V] float32.
+        """
         source_lens = np.array([len(source) for source in sources], np.int32)
         cross_kv = self.fill_cross(sources, int(source_lens.max()) + 2)
         self_kv = self.caches("decoder", len(sources), capacity)
         return lambda ids, positions: self.step(ids, positions, source_lens, self_kv, cross_kv)
 
     def encode(self, ids: Ids) -> dict[str, Floats]:
-        """ids [B, S] -> the encoder's outputs by name, each [B, H, S, D]."""
+        """Return the encoder's outputs by name, each [B, H, S, D] float32, for ids [B, S] int64 without padding."""
         names = [output.name for output in self._encoder.get_outputs()]
         return dict(zip(names, self._encoder.run(names, {"input_ids": ids}), strict=True))
 
     def fill_cross(self, sources: Sequence[Ids], capacity: int) -> dict[str, Floats]:
-        """Cross caches [B, H, capacity, D] of sources of any lengths, those of one length encoded together."""
+        """Return cross caches [B, H, capacity, D] of sources of any lengths; equal lengths are encoded together."""
         caches = self.caches("encoder", len(sources), capacity)
         lens = [len(source) for source in sources]
         for length in sorted(set(lens)):
@@ -55,7 +58,7 @@ class GraphStepper:
         return caches
 
     def caches(self, side: str, rows: int, capacity: int) -> dict[str, Floats]:
-        """Caches no row has written yet, full of large numbers: what lies beyond a row's length must not matter."""
+        """Return unwritten caches [B, H, capacity, D] of large random numbers; values beyond a row must not matter."""
         random = np.random.default_rng(0)
         shape = (rows, self._config.num_heads, capacity, self._config.resolved_head_dim)
         return {port.name: 50 * random.standard_normal(shape, np.float32) for port in self._cache_ports(side)}
@@ -63,7 +66,7 @@ class GraphStepper:
     def step(
         self, ids: Ids, past_lens: Lens, source_lens: Lens, self_kv: dict[str, Floats], cross_kv: dict[str, Floats]
     ) -> Floats:
-        """One token a row, ids [B]: returns logits [B, V] and writes the new keys and values into self_kv."""
+        """Run one token a row, ids [B]: return logits [B, V] and write the new keys and values into self_kv."""
         inputs = {"input_ids": ids[:, None], "past_lens": past_lens, "source_lens": source_lens, **self_kv, **cross_kv}
         logits = np.empty((len(ids), self._config.vocab_size), np.float32)
         held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}

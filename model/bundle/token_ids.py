@@ -1,4 +1,4 @@
-"""Token ids that a manifest names, held to the sizes of the model's vocabularies. Torch-free."""
+"""Check that the token ids in a manifest are within the model's vocabularies. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 _LANGUAGE_SLOTS = {"$source_language", "$target_language"}
 _Ids = tuple[str, list[int], int]
-"""A field, the ids that it holds, and the size of the vocabulary that they are of."""
+"""Name of a field, its ids, and the size of their vocabulary."""
 
 
 def check_ids(manifest: Manifest) -> None:
-    """Raise ValueError naming field, value and range where an id is outside its vocabulary."""
+    """Raise ValueError naming field, value and range if an id is outside its vocabulary.
+
+    Also raise it for an unknown default language and for a pair_start outside the pair template.
+    """
     text, model = manifest.text, manifest.model
     target, source = model.vocab_size, model.resolved_source_vocab_size
     for field, ids, size in (*_of_text(text, source, target), *_of_generation(manifest.generation, target)):
@@ -32,7 +35,7 @@ def _of_text(text: TextFormat, source: int, target: int) -> Iterator[_Ids]:
     yield "text.special_ids", list(text.special_ids), max(source, target)
     yield "text.mask_id", [] if text.mask_id is None else [text.mask_id], source
     yield from _named("text.added_tokens", text.added_tokens, max(source, target))
-    # A language stands among the tokens of a source, of a target, or of both.
+    # A language token is part of a source, of a target, or of both.
     uses = [source] if _LANGUAGE_SLOTS.intersection(map(str, text.template)) else []
     uses += [target] if text.target_language_place is not None else []
     yield from _named("text.languages", text.languages, min(uses, default=max(source, target)))
@@ -55,7 +58,7 @@ def _named(field: str, ids: Mapping[str, int], size: int) -> Iterator[_Ids]:
 
 
 def _check_names(text: TextFormat) -> None:
-    """Raise ValueError where a default language or the place of the second text's tokens is none that there is."""
+    """Raise ValueError for an unknown default language, or a pair_start outside the pair template."""
     for side in ("source", "target"):
         code = getattr(text, f"default_{side}_language")
         if code is not None and code not in text.languages:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: ours, and the tensors and settings of other libraries."""
+"""Checkpoints on disk: this project's format, and tensors and settings of other libraries."""

@@ -1,7 +1,13 @@
-"""Checkpoints on disk: safetensors and JSON, never pickle.
+"""Checkpoints of this project: directories of safetensors and JSON files, without pickle.
 
-A directory of config.json, model.safetensors, tokenizer.json, of an encoder text.json (TextFormat) and, where known,
-provenance.json; written whole or not at all. A training run adds state.json and optimizer.safetensors to resume from.
+    config.json            ModelConfig
+    model.safetensors      weights
+    tokenizer.json         or the files that text.json names
+    text.json              TextFormat; optional, for models other than our translation models
+    provenance.json        origin of the data; optional
+    state.json, optimizer.safetensors    state of a training run, to resume it; optional
+
+A directory is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -38,9 +44,9 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A model with everything needed to run it, in evaluation mode.
+    """A model in evaluation mode with its tokenizer and text format.
 
-    text_folder holds the files that `text` names.
+    text_folder: directory of the files that `text` names.
     """
 
     config: ModelConfig
@@ -53,7 +59,7 @@ class Checkpoint:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each tied one once (safetensors refuses shared storage)."""
+    """Return parameters and persistent buffers by name; tied ones once, because safetensors refuses shared storage."""
     seen: set[int] = set()
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -75,11 +81,12 @@ def save_checkpoint(
     extra: dict[str, dict[str, Tensor]] | None = None,
     state: dict[str, object] | None = None,
 ) -> None:
-    """Write a checkpoint directory; a reader sees the old one, the new one, or none.
+    """Write a checkpoint directory. A reader sees the old directory, the new one, or none.
 
-    text: how texts become tokens, where not as in our translation models (byte_bpe_format); text_folder holds the files
-        that it names, None where they are the tokenizer's own.
-    extra: further safetensors files by stem (optimiser state); state: progress of a run, as JSON.
+    text: text format; None: that of our translation models (byte_bpe_format).
+    text_folder: directory of the files that `text` names; None: the tokenizer writes its file.
+    extra: further safetensors files by stem (optimiser state).
+    state: progress of a run, written as JSON.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -111,11 +118,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     load_weights(model, path / "model.safetensors")
     text = _read_if_there(path / TEXT_NAME, TextFormat)
     tokenizer = Tokenizer.load(path / "tokenizer.json") if text is None else open_tokenizer(path, text)
-    is_own = text is None or text.kind == "byte_bpe"  # vocabularies of others are padded at times
+    is_own = text is None or text.kind == "byte_bpe"  # imported models can have padded vocabularies
     if tokenizer.vocab_size > config.vocab_size or (is_own and tokenizer.vocab_size != config.vocab_size):
         raise CheckpointError(
             f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, "
-            f"config.json says vocab_size={config.vocab_size}"
+            f"but config.json has vocab_size={config.vocab_size}"
         )
     return Checkpoint(
         config=config,
@@ -153,7 +160,7 @@ def _read_config(path: Path) -> ModelConfig:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file. Raises CheckpointError naming it."""
+    """Return the tensors of a safetensors file by name. Raises CheckpointError naming the file."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -161,7 +168,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Fill a model from a safetensors file; every tensor must be there, or tied to one that is."""
+    """Copy the tensors of a safetensors file into a model.
+
+    The file must have exactly the model's tensors, with tied ones once. Raises CheckpointError naming file and tensor.
+    """
     weights = read_tensors(path)
     expected = weights_of(model)
     if expected.keys() != weights.keys():
@@ -177,9 +187,12 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
 
 
 def average_weights(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """Mean of the weights of several checkpoints of one run (Vaswani et al. 2017, section 6.1), summed in float64."""
+    """Return the mean of the weights of several checkpoints of one run (Vaswani et al. 2017, section 6.1).
+
+    Sums are float64, the result is float32. Raises CheckpointError for an empty list or a file that cannot be read.
+    """
     if not paths:
-        raise CheckpointError("no checkpoint to average")
+        raise CheckpointError("there is no checkpoint to average; at least one is needed")
     total: dict[str, Tensor] = {}
     for path in paths:
         for name, tensor in read_tensors(path / "model.safetensors").items():

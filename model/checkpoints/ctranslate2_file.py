@@ -1,14 +1,15 @@
-"""A CTranslate2 model.bin: its variables by name, read from the mapped file when asked for.
+"""Reader of CTranslate2's model.bin: variables by name, read on demand from the memory-mapped file.
 
-Little-endian, versions 1 to 6 (CTranslate2's python/ctranslate2/specs/model_spec.py writes the last of them):
+The file is little-endian. Versions 1 to 6 exist (CTranslate2's python/ctranslate2/specs/model_spec.py writes the
+newest); versions 2 to 6 are read:
 
-    u32 version; from 2 on: string specification, u32 revision
-    u32 count, then of each variable: string name, u8 rank, u32 dimensions, its type and size, data
-        from 4 on: u8 type (float32, int8, int16, int32, float16, bfloat16), u32 bytes
-        before:    u8 bytes of an item (4 float32, 2 int16, 1 int8), u32 items
-    from 3 on: u32 count, then of each alias: string name, string variable
+    u32 version; from version 2 on: string specification, u32 revision
+    u32 count, then for each variable: string name, u8 rank, u32 dimensions, type and size, data
+        from version 4 on: u8 type (float32, int8, int16, int32, float16, bfloat16), u32 number of bytes
+        before:            u8 bytes of an item (4 float32, 2 int16, 1 int8), u32 number of items
+    from version 3 on: u32 count, then for each alias: string name, string variable
 
-A string is a u16 length and bytes, a zero byte last. Knows nothing of models: families/ctranslate2.py does.
+A string is a u16 length and bytes with a zero byte at the end. families/ctranslate2.py interprets the variables.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from numpy.typing import NDArray
 from antiphon.model.checkpoints.source_weights import SourceError
 
 NEWEST_VERSION = 6
-_NAMED_SPECIFICATION, _ALIASES, _TYPE_IDS = 2, 3, 4  # the versions that brought them
-# bfloat16 is no NumPy type: the upper half of a float32, read as integers.
+_NAMED_SPECIFICATION, _ALIASES, _TYPE_IDS = 2, 3, 4  # first version with each of them
+# NumPy has no bfloat16: it is the upper 16 bits of a float32, read as integers.
 _TYPES = {"float32": "<f4", "int8": "<i1", "int16": "<i2", "int32": "<i4", "float16": "<f2", "bfloat16": "<u2"}
 _TYPES_BY_SIZE = {4: "float32", 2: "int16", 1: "int8"}
-_INT16_SCALE = 1000.0  # of int16 weights without a scale of their own
-_LONGEST_SPECIFICATION = 64  # of those there are, with room
+_INT16_SCALE = 1000.0  # scale of int16 weights without a scale variable
+_LONGEST_SPECIFICATION = 64  # bytes; longer than every existing name
 
 Floats = NDArray[np.float32]
 
@@ -43,7 +44,7 @@ class _Stored:
 
 
 class ModelFile:
-    """The variables of a model.bin. Raises SourceError naming the file where it is none, or cut off."""
+    """Variables of a model.bin. Raises SourceError naming the file if it is not a model or is truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,26 +61,26 @@ class ModelFile:
         return self._target(name) in self._variables
 
     def __iter__(self) -> Iterator[str]:
-        """Names of variables and aliases."""
+        """Yield the names of variables and aliases."""
         yield from self._variables
         yield from self._aliases
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Dimensions of a variable; () of a scalar."""
+        """Return the dimensions of a variable; () for a scalar. Raises SourceError if it is missing."""
         return self._stored(name).shape
 
     def dtype(self, name: str) -> str:
-        """float32, int8, int16, int32, float16 or bfloat16."""
+        """Return the stored type: float32, int8, int16, int32, float16 or bfloat16."""
         return self._stored(name).dtype
 
     def array(self, name: str) -> NDArray[Any]:
-        """A view of the variable as it is stored; bfloat16 as the uint16 of its bits."""
+        """Return a view of the stored variable; bfloat16 as uint16 with the same bits."""
         stored = self._stored(name)
         count = int(np.prod(stored.shape, dtype=np.int64))
         return np.frombuffer(self._bytes, _TYPES[stored.dtype], count, stored.offset).reshape(stored.shape)
 
     def floats(self, name: str) -> Floats:
-        """The variable in float32; integers divided by their scales: one a row, or one for all."""
+        """Return the variable as float32; integers are divided by their scale, one for each row or one for all."""
         stored, values = self._stored(name), self.array(name)
         if stored.dtype in ("int8", "int16") and stored.shape:
             return self._dequantized(name, values)
@@ -88,11 +89,11 @@ class ModelFile:
         return values.astype(np.float32)
 
     def scalar(self, name: str, default: float) -> float:
-        """A flag, number or enum of the specification; the default where the file has none."""
+        """Return a flag, number or enum of the specification; `default` if the file does not have it."""
         return self.floats(name).item() if name in self else default
 
     def is_same(self, first: str, second: str) -> bool:
-        """Whether two variables hold the same numbers: one an alias of the other, or equal."""
+        """Return whether two variables have the same values: one is an alias of the other, or they are equal."""
         if self._target(first) == self._target(second):
             return True
         if self.shape(first) != self.shape(second) or self.dtype(first) != self.dtype(second):
@@ -102,7 +103,7 @@ class ModelFile:
         )
 
     def text(self, name: str, default: str) -> str:
-        """A string of the specification, stored as its bytes."""
+        """Return a string of the specification, which is stored as bytes; `default` if the file does not have it."""
         return self.array(name).tobytes().decode("utf-8", "replace") if name in self else default
 
     def _dequantized(self, name: str, integers: NDArray[Any]) -> Floats:
@@ -115,7 +116,7 @@ class ModelFile:
             raise SourceError(f"{self.path}: {name} is int8, but there is no {name}_scale")
         by_row = scale.reshape((-1,) + (1,) * (integers.ndim - 1)) if scale.ndim else scale
         if scale.ndim and len(by_row) != len(integers):
-            raise SourceError(f"{self.path}: {scale_name} has {len(by_row)} scales, not {len(integers)}")
+            raise SourceError(f"{self.path}: {scale_name} has {len(by_row)} scales, expected {len(integers)}")
         return integers.astype(np.float32) / by_row
 
     def _target(self, name: str) -> str:
@@ -131,8 +132,8 @@ class ModelFile:
         self.version = self._number("<I")
         if not _NAMED_SPECIFICATION <= self.version <= NEWEST_VERSION:
             raise SourceError(
-                f"{self.path}: no CTranslate2 model, or a newer one: its version is {self.version}, "
-                f"known are {_NAMED_SPECIFICATION} to {NEWEST_VERSION}"
+                f"{self.path}: not a CTranslate2 model, or of an unsupported version: version is {self.version}, "
+                f"supported are {_NAMED_SPECIFICATION} to {NEWEST_VERSION}"
             )
         named = self.version >= _NAMED_SPECIFICATION
         self.specification = self._string() if named else ""
@@ -155,10 +156,10 @@ class ModelFile:
             dtype = _TYPES_BY_SIZE.get(code)
             size = self._number("<I") * code
         if dtype is None:
-            raise SourceError(f"{self.path}: {name} is of unknown type {code}")
+            raise SourceError(f"{self.path}: {name} has the unknown type {code}")
         wanted = int(np.prod(shape, dtype=np.int64)) * np.dtype(_TYPES[dtype]).itemsize
         if size != wanted:
-            raise SourceError(f"{self.path}: {name} {list(shape)} takes {wanted} bytes, not {size}")
+            raise SourceError(f"{self.path}: {name} {list(shape)} has {size} bytes, expected {wanted}")
         return _Stored(dtype, shape, self._skip(size))
 
     def _number(self, layout: str) -> int:
@@ -171,16 +172,16 @@ class ModelFile:
         return self._bytes[offset : offset + length].tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
     def _skip(self, count: int) -> int:
-        """Move on; returns where the skipped bytes begin."""
+        """Advance by `count` bytes and return the previous position. Raises SourceError at the end of the file."""
         begin = self._at
         if begin + count > len(self._bytes):
-            raise SourceError(f"{self.path} is cut off: {count} bytes are missing from byte {begin} on")
+            raise SourceError(f"{self.path} is truncated: {count} bytes from byte {begin} on are missing")
         self._at += count
         return begin
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether a file begins as a CTranslate2 model with a named specification does (version 2 and later)."""
+    """Return whether a file starts like a CTranslate2 model with a named specification (version 2 and later)."""
     try:
         with path.open("rb") as stream:
             head = stream.read(struct.calcsize("<IH") + _LONGEST_SPECIFICATION)

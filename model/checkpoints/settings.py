@@ -1,4 +1,4 @@
-"""Settings of a config.json, read with their types checked, and what most families' settings have in common."""
+"""Typed reading of the settings of a config.json, and settings that most families share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from antiphon.model.text.format import TextFormat
 Settings = Mapping[str, Any]
 _T = TypeVar("_T", int, float, bool, str)
 
-# The names of transformers' ACT2FN that mean a function of ours; gelu_fast is gelu_new in other words.
+# Names of transformers' ACT2FN for our activations; gelu_fast is the same function as gelu_new.
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "gelu": "gelu",
@@ -30,7 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file. Raises SourceError naming it."""
+    """Return the object in a JSON file; empty if the file does not exist. Raises SourceError naming the file."""
     try:
         held = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -43,7 +43,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = None) -> _T:
-    """One setting of this type; `default` where it is absent or null. Raises SourceError naming it."""
+    """Return a setting of type `kind`; `default` if it is absent or null.
+
+    Raises SourceError naming the setting if it has another type, or is absent without a default.
+    """
     value = settings.get(name)
     if value is None:
         value = default
@@ -57,12 +60,12 @@ def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = 
 
 
 def activation(settings: Settings, name: str) -> Activation:
-    """The activation that a setting names. Raises SourceError with those there are."""
+    """Return the activation that a setting names. Raises SourceError with the supported names."""
     return known_activation(setting(settings, name, str), name)
 
 
 def known_activation(value: str, name: str) -> Activation:
-    """Our name of transformers' activation `value`, which the setting `name` holds. Raises SourceError."""
+    """Return our name of transformers' activation `value` of the setting `name`. Raises SourceError."""
     if value not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))
         raise SourceError(f"config.json: {name} is {value!r}; supported are {known}")
@@ -70,32 +73,32 @@ def known_activation(value: str, name: str) -> Activation:
 
 
 def refuse_unless(settings: Settings, name: str, only: object, default: object) -> None:
-    """Raise SourceError where a setting is anything but what our model computes; absent is `default`."""
+    """Raise SourceError unless a setting has the only supported value; an absent setting has the value `default`."""
     if (value := settings.get(name, default)) != only:
         raise SourceError(f"config.json: {name} is {value!r}; only {only!r} is supported")
 
 
 def refuse_unequal(settings: Settings, first: str, second: str) -> None:
-    """Raise SourceError where two settings differ that our model has one of."""
+    """Raise SourceError if two settings differ for which our model has only one field."""
     if settings.get(first) != settings.get(second):
         raise SourceError(
-            f"config.json: {first} is {settings.get(first)!r} and {second} {settings.get(second)!r}; "
-            "only equal ones are supported"
+            f"config.json: {first} is {settings.get(first)!r} and {second} is {settings.get(second)!r}; "
+            "only equal values are supported"
         )
 
 
 def describe(**fields: Any) -> ModelConfig:
-    """ModelConfig of these fields. Raises SourceError naming the first that does not fit."""
+    """Return a ModelConfig with these fields. Raises SourceError naming the first invalid field."""
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "model"
-        raise SourceError(f"config.json does not describe a model: {where}: {first['msg']}") from None
+        raise SourceError(f"config.json does not describe a supported model: {where}: {first['msg']}") from None
 
 
 def with_default_languages(text: TextFormat, source: str, forced_id: object) -> TextFormat:
-    """Languages of requests that name none: what the files say, else `source` and the language of a forced token."""
+    """Return `text` with default languages: those of the files, else `source` and the language of a forced token."""
     codes = {index: code for code, index in text.languages.items()}
     target = codes.get(forced_id) if isinstance(forced_id, int) else None
     known = source if source in text.languages else None

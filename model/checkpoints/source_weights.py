@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint somebody else made: found, read one at a time, and accounted for.
+"""Tensors of a checkpoint to import: read one at a time, with a final check that all of them were used.
 
-Safetensors by memory map, or PyTorch's .bin with weights only, in one file or in shards. Knows no family: what is
-missing and what nobody asked for is noted, and told at the end.
+Reads safetensors by memory map, or PyTorch's .bin files with weights_only, as one file or in shards. The families
+decide which tensors to take; this module records missing and unused tensors and reports them all at the end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class SourceError(Exception):
 
 
 class SourceWeights:
-    """The tensors of a checkpoint by name, each read when it is taken.
+    """Tensors of a checkpoint by name; each is read when it is taken.
 
-    With `on_meta` nothing is read: tensors have shapes and no numbers, and filling compares shapes alone.
+    on_meta: True: no data is read; tensors are on PyTorch's meta device, and filling only compares shapes.
     """
 
     def __init__(self, readers: dict[str, Callable[[], Tensor]], files: ExitStack, *, on_meta: bool = False) -> None:
@@ -52,33 +52,33 @@ class SourceWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of every tensor, as far as prefixes are left."""
+        """Names of all tensors, after strip_prefix and rename_ending."""
         return frozenset(self._readers)
 
     def strip_prefix(self, prefix: str) -> None:
-        """Let names that begin with this prefix be known without it; checkpoints have it or not."""
+        """Remove a prefix, which only some checkpoints of a family have, from all names."""
         self._readers = {name.removeprefix(prefix): reader for name, reader in self._readers.items()}
 
     def rename_ending(self, old: str, new: str) -> None:
-        """Let names that end in `old` end in `new`."""
+        """Replace the ending `old` of names by `new`."""
         self._readers = {
             name.removesuffix(old) + new if name.endswith(old) else name: reader
             for name, reader in self._readers.items()
         }
 
     def take(self, name: str) -> Tensor:
-        """A tensor as float32, its own copy or none of the file's. Raises SourceError where it is missing."""
+        """Return a tensor as float32. Raises SourceError if it is missing."""
         if name not in self._readers:
             raise SourceError(f"the tensor {name} is missing")
         self._taken.add(name)
         return self._readers[name]().float()
 
     def first_of(self, *names: str) -> str:
-        """The first of these names that there is a tensor of; the first where there is none."""
+        """Return the first of these names that exists; the first name if none exists."""
         return next((name for name in names if name in self._readers), names[0])
 
     def differ(self, first: str, second: str) -> bool:
-        """Do both tensors exist, and hold different numbers?"""
+        """Return whether both tensors exist and have different values."""
         if first == second or first not in self._readers or second not in self._readers:
             return False
         left, right = self._readers[first](), self._readers[second]()
@@ -87,7 +87,7 @@ class SourceWeights:
         return left.data_ptr() != right.data_ptr() and not torch.equal(left, right)
 
     def fill(self, ours: Tensor, *names: str) -> None:
-        """Copy these tensors into ours, one behind the other along its first axis. Missing ones are noted."""
+        """Copy these tensors into `ours`, concatenated along the first axis; missing or misshapen ones are recorded."""
         absent = [name for name in names if name not in self._readers]
         self._missing += absent
         if absent:
@@ -96,77 +96,78 @@ class SourceWeights:
         self._taken.update(names)
         shapes = [list(source.shape) for source in sources]
         if sum(shape[0] for shape in shapes) != ours.shape[0] or any(s[1:] != list(ours.shape[1:]) for s in shapes):
-            self._misshapen.append(f"{' + '.join(names)} {shapes} where {list(ours.shape)} is expected")
+            self._misshapen.append(f"{' + '.join(names)} {shapes}, expected {list(ours.shape)}")
             return
         with torch.no_grad():
             for part, source in zip(torch.split(ours, [shape[0] for shape in shapes]), sources, strict=True):
                 part.copy_(source)
 
     def fill_view(self, ours: Tensor, name: str) -> None:
-        """Copy a tensor into a view of ours that has its numbers in its order, whatever its own shape."""
+        """Copy a tensor into `ours`, a view with the same number of values in the same order; shapes can differ."""
         if name not in self._readers:
             self._missing.append(name)
             return
         source = self._readers[name]()
         self._taken.add(name)
         if source.numel() != ours.numel():
-            self._misshapen.append(f"{name} {list(source.shape)} where {ours.numel()} numbers are expected")
+            self._misshapen.append(f"{name} {list(source.shape)}, expected {ours.numel()} values")
             return
         with torch.no_grad():
             ours.copy_(source.view(ours.shape))
 
     def fill_module(self, module: nn.Module, *names: str) -> None:
-        """Fill every parameter that is the module's own, weight or bias, from those of these modules of theirs."""
+        """Fill the direct parameters of a module (weight and bias) from the source modules with these names."""
         for part, ours in module.named_parameters(recurse=False):
             self.fill(ours, *(f"{name}.{part}" for name in names))
 
     def fill_start(self, ours: Tensor, name: str) -> None:
-        """Copy the first rows of a tensor that may have more than ours: a table of positions."""
+        """Copy the first rows of a tensor into `ours`; the tensor, a table of positions, can have more rows."""
         if name not in self._readers:
             self._missing.append(name)
             return
         source = self._readers[name]()
         self._taken.add(name)
         if len(source) < len(ours) or source.shape[1:] != ours.shape[1:]:
-            self._misshapen.append(f"{name} {list(source.shape)} where at least {list(ours.shape)} is expected")
+            self._misshapen.append(f"{name} {list(source.shape)}, expected at least {list(ours.shape)}")
             return
         with torch.no_grad():
             ours.copy_(source[: len(ours)])
 
     def add(self, ours: Tensor, name: str) -> None:
-        """Add a tensor of one row to every row of ours. A missing one is noted."""
+        """Add a tensor of one row to every row of `ours`; a missing or misshapen one is recorded."""
         if name not in self._readers:
             self._missing.append(name)
             return
         source = self._readers[name]()
         self._taken.add(name)
         if list(source.shape) != [1, *ours.shape[1:]]:
-            self._misshapen.append(f"{name} {list(source.shape)} where {[1, *ours.shape[1:]]} is expected")
+            self._misshapen.append(f"{name} {list(source.shape)}, expected {[1, *ours.shape[1:]]}")
             return
         with torch.no_grad():
             ours.add_(source)
 
     def fill_tied(self, ours: Tensor, *names: str) -> None:
-        """Copy a tensor that goes by several names; `differ` has told that they are one."""
+        """Copy a tensor that is stored under several names; `differ` has shown that their values are equal."""
         self.fill(ours, self.first_of(*names))
         self._taken.update(name for name in names if name in self._readers)
 
     def ignore(self, pattern: str) -> None:
-        """Tensors that nobody needs to take, as a shell pattern: buffers that our model computes."""
+        """Allow tensors whose names match this shell pattern to stay unused: buffers that our model computes."""
         self._ignored.append(pattern)
 
     def check(self, family: str) -> None:
-        """Raise SourceError where tensors were missing, of another shape, or left over."""
-        left = [name for name in self._readers if name not in self._taken and not self._is_ignored(name)]
+        """Raise SourceError if tensors were missing, had another shape, or were not used."""
+        unused = [name for name in self._readers if name not in self._taken and not self._is_ignored(name)]
+        kinds = (("missing", self._missing), ("unexpected", unused), ("of another shape", self._misshapen))
         found = [
             f"{len(names)} {kind}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-            for kind, names in (("missing", self._missing), ("unexpected", left), ("of another shape", self._misshapen))
+            for kind, names in kinds
             if names
         ]
         if found:
             raise SourceError(
-                f"the tensors are not those of {family} as config.json describes it: {'; '.join(found)}. "
-                "Is this the whole checkpoint, and config.json its own?"
+                f"the tensors do not fit the {family} model of config.json: {'; '.join(found)}. "
+                "Check that the checkpoint is complete and that config.json belongs to it."
             )
 
     def _is_ignored(self, name: str) -> bool:
@@ -174,7 +175,7 @@ class SourceWeights:
 
 
 def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
-    """The tensors of a checkpoint directory, safetensors before .bin. Raises SourceError."""
+    """Open the tensors of a checkpoint directory, safetensors before .bin. Raises SourceError naming the file."""
     for stem, suffix, open_file in (("model", "safetensors", _open_safetensors), ("pytorch_model", "bin", _open_bin)):
         files = _files(folder, f"{stem}.{suffix}")
         if files:
@@ -184,12 +185,12 @@ def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
                     readers.update(open_file(path, stack, on_meta=on_meta))
                 return SourceWeights(readers, stack.pop_all(), on_meta=on_meta)
     raise SourceError(
-        f"{folder} has no weights: model.safetensors or pytorch_model.bin, or an index of either's parts, is needed"
+        f"{folder} has no weights: it needs model.safetensors or pytorch_model.bin, or the index file of its shards"
     )
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The file of this name, or the parts that its index lists; empty where there is neither."""
+    """Return the file of this name, or the shards that its index lists; empty if neither exists."""
     if (folder / name).is_file():
         return [folder / name]
     index = folder / f"{name}.index.json"
@@ -210,7 +211,7 @@ def _open_safetensors(path: Path, stack: ExitStack, *, on_meta: bool) -> dict[st
         opened: Any = stack.enter_context(safe_open(path, framework="pt"))
         names: Iterable[str] = opened.keys()
         if on_meta:
-            return {name: _shaped(opened.get_slice(name).get_shape()) for name in names}
+            return {name: _meta_reader(opened.get_slice(name).get_shape()) for name in names}
         return {name: _reader(opened.get_tensor, name) for name in names}
     except (OSError, SafetensorError) as error:
         raise SourceError(f"{path} cannot be read: {error}; download it again") from None
@@ -220,19 +221,19 @@ def _open_bin(path: Path, stack: ExitStack, *, on_meta: bool) -> dict[str, Calla
     held = _load_bin(path)
     stack.callback(held.clear)
     if on_meta:
-        return {name: _shaped(tensor.shape) for name, tensor in held.items()}
+        return {name: _meta_reader(tensor.shape) for name, tensor in held.items()}
     return {name: _reader(held.__getitem__, name) for name in held}
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    """A pickle of tensors and nothing else; by memory map where its format, that of PyTorch 1.6 and later, allows."""
+    """Read a .bin file of tensors without running code; by memory map in the format of PyTorch 1.6 and later."""
     try:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise SourceError(
-            f"{path} holds more than tensors, and is not read, for a pickle may run any code: {reason} "
-            "Ask its authors for safetensors."
+            f"{path} contains objects other than tensors and is not read, because a pickle can run any code: {reason} "
+            "Use a checkpoint in safetensors format."
         ) from None
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise SourceError(f"{path} cannot be read: {error}; download it again") from None
@@ -250,6 +251,6 @@ def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
     return lambda: read(name)
 
 
-def _shaped(shape: Iterable[int]) -> Callable[[], Tensor]:
+def _meta_reader(shape: Iterable[int]) -> Callable[[], Tensor]:
     size = tuple(shape)
     return lambda: torch.empty(size, device="meta")

@@ -1,1 +1,1 @@
-"""From a checkpoint of another library to a bundle."""
+"""Import of checkpoints of other libraries as bundles."""

@@ -1,6 +1,6 @@
-"""A tokenizer.json for checkpoints from before there were any: vocab.txt, merges.txt or a SentencePiece model alone.
+"""Conversion of older tokenizer files (vocab.txt, merges.txt or a SentencePiece model) to tokenizer.json.
 
-transformers makes it, as it would to run the original. For the import command only.
+transformers converts them, as it does when it runs the original. Only the importer uses this module.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ OLDER_FILES = ("vocab.txt", "vocab.json", "*.model")
 
 
 def convert_tokenizer(folder: Path, to: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json of a checkpoint's older files. Raises TokenizerError."""
+    """Write tokenizer.json and tokenizer_config.json from a checkpoint's older files.
+
+    Raises TokenizerError naming the directory if it has no tokenizer files or they cannot be converted.
+    """
     from transformers import AutoTokenizer
 
     if not any(path.match(pattern) for path in folder.iterdir() for pattern in OLDER_FILES):
-        # transformers would make a tokenizer of nothing, and not say so.
+        # transformers would create an empty tokenizer without an error.
         raise TokenizerError(f"{folder} has no tokenizer: neither tokenizer.json nor {', '.join(OLDER_FILES)}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             tokenizer.save_pretrained(to)
-    except Exception as error:  # transformers raises whatever the library below it did
+    except Exception as error:  # errors of the libraries below transformers share no base class
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise TokenizerError(
-            f"{folder} has no tokenizer.json, and transformers makes none of its other files: {reason}"
+            f"{folder} has no tokenizer.json, and transformers cannot make one from the other files: {reason}"
         ) from None
     if not (to / "tokenizer.json").is_file():
-        raise TokenizerError(f"{folder} has no tokenizer.json, and its tokenizer is of a kind that has none")
+        raise TokenizerError(f"{folder} has no tokenizer.json, and its kind of tokenizer cannot be converted to one")

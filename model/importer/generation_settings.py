@@ -1,6 +1,6 @@
-"""A checkpoint's generation_config.json as the defaults of a bundle: the decoding that its authors meant.
+"""Conversion of a checkpoint's generation_config.json to the generation defaults of a bundle.
 
-What has no counterpart here is left out: forced_eos_token_id, renormalize_logits, diverse beams, constraints of words.
+Settings without a counterpart here are ignored: forced_eos_token_id, renormalize_logits, diverse beams, constraints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from antiphon.model.text.format import TextFormat
 Settings = Mapping[str, Any]
 
 _EARLY_STOPPING = {True: "first", False: "heuristic", "never": "never"}
-# Values that mean "off" or that are our own defaults: nothing need be said of them.
+# Values that mean "off" or are equal to our own defaults; the bundle does not need them.
 _OFF: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "length_penalty": (1.0,),
@@ -33,16 +33,16 @@ _OFF: dict[str, tuple[object, ...]] = {
 
 
 def with_start_tokens(folder: Path, settings: Settings) -> Settings:
-    """Settings with the tokens that targets begin with as generation_config.json says them, where it does."""
+    """Return the settings with decoder_start_token_id and forced_bos_token_id of generation_config.json, if set."""
     stated = read_json(folder / "generation_config.json")
     names = ("decoder_start_token_id", "forced_bos_token_id")
     return {**settings, **{name: stated[name] for name in names if stated.get(name) is not None}}
 
 
 def generation_defaults(folder: Path, settings: Settings, config: ModelConfig, text: TextFormat) -> GenerationDefaults:
-    """Defaults of a checkpoint; an old one keeps them in config.json, whose `settings` these are.
+    """Return the generation defaults of a checkpoint; old checkpoints have them in config.json (`settings`).
 
-    What no server would take is left out, and told on standard error. Raises SourceError where the file is no JSON.
+    Invalid values are left out and reported on standard error. Raises SourceError if the file is not JSON.
     """
     stated = read_json(folder / "generation_config.json")
     given = {name: value for name, value in (stated or settings).items() if value is not None}
@@ -58,7 +58,11 @@ def generation_defaults(folder: Path, settings: Settings, config: ModelConfig, t
 
 
 def _lengths(given: Settings, config: ModelConfig) -> dict[str, Any]:
-    """`max_length` and `min_length` count the begin token too, which is given and not new; or a prompt nobody knows."""
+    """Return limits of new tokens from max_new_tokens and min_new_tokens, or from max_length and min_length.
+
+    max_length and min_length also count the begin token. In a decoder-only model they count a prompt of unknown length,
+    so they are ignored.
+    """
     if config.architecture == "decoder":
         given = {name: value for name, value in given.items() if name not in ("max_length", "min_length")}
     most = given.get("max_new_tokens") or (given["max_length"] - 1 if "max_length" in given else None)
@@ -84,15 +88,15 @@ def _search(given: Settings) -> dict[str, Any]:
 
 
 def _sampling(given: Settings) -> dict[str, Any]:
-    """Only where the checkpoint says do_sample; a beam search of samples is not known here, and the beams win."""
+    """Return the sampling parameters if do_sample is set; beam search with sampling becomes beam search."""
     if not given.get("do_sample") or given.get("num_beams", 1) > 1:
         return {}
-    # transformers' own defaults for what a sampling checkpoint does not say
+    # transformers' defaults for settings that the checkpoint does not have
     return dict(temperature=given.get("temperature", 1.0), top_k=given.get("top_k", 50), top_p=given.get("top_p"))
 
 
 def _tokens(given: Settings, config: ModelConfig, text: TextFormat) -> dict[str, Any]:
-    """Tokens that are forced or forbidden; a forced language is the text format's to place."""
+    """Return forced, suppressed and stop tokens; a forced language token is left out, TextFormat has it."""
     forced = given.get("forced_bos_token_id")
     if forced in text.languages.values():
         forced = None
@@ -105,7 +109,7 @@ def _tokens(given: Settings, config: ModelConfig, text: TextFormat) -> dict[str,
 
 
 def _further_ends(given: Settings, config: ModelConfig) -> tuple[int, ...]:
-    """What ends an output beside the end token: chat models name several."""
+    """Return end tokens other than eos_id; chat models have several."""
     ends = given.get("eos_token_id")
     if not isinstance(ends, list):
         return ()

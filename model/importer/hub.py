@@ -1,6 +1,6 @@
-"""A directory, or the name of a checkpoint on a model hub, becomes a directory.
+"""Directory of a checkpoint: a local one, or a download from the model hub.
 
-Downloads through huggingface_hub with its cache, token, mirror and progress bar, and only what import reads.
+huggingface_hub downloads, with its cache, token, mirror and progress bar; only files that the importer needs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _WEIGHTS = {
 
 
 def find_checkpoint(source: str, revision: str | None) -> Path:
-    """The directory of a checkpoint; one that exists wins over a hub's name. Raises SourceError."""
+    """Return the directory of a checkpoint; an existing directory takes precedence over a hub name.
+
+    revision: branch, tag or commit on the hub; None: the default branch. Raises SourceError naming the source.
+    """
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
-        raise SourceError(f"{source} is a file; name the directory that holds it, or a checkpoint of the hub")
+        raise SourceError(f"{source} is a file; give its directory, or the name of a checkpoint on the hub")
     if not _NAME.fullmatch(source):
-        raise SourceError(f"{source} is neither a directory nor a name of the hub, such as org/name")
+        raise SourceError(f"{source} is neither a directory nor a valid name on the hub, such as org/name")
     return _download(source, revision)
 
 
@@ -40,24 +43,25 @@ def _download(name: str, revision: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise SourceError(
-            f"{name} is gated: accept its terms on the hub, then `hf auth login` or set HF_TOKEN"
+            f"{name} is gated: accept its terms on the hub, then run `hf auth login` or set HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
         raise SourceError(f"{name} has no revision {revision}") from None
     except errors.RepositoryNotFoundError:
         raise SourceError(
-            f"{name} is no directory here, and the hub has no public checkpoint of that name; "
-            "for a private one `hf auth login` or set HF_TOKEN"
+            f"{name} is not a local directory, and the hub has no public checkpoint of that name; "
+            "for a private one run `hf auth login` or set HF_TOKEN"
         ) from None
-    except Exception as error:  # those of the HTTP client below the library, which share no other base
+    except Exception as error:  # errors of the HTTP client below the library share no narrower base
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise SourceError(
-            f"{name}{revised} is no directory here, is not whole in the cache, and the hub gives no answer: {reason}"
+            f"{name}{revised} is not a local directory, is not complete in the cache, "
+            f"and the hub cannot be reached: {reason}"
         ) from None
 
 
 def _files_of(name: str, revision: str | None) -> list[str]:
-    """Names of a checkpoint's files on the hub, or in the cache where the hub cannot be reached."""
+    """Return the names of a checkpoint's files on the hub, or in the cache if the hub cannot be reached."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -66,8 +70,8 @@ def _files_of(name: str, revision: str | None) -> list[str]:
         return [file.rfilename for file in found]
     except (errors.GatedRepoError, errors.RevisionNotFoundError, errors.RepositoryNotFoundError):
         raise
-    except Exception:  # offline, as set or as found
-        # With patterns, for without them a snapshot that lacks what import never reads counts as incomplete.
+    except Exception:  # offline, by setting or by a failed connection
+        # Without patterns a cached snapshot that lacks files that the importer never needs counts as incomplete.
         cached = huggingface_hub.snapshot_download(
             name, revision=revision, local_files_only=True, allow_patterns=[*_TEXT_FILES]
         )
@@ -75,7 +79,7 @@ def _files_of(name: str, revision: str | None) -> list[str]:
 
 
 def _kind_of_weights(files: list[str]) -> str:
-    """Safetensors where there are any; else CTranslate2's file, or PyTorch's."""
+    """Return the weight format to download: safetensors, then CTranslate2's, then PyTorch's."""
     if any(file.startswith("model") and file.endswith(".safetensors") for file in files):
         return "safetensors"
     return "ctranslate2" if "model.bin" in files else "bin"

@@ -1,6 +1,7 @@
-"""`antiphon import`: a checkpoint of the Hugging Face libraries becomes a bundle, compared with the original first.
+"""`antiphon import`: conversion of a public checkpoint to a bundle, after a comparison with the original model.
 
-Owns the order of work. Where tensors lie is source_weights.py's, what they mean families/'s, the bundle export.py's.
+Owns the order of the steps. checkpoints/source_weights.py reads tensors, checkpoints/families/ interprets them, and
+export/export.py writes the bundle.
 """
 
 from __future__ import annotations
@@ -43,16 +44,21 @@ from antiphon.model.text.format import NoTokenizersFile, TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.transformer.transformer import Transformer
 
-# Above this many parameters the graph of attention weights, traced and verified apart, is left out unless asked for.
+# Larger models have no explain graph unless --explain is given, because it is traced and verified separately.
 _EXPLAINED_PARAMETERS = 150_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportOptions:
-    """What the command was asked.
+    """Options of the command.
 
-    source: a directory or a name of the hub. explain None: by the model's size. max_source_len and max_target_len
-    None: the checkpoint's own. licence and attribution None: what its README says.
+    source: a directory or a name on the hub.
+    target: directory of the bundle.
+    name: model name for clients; None: the name of the bundle's directory.
+    explain: export the explain graph; None: only for models up to 150 million parameters.
+    verify: compare with the original model in transformers.
+    max_source_len, max_target_len: in tokens; None: those of the checkpoint.
+    licence, attribution: None: the licence in the checkpoint's README.md, and the checkpoint's name.
     """
 
     source: str
@@ -72,7 +78,7 @@ class ImportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A checkpoint understood: everything but its numbers."""
+    """A checkpoint whose settings and tensor shapes are checked, without the tensors' data."""
 
     folder: Path
     settings: Settings
@@ -81,13 +87,13 @@ class _Source:
 
 
 def import_checkpoint(options: ImportOptions) -> Bundle:
-    """Write the bundle of somebody else's checkpoint, whole and verified or not at all.
+    """Write the bundle of a public checkpoint. The bundle is written completely and verified, or not at all.
 
     Raises SourceError, TokenizerError, ExportError, BundleError or VerificationError.
     """
     name = options.target.resolve().name if options.name is None else options.name
     check_target(options.target.resolve(), name, overwrite=options.overwrite)
-    source = _understand(options)
+    source = _inspect(options)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = _checkpoint(source, options, Path(directory))
         explain = options.explain
@@ -105,16 +111,17 @@ def import_checkpoint(options: ImportOptions) -> Bundle:
 
 
 def open_original(source: str, text_folder: Path) -> Checkpoint:
-    """Somebody else's checkpoint as one of ours, to train on; nothing is compared. Its text files come to text_folder.
+    """Return a public checkpoint as one of ours, without comparison, for further training.
 
+    text_folder: directory that gets its tokenizer files.
     Raises SourceError or TokenizerError.
     """
     options = ImportOptions(source=source, target=text_folder, verify=False)
-    return _checkpoint(_understand(options), options, text_folder)
+    return _checkpoint(_inspect(options), options, text_folder)
 
 
 def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> Checkpoint:
-    """The whole as a checkpoint of ours; its text files, linked or written, lie in text_folder."""
+    """Return the source as one of our checkpoints; text_folder gets links to its tokenizer files, or new files."""
     text = _text(source, text_folder)
     for file in text.files:
         if (source.folder / file).is_file() and not (text_folder / file).exists():
@@ -123,7 +130,7 @@ def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> C
     if tokenizer.vocab_size > source.config.vocab_size:
         raise SourceError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, and the model only {source.config.vocab_size}; "
-            "are its files those of another checkpoint?"
+            "check that its files belong to this checkpoint"
         )
     generation = generation_defaults(source.folder, source.settings, source.config, text)
     compares = options.verify and source.family.reference
@@ -139,7 +146,7 @@ def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> C
 
 
 def _text(source: _Source, text_folder: Path) -> TextFormat:
-    """How its texts become ids; files that the checkpoint has in another form are written to text_folder."""
+    """Return the text format; tokenizer files that the checkpoint has in another form are written to text_folder."""
     source.family.write_text(source.folder, source.settings, text_folder)
     try:
         return source.family.text(source.folder, source.settings, source.config)
@@ -148,14 +155,14 @@ def _text(source: _Source, text_folder: Path) -> TextFormat:
         return source.family.text(text_folder, source.settings, source.config)
 
 
-def _understand(options: ImportOptions) -> _Source:
-    """Read all but the tensors' numbers, and compare their names and shapes with our model of them."""
+def _inspect(options: ImportOptions) -> _Source:
+    """Read everything except the tensors' data, and compare names and shapes with our model. Raises SourceError."""
     folder = find_checkpoint(options.source, options.revision)
     family = family_in(folder)
     settings = with_start_tokens(folder, family.read_settings(folder))
     _refuse_remote_code(settings)
     with family.open_weights(folder) as weights:
-        settings = family.settle(settings, weights)
+        settings = family.resolve(settings, weights)
     config = _limited(family.configure(settings), options)
     with family.open_weights(folder, on_meta=True) as shapes, torch.device("meta"):
         family.load(Transformer(config), shapes, settings)
@@ -167,24 +174,24 @@ def _refuse_remote_code(settings: Settings) -> None:
     for name in ("auto_map", "custom_code"):
         if settings.get(name):
             raise SourceError(
-                f"config.json: {name} asks for code of the checkpoint's own, which is never run; "
-                "only models that transformers itself has are imported"
+                f"config.json: {name} needs code from the checkpoint, which is never run; "
+                "only models that are part of transformers can be imported"
             )
 
 
 def _limited(config: ModelConfig, options: ImportOptions) -> ModelConfig:
-    """The lengths asked for, within the table where positions are learned."""
-    asked = {side: getattr(options, side) for side in ("max_source_len", "max_target_len")}
-    for side, length in asked.items():
+    """Return the configuration with the requested lengths. Raises SourceError beyond the learned positions."""
+    requested = {side: getattr(options, side) for side in ("max_source_len", "max_target_len")}
+    for side, length in requested.items():
         rows = getattr(config, side)
         if length is not None and config.positions == "learned" and length > rows:
             raise SourceError(f"--{side.replace('_', '-')} is {length}; the checkpoint has learned {rows} positions")
-    changed = {side: length for side, length in asked.items() if length is not None}
+    changed = {side: length for side, length in requested.items() if length is not None}
     return describe(**{**config.model_dump(), **changed}) if changed else config
 
 
 def _verified(source: _Source) -> Transformer:
-    """The model, compared with the original, which has come and gone before it is loaded."""
+    """Return the model after a comparison with the original, whose memory is freed before our model is loaded."""
     batches = random_batches(source.config)
     reference = _reference(source)
     with tqdm(total=2, desc="compare with transformers", unit="model", disable=None) as progress:
@@ -200,7 +207,7 @@ def _verified(source: _Source) -> Transformer:
 
 
 def _reference(source: _Source) -> str:
-    """The class that runs the original: of an encoder the one that config.json names, for its heads."""
+    """Return the transformers class for the original; for an encoder-only model that of config.json, with heads."""
     import transformers
 
     named = (source.settings.get("architectures") or [""])[0]
@@ -210,20 +217,26 @@ def _reference(source: _Source) -> str:
 
 
 def load_model(source: _Source) -> Transformer:
-    """Our model with the checkpoint's weights, in evaluation mode; takes the memory of the model alone."""
-    with _Unset():
+    """Return our model with the checkpoint's weights, in evaluation mode, without a second copy in memory.
+
+    Raises SourceError if a tensor is missing, left over, of another shape, or has values that are not finite.
+    """
+    with _NoRandomWeights():
         model = Transformer(source.config).eval().requires_grad_(requires_grad=False)
     with source.family.open_weights(source.folder) as weights:
         source.family.load(model, weights, source.settings)
         weights.check(source.family.name)
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.sum()):
-            raise SourceError(f"the tensors that make up {name} hold values that are no finite numbers")
+            raise SourceError(f"the tensors for {name} have values that are not finite numbers")
     return model
 
 
-class _Unset(TorchFunctionMode):
-    """Modules made in here draw no random weights: nan stands where one should have been, until it is filled."""
+class _NoRandomWeights(TorchFunctionMode):
+    """Context in which modules initialise weights with NaN instead of random numbers, which saves time.
+
+    A weight that is not filled afterwards stays NaN and is detected.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -246,7 +259,7 @@ def _provenance(options: ImportOptions, folder: Path) -> Provenance:
 
 
 def _stated_licence(folder: Path) -> str | None:
-    """`license:` of the front matter of a checkpoint's README.md."""
+    """Return `license:` of the front matter of a checkpoint's README.md; None without one."""
     try:
         readme = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -258,7 +271,9 @@ def _stated_licence(folder: Path) -> str | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("source", metavar="DIRECTORY_OR_HUB_NAME", help="a checkpoint; a directory wins over a name")
+    parser.add_argument(
+        "source", metavar="DIRECTORY_OR_HUB_NAME", help="a checkpoint; an existing directory takes precedence"
+    )
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument(
@@ -267,21 +282,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
-        help="what graphs keep keys and values in (default: float16 beside integer weights, else float32)",
+        help="type of cached keys and values (default: float16 with integer weights, else float32)",
     )
     parser.add_argument(
         "--explain",
         action=argparse.BooleanOptionalAction,
-        help="the graph that shows attention weights (default: of models up to "
+        help="export the graph that returns attention weights (default: for models up to "
         f"{_EXPLAINED_PARAMETERS // 1_000_000} million parameters)",
     )
     for side in ("source", "target"):
         parser.add_argument(f"--max-{side}-len", type=int, help=f"longest {side} in tokens (default: the checkpoint's)")
-    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
-    parser.add_argument("--revision", help="branch, tag or commit of a checkpoint of the hub")
-    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not run the original beside it")
-    parser.add_argument("--licence", help="of the weights (default: what the checkpoint's README.md says)")
-    parser.add_argument("--attribution", help="who is to be named with the weights")
+    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
+    parser.add_argument("--revision", help="branch, tag or commit of a checkpoint on the hub")
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not compare with the original")
+    parser.add_argument("--licence", help="licence of the weights (default: that of the checkpoint's README.md)")
+    parser.add_argument("--attribution", help="authors to name with the weights")
 
 
 def _options(args: argparse.Namespace) -> ImportOptions:
@@ -303,7 +318,7 @@ def _options(args: argparse.Namespace) -> ImportOptions:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import; 0 when the bundle is written, 2 with one line on standard error when it cannot be."""
+    """Import a checkpoint; return 0 when the bundle is written, 2 after an error, with one line on standard error."""
     try:
         bundle = import_checkpoint(_options(args))
     except (

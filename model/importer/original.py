@@ -1,7 +1,7 @@
-"""An imported model beside the original: both on random tokens, before anything is exported.
+"""Comparison of an imported model with the original on random tokens, before the export.
 
-The original runs in transformers, in float32 on the CPU, and never with code of the checkpoint's own. It is run first
-and let go, so that at no time two models lie in memory.
+The original runs in transformers, in float32 on the CPU, without code from the checkpoint. It runs first and is freed,
+so that there are never two models in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from antiphon.model.export.verify import TOLERANCES, VerificationError
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
 from antiphon.model.transformer.transformer import Transformer
 
-# Where an output of transformers holds what a head of ours gives; the first that there is.
+# Names of transformers' outputs for each of our heads; the first existing one is used.
 _HEAD_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "fill_mask": ("prediction_logits", "logits"),
     "classify": ("logits",),
@@ -36,9 +36,9 @@ _CASES = (((1,), 3), ((14, 3, 9), 7), ((31, 30, 5, 17), 12))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Random tokens: source [B, S] int64 with lens [B] int32 valid, target [B, T] int64; no token is padding.
+    """Random tokens: source [B, S] int64 of which lens [B] int32 are valid, target [B, T] int64.
 
-    types [B, S] int64: token types of the source, None where the model has none.
+    Valid tokens are never the padding token. types [B, S] int64: token types of the source; None: the model has none.
     """
 
     source: Tensor
@@ -48,12 +48,12 @@ class Batch:
 
     @property
     def mask(self) -> Tensor:
-        """[B, S] bool, True where a source token is valid."""
+        """Mask [B, S] bool of valid source tokens."""
         return torch.arange(self.source.shape[1])[None] < self.lens[:, None]
 
 
 def random_batches(config: ModelConfig, seed: int = 0) -> list[Batch]:
-    """A few batches of unequal lengths, within the model's limits."""
+    """Return a few batches with different lengths, within the model's limits."""
     random = np.random.default_rng(seed)
     return [_batch(config, lens, steps, random) for lens, steps in _CASES]
 
@@ -69,14 +69,14 @@ def _batch(config: ModelConfig, lens: tuple[int, ...], steps: int, random: np.ra
 
 
 def _ids(vocab_size: int, pad_id: int, shape: tuple[int, int], random: np.random.Generator) -> Tensor:
-    """Any ids but padding's, which some models give no position."""
+    """Return random ids other than padding, because some models give padding no position."""
     ids = random.integers(0, vocab_size - 1, shape)
     return torch.from_numpy(ids + (ids >= pad_id))
 
 
 @torch.no_grad()
 def run_original(folder: Path, reference: str, config: ModelConfig, batches: list[Batch]) -> list[dict[str, Tensor]]:
-    """What the original, of this class of transformers, computes of each batch: its outputs by name, see `_ours`."""
+    """Return the original's outputs by name for each batch; `reference` is a class of transformers. See `_ours`."""
     import transformers
 
     with _quiet_transformers():
@@ -122,13 +122,13 @@ def _theirs(original: Any, config: ModelConfig, batch: Batch) -> dict[str, Tenso
 
 
 def _read(output: Tensor, task: Task, batch: Batch) -> Tensor:
-    """Of an output of every token, those that are no padding."""
+    """Return an output for valid tokens only, unless it is an output for whole texts."""
     return output if task in FIRST_TOKEN_TASKS else output[batch.mask]
 
 
 @torch.no_grad()
 def _ours(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """Encoder states [N, M] of the N valid tokens, logits [B, T, V]; of an encoder alone what each head gives."""
+    """Return our model's outputs: encoder states [N, M] of N valid tokens, logits [B, T, V], outputs of heads."""
     if model.config.architecture == "decoder":
         return {"logits": model.logits(model.decode(batch.target, None))}
     memory = model.encode(batch.source, batch.lens, batch.types)
@@ -145,9 +145,9 @@ def _ours(model: Transformer, batch: Batch) -> dict[str, Tensor]:
 def compare_with_original(
     model: Transformer, batches: list[Batch], expected: list[dict[str, Tensor]]
 ) -> Mapping[str, float]:
-    """Largest error of each output, in units of its largest value or of 1 if that is smaller.
+    """Return the largest error of each output, divided by its largest absolute value or by 1 if that is smaller.
 
-    Raises VerificationError where one is beyond what float32 sums in another order explain.
+    Raises VerificationError if an error is larger than a different order of float32 sums can explain.
     """
     worst: dict[str, float] = {}
     for batch, outputs in zip(batches, expected, strict=True):
@@ -159,7 +159,7 @@ def compare_with_original(
     for name, largest in worst.items():
         if not largest <= limit:
             raise VerificationError(
-                f"the imported model is not the original: its {name} are off by {largest:.1e}, "
+                f"the imported model differs from the original: the error of its {name} is {largest:.1e}, "
                 f"at most {limit:.0e} is allowed"
             )
     return worst

@@ -1,8 +1,8 @@
-"""Our own vocabularies: byte-level BPE, exact in both directions.
+"""Byte-level BPE: the vocabulary of models trained by this project. Decoding restores the normalised text exactly.
 
-Normalisation: NFC, every run of white space becomes one space, none at the ends. It is stored in tokenizer.json, so
-training and serving cannot differ. After it nothing is lost: each token stands for a fixed string of bytes, and a text
-is the concatenation of its tokens' bytes (after the leading space that marks a word's beginning).
+Normalisation: NFC; each sequence of white space becomes one space; white space at both ends is removed. The
+normalisation is stored in tokenizer.json, so training and serving cannot differ. Each token stands for a fixed string
+of bytes. A text is the concatenation of its tokens' bytes without the leading space, which marks the start of a word.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from antiphon.model.text.format import TokenizerError
-from antiphon.model.text.open_text import Opened
+from antiphon.model.text.open_text import Vocabularies
 from antiphon.model.text.segmenters import Backend
-from antiphon.model.text.token_reading import byte_alphabet
+from antiphon.model.text.token_bytes import byte_alphabet
 from antiphon.model.text.token_table import table_of
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
-MASK_TOKEN = "<mask>"  # of encoders that fill masks; others do without
+MASK_TOKEN = "<mask>"  # only in vocabularies of encoders that fill masks
 
 
 def train(texts: Iterable[str], vocab_size: int, extra_special: Sequence[str]) -> Any:
-    """Learn merges (Sennrich et al. 2016) over bytes from texts until the vocabulary has vocab_size entries."""
+    """Learn byte-level BPE (Sennrich et al. 2016) from texts until the vocabulary has vocab_size entries.
+
+    extra_special: special tokens after SPECIAL_TOKENS. Returns a `tokenizers.Tokenizer`.
+    """
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -43,15 +46,18 @@ def train(texts: Iterable[str], vocab_size: int, extra_special: Sequence[str]) -
 
 
 def read(path: Path) -> Any:
-    """Read a tokenizer.json. Raises TokenizerError naming the file."""
+    """Read a tokenizer.json as a `tokenizers.Tokenizer`. Raises TokenizerError naming the file."""
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises bare Exception for any defect of the file
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
-def opened(backend: Any) -> Opened:
-    """Both sides of a model with this vocabulary. Raises TokenizerError for one of another kind."""
+def vocabularies_of(backend: Any) -> Vocabularies:
+    """Return segmenter and token table of a byte-level BPE backend, the same for source and target.
+
+    Raises TokenizerError if the backend is not byte-level BPE or lacks one of SPECIAL_TOKENS.
+    """
     vocabulary = backend.get_vocab()
     if missing := [token for token in SPECIAL_TOKENS if token not in vocabulary]:
         raise TokenizerError(f"the vocabulary has no {missing[0]}")
@@ -60,18 +66,18 @@ def opened(backend: Any) -> Opened:
     try:
         table = table_of(vocabulary.items(), _bytes_of_token, special, strips="one space")
     except KeyError as error:
-        raise TokenizerError(f"not a byte-level vocabulary, it holds the character {error}") from None
+        raise TokenizerError(f"not a byte-level vocabulary: it has the character {error}") from None
     longest_token = max(1, *map(len, table.texts))
     if mask_id(backend) is None:
-        return Opened(Backend(backend, longest_token), table)
-    return Opened(Backend(_with_typed_mask(backend), max(longest_token, len(f" {MASK_TOKEN}"))), table)
+        return Vocabularies(Backend(backend, longest_token), table)
+    return Vocabularies(Backend(_with_typed_mask(backend), max(longest_token, len(f" {MASK_TOKEN}"))), table)
 
 
 def _with_typed_mask(backend: Any) -> Any:
-    """The same vocabulary for texts that name the mask token, which is matched as RoBERTa's is: with the space before.
+    """Return a backend that matches the mask token inside a text, together with the space before it, as in RoBERTa.
 
-    What follows the token keeps its own space or has none; so the space before a text, which otherwise every stretch
-    between tokens is given, becomes part of normalisation.
+    The text after a mask token must keep its own leading space or none. With add_prefix_space the library would add a
+    space there too, so the normaliser adds the space before the whole text instead.
     """
     described = json.loads(backend.to_str())
     described["normalizer"]["normalizers"].append({"type": "Prepend", "prepend": " "})
@@ -84,13 +90,13 @@ def _with_typed_mask(backend: Any) -> Any:
 
 
 def mask_id(backend: Any) -> int | None:
-    """Id of the mask token; None where the vocabulary has none."""
+    """Return the id of the mask token; None if the vocabulary has none."""
     index: int | None = backend.token_to_id(MASK_TOKEN)
     return index if index in special_ids(backend) else None
 
 
 def special_ids(backend: Any) -> set[int]:
-    """Ids that a vocabulary declares to stand for nothing."""
+    """Return the ids of all special tokens: tokens that stand for no text."""
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 

@@ -1,6 +1,6 @@
-"""How texts become a model's token ids and back, as its bundle says it: which files, and what stands around a text.
+"""Text format of a bundle: tokenizer files, templates around a text, languages and special ids.
 
-Torch-free and library-free: tokenizer.py reads the files. Ids of the prefix, suffix and languages are the model's own.
+tokenizer.py reads the files; this module needs no tokenizer library and no torch. All ids are ids of the model.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ class TokenizerError(Exception):
 
 
 class NoTokenizersFile(TokenizerError):
-    """A checkpoint has no tokenizer.json; its other files may do to make one."""
+    """A checkpoint has no tokenizer.json; it can possibly be made from the checkpoint's other files."""
 
 
 class TextFormat(BaseModel):
-    """Files and rules of one model's text.
+    """Tokenizer files and rules of one model.
 
     kind
-        byte_bpe       our own byte-level BPE, a `tokenizers` JSON that loses nothing
-        tokenizers     any other `tokenizers` JSON, as the checkpoint ships it
+        byte_bpe       byte-level BPE trained by this project, a `tokenizers` JSON (byte_bpe.py)
+        tokenizers     any other `tokenizers` JSON, as in the checkpoint
         sentencepiece  a SentencePiece model
-        bytes          UTF-8 bytes, each id its byte + id_offset (ByT5); no file
+        bytes          UTF-8 bytes, id = byte + id_offset (ByT5); no file
         words          a list of tokens, one a line; texts are tokens between spaces (CTranslate2 vocabularies)
-    source, target: the file that reads sources, and the one of targets where it differs.
-    source_vocabulary, target_vocabulary: JSON of piece to id, where a SentencePiece model's own ids are not the
-        model's (Marian, M2M-100).
-    id_offset: what is added to SentencePiece's own ids, or to bytes.
-    added_tokens: tokens that are no pieces of the files, by id.
+    source, target: tokenizer file of sources, and of targets if it is a different file.
+    source_vocabulary, target_vocabulary: JSON file from piece to id, for models whose ids differ from the ids of the
+        SentencePiece model (Marian, M2M-100).
+    id_offset: number added to the ids of the SentencePiece model, or to bytes.
+    added_tokens: id of each token that is not in the files.
     special_ids: ids that stand for no text.
-    template: a source as the model reads it, `$text` its own tokens; pair_template with `$pair` the second text's.
-    pair_start: where in pair_template token type 1 begins (BERT); None: every token has type 0.
-    languages: id of each language code; source_language and target_language, where templates name them, are filled
-        from it, or from the defaults.
-    target_language_place: where a target's language stands: its first token after the begin token, or the begin token.
-    mask_id: the token that fill-mask fills.
+    template: token ids of a complete source; `$text` stands for the tokens of the text.
+    pair_template: the same for a pair; `$pair` stands for the tokens of the second text.
+    pair_start: index in pair_template of the first element with token type 1 (BERT); None: all tokens have type 0.
+    languages: id of each language code. `$source_language` and `$target_language` in templates stand for the id of the
+        requested language, or of default_source_language and default_target_language.
+    target_language_place: position of the target's language token: "first" after the begin token, or "begin" instead
+        of the begin token.
+    mask_id: id of the mask token.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +69,7 @@ class TextFormat(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_file(cls, given: Any) -> Any:
-        """Bytes have no file, which a manifest says by leaving it out."""
+        """Set source=None for kind="bytes", which has no file; a manifest omits the field."""
         return {"source": None, **given} if isinstance(given, dict) and given.get("kind") == "bytes" else given
 
     @model_validator(mode="after")
@@ -78,13 +80,13 @@ class TextFormat(BaseModel):
         ):
             for slot in slots if template is not None else ():
                 if template is not None and template.count(slot) != 1:
-                    raise ValueError(f"{name}={list(template)} must hold {slot} once")
+                    raise ValueError(f"{name}={list(template)} must contain {slot} exactly once")
         if (self.kind == "bytes") != (self.source is None):
             raise ValueError(f"source={self.source!r} does not fit kind={self.kind!r}")
         return self
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file that this format names."""
+        """Names of all files of this format, without duplicates."""
         named = (self.source, self.target, self.source_vocabulary, self.target_vocabulary)
         return tuple(dict.fromkeys(name for name in named if name is not None))

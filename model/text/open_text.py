@@ -1,4 +1,4 @@
-"""From the files that a TextFormat names to segmenters and tables of what tokens stand for: one function a kind."""
+"""Opening of the tokenizer files of imported models: one function for each kind of TextFormat."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tokenizers import AddedToken, Tokenizer
 
 from antiphon.model.text.format import TextFormat, TokenizerError
 from antiphon.model.text.segmenters import Backend, Bytes, Pieces, Segmenter, Words, may_be_typed
-from antiphon.model.text.token_reading import byte_piece, reading_of, spaced, word_marked
+from antiphon.model.text.token_bytes import byte_piece, space_before, token_decoding_of, word_marked
 from antiphon.model.text.token_table import Strips, TokenTable, table_of
 
 _UNKNOWN_WORDS = ("<unk>", "<UNK>", "[UNK]")
 
 
-class Opened:
-    """What segments the texts of each side, and what its tokens stand for; sources are as targets unless given."""
+class Vocabularies:
+    """Segmenter and token table of source and target. By default the source has those of the target."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class Opened:
         self.source_table = source_table or table
 
 
-def open_text(folder: Path, text: TextFormat) -> Opened:
-    """Open an imported model's files. Raises TokenizerError naming the file."""
-    kinds: Mapping[str, Callable[[Path, TextFormat], Opened]] = {
+def open_text(folder: Path, text: TextFormat) -> Vocabularies:
+    """Open the tokenizer files of an imported model. Raises TokenizerError naming the file."""
+    kinds: Mapping[str, Callable[[Path, TextFormat], Vocabularies]] = {
         "tokenizers": _open_backend,
         "sentencepiece": _open_pieces,
         "bytes": _open_bytes,
@@ -45,7 +45,7 @@ def open_text(folder: Path, text: TextFormat) -> Opened:
 
 
 def _added(text: TextFormat, special: frozenset[int]) -> dict[str, int]:
-    """Added tokens that texts may name."""
+    """Return the added tokens that are matched as whole tokens in a text, with their ids."""
     return {
         token: index
         for token, index in text.added_tokens.items()
@@ -53,7 +53,7 @@ def _added(text: TextFormat, special: frozenset[int]) -> dict[str, int]:
     }
 
 
-def _open_backend(folder: Path, text: TextFormat) -> Opened:
+def _open_backend(folder: Path, text: TextFormat) -> Vocabularies:
     path = folder / (text.source or "")
     described = _read_json(path)
     special = set(text.special_ids)
@@ -63,7 +63,7 @@ def _open_backend(folder: Path, text: TextFormat) -> Opened:
                 special.add(token["id"])
                 token["special"] = not (token["id"] == text.mask_id or may_be_typed(token["content"]))
         backend = Tokenizer.from_str(json.dumps(described))
-        reading = reading_of(described.get("decoder"))
+        decoding = token_decoding_of(described.get("decoder"))
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
     except Exception as error:  # the Rust library raises bare Exception for any defect of the file
@@ -72,12 +72,12 @@ def _open_backend(folder: Path, text: TextFormat) -> Opened:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    table = table_of(backend.get_vocab().items(), reading.rest, special, first=reading.first)
-    return Opened(Backend(backend), table)
+    table = table_of(backend.get_vocab().items(), decoding.rest, special, first=decoding.first)
+    return Vocabularies(Backend(backend), table)
 
 
 def _add_missing(backend: Any, text: TextFormat, path: Path) -> None:
-    """Give the vocabulary those of the added tokens that the file lacks."""
+    """Add to the vocabulary all added_tokens that the file lacks. Raises TokenizerError if an id differs."""
     for token, index in sorted(text.added_tokens.items(), key=lambda item: item[1]):
         if backend.token_to_id(token) is None:
             is_special = index in text.special_ids and index != text.mask_id and not may_be_typed(token)
@@ -86,13 +86,13 @@ def _add_missing(backend: Any, text: TextFormat, path: Path) -> None:
             raise TokenizerError(f"{path}: {token} has the id {backend.token_to_id(token)}, expected {index}")
 
 
-def _open_pieces(folder: Path, text: TextFormat) -> Opened:
+def _open_pieces(folder: Path, text: TextFormat) -> Vocabularies:
     target_file = text.target or text.source or ""
     target_vocabulary = text.target_vocabulary or text.source_vocabulary
     target, table = _open_side(folder, text, target_file, target_vocabulary)
     if (text.source, text.source_vocabulary) == (target_file, target_vocabulary):
-        return Opened(target, table)
-    return Opened(target, table, *_open_side(folder, text, text.source or "", text.source_vocabulary))
+        return Vocabularies(target, table)
+    return Vocabularies(target, table, *_open_side(folder, text, text.source or "", text.source_vocabulary))
 
 
 def _open_side(folder: Path, text: TextFormat, file: str, vocabulary: str | None) -> tuple[Segmenter, TokenTable]:
@@ -103,7 +103,7 @@ def _open_side(folder: Path, text: TextFormat, file: str, vocabulary: str | None
 
 
 def _own_ids(processor: Any, text: TextFormat) -> tuple[Segmenter, TokenTable]:
-    """Ids are the SentencePiece model's, shifted; but tokens that the format names have the ids it gives them."""
+    """Open with the SentencePiece model's ids plus id_offset; tokens in added_tokens have the ids given there."""
     size = processor.get_piece_size()
     names = [processor.id_to_piece(index) for index in range(size)]
     ids = [text.added_tokens.get(name, index + text.id_offset) for index, name in enumerate(names)]
@@ -112,25 +112,25 @@ def _own_ids(processor: Any, text: TextFormat) -> tuple[Segmenter, TokenTable]:
     typed = {token: index for token, index in _added(text, special).items() if token not in names}
     tokens = [*zip(names, ids, strict=True), *text.added_tokens.items()]
     segmenter = Pieces(processor, ids, ids[processor.unk_id()], typed)
-    # A model that makes one space of several drops those before a text as well.
+    # A model that replaces several spaces by one also removes spaces before a text.
     strips: Strips = "leading spaces" if processor.encode("a  a") == processor.encode("a a") else "one space"
     return segmenter, table_of(tokens, _piece_bytes, special, strips=strips)
 
 
 def _mapped_ids(processor: Any, text: TextFormat, path: Path) -> tuple[Segmenter, TokenTable]:
-    """Ids are those of a vocabulary beside the model, by spelling."""
+    """Open with the ids of a separate vocabulary file, which maps pieces to ids."""
     vocabulary = _read_json(path)
     unk_id = vocabulary.get(processor.id_to_piece(processor.unk_id()))
     if unk_id is None or not all(isinstance(index, int) and index >= 0 for index in vocabulary.values()):
         unknown = processor.id_to_piece(processor.unk_id())
-        raise TokenizerError(f"{path} is no vocabulary of tokens to ids, {unknown} among them")
+        raise TokenizerError(f"{path}: expected a JSON object from tokens to ids >= 0 that contains {unknown}")
     special = frozenset({*text.special_ids, unk_id})
     segmenter = Pieces(
         processor,
         vocabulary,
         unk_id,
         _added(text, special),
-        has_codes=text.target not in (None, text.source),  # Marian, which has a model for each side
+        has_codes=text.target not in (None, text.source),  # only Marian has a SentencePiece model for each side
     )
     tokens = [*vocabulary.items(), *text.added_tokens.items()]
     return segmenter, table_of(tokens, word_marked, special, strips="white space")
@@ -141,19 +141,19 @@ def _piece_bytes(piece: str) -> bytes:
     return word_marked(piece) if byte is None else byte
 
 
-def _open_bytes(folder: Path, text: TextFormat) -> Opened:
+def _open_bytes(folder: Path, text: TextFormat) -> Vocabularies:
     special = frozenset(text.special_ids)
     tokens = {f"<0x{byte:02X}>": byte + text.id_offset for byte in range(256)} | text.added_tokens
     table = table_of(tokens.items(), _piece_bytes, special, errors="ignore")
-    return Opened(Bytes(text.id_offset, _added(text, special)), table)
+    return Vocabularies(Bytes(text.id_offset, _added(text, special)), table)
 
 
-def _open_words(folder: Path, text: TextFormat) -> Opened:
+def _open_words(folder: Path, text: TextFormat) -> Vocabularies:
     target_file = text.target or text.source or ""
-    opened = _open_list(folder / target_file, text)
+    target = _open_list(folder / target_file, text)
     if text.source == target_file:
-        return Opened(*opened)
-    return Opened(*opened, *_open_list(folder / (text.source or ""), text))
+        return Vocabularies(*target)
+    return Vocabularies(*target, *_open_list(folder / (text.source or ""), text))
 
 
 def _open_list(path: Path, text: TextFormat) -> tuple[Segmenter, TokenTable]:
@@ -162,11 +162,11 @@ def _open_list(path: Path, text: TextFormat) -> tuple[Segmenter, TokenTable]:
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
     tokens = [(word, index) for index, word in enumerate(words)]
-    ids = dict(reversed(tokens))  # of equal words the first one
+    ids = dict(reversed(tokens))  # the first of equal words wins
     unknown = next((ids[word] for word in _UNKNOWN_WORDS if word in ids), None)
     if unknown is None:
         raise TokenizerError(f"{path}: the vocabulary has no {' or '.join(_UNKNOWN_WORDS)}")
-    table = table_of(tokens, spaced, text.special_ids, first=str.encode)
+    table = table_of(tokens, space_before, text.special_ids, first=str.encode)
     return Words(ids, unknown), table
 
 
@@ -176,16 +176,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise TokenizerError(f"{path} cannot be read: it holds {type(found).__name__}, expected an object")
+        raise TokenizerError(f"{path} cannot be read: it contains a {type(found).__name__}, expected an object")
     return found
 
 
 def read_pieces(path: Path) -> Any:
-    """A SentencePiece model. Raises TokenizerError naming the file, or the package that is missing."""
+    """Read a SentencePiece model. Raises TokenizerError naming the file, or the missing package."""
     try:
         import sentencepiece
     except ImportError:
-        raise TokenizerError(f"{path}: the package sentencepiece, which reads it, is not installed") from None
+        raise TokenizerError(f"{path} needs the package sentencepiece, which is not installed") from None
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     except (OSError, RuntimeError, ValueError) as error:

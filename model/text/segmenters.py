@@ -1,8 +1,9 @@
-"""Texts into token ids: one class a kind of vocabulary, each as its original does it. Torch-free.
+"""Segmenters: texts to token ids, with one class for each kind of vocabulary. Imports no torch.
 
-What a text may name: tokens that were added to a vocabulary and stand for text are matched whole, as in the original.
-Special tokens typed by a user are text where the original allows it, so that nobody ends a source or switches its
-language from within; but the mask token, T5's <extra_id_N> and Marian's >>fra<< are there to be typed, and matched.
+Each class gives the same ids as the checkpoint's original tokenizer. Added tokens that stand for text are matched as
+whole tokens, as in the original. Special tokens inside a text are ordinary text where the original allows it, so that
+a text cannot end the source or change its language. Exceptions are tokens that users are meant to write: the mask
+token, T5's <extra_id_N> and Marian's >>fra<<.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 
 _SENTINEL = re.compile(r"<extra_id_\d+>|>>[^<>\s]+<<")
 _WORD = re.compile(r"[^ \t\r\n]+")
-# NFC makes UTF-8 shorter by less than this factor: at worst 7 bytes, U+1FBE U+0308 U+0301, become the 2 of U+0390.
+# NFC makes UTF-8 shorter by less than this factor. The worst case is U+1FBE U+0308 U+0301: 7 bytes become the 2 bytes
+# of U+0390.
 _NFC_SHRINKING = 4
-_PROBE_LEN = 20_000  # characters: some 10 ms of segmenting
+_PROBE_LEN = 20_000  # characters; segmenting them takes about 10 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Token ids of a text, and where each stands in it: code points [start, end) of the text as it was given."""
+    """Token ids of a text, and the position of each: code points [start, end) of the original text."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -33,35 +35,37 @@ class Segmenter(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Encoding:
-        """Ids and offsets of a text; nothing is put around it."""
+        """Return ids and offsets of a text, without the template's tokens."""
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text, without the template's tokens."""
         return self.encode(text).ids
 
     def ids_of_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, in parallel where the library can."""
+        """Return the ids of several texts, in parallel if the library supports it."""
         return [self.ids(text) for text in texts]
 
     def min_tokens(self, text: str) -> int:
-        """A number of tokens that `ids` cannot stay below, at little cost however long a text is.
+        """Return a lower bound of the number of tokens of a text, in little time for any length.
 
-        A vocabulary with unknown tokens gives no bound by length, for one token may stand for all of a text. So the
-        whole words at the beginning of a long text are counted; a short one may as well be segmented, and gives 0.
+        With unknown tokens the length gives no bound, because one unknown token can stand for the whole text. So only
+        the first words of a long text are segmented, up to 20,000 characters. The bound of a shorter text is 0:
+        the caller can segment it.
         """
         end = text.rfind(" ", 0, _PROBE_LEN) if len(text) > _PROBE_LEN else 0
         return len(self.ids_of_many([text[:end]])[0]) if end > 0 else 0
 
 
 def may_be_typed(token: str) -> bool:
-    """Whether a special token is one that texts are to name."""
+    """Return whether users are meant to write this special token in a text."""
     return _SENTINEL.fullmatch(token) is not None
 
 
 class Backend(Segmenter):
-    """A `tokenizers` backend. Its encode_special_tokens must be on.
+    """Segmenter with a `tokenizers` backend, whose encode_special_tokens must be True.
 
-    longest_token: bytes of the longest token, where NFC and single spaces are all that a text loses; None otherwise.
+    longest_token: bytes of the longest token, if NFC and the removal of spaces are the only normalisation and there
+        are no unknown tokens; else None.
     """
 
     def __init__(self, backend: Any, longest_token: int | None = None) -> None:
@@ -69,35 +73,35 @@ class Backend(Segmenter):
         self._longest_token = longest_token
 
     def encode(self, text: str) -> Encoding:
-        """Ids and offsets, as the library gives them; other threads run meanwhile."""
+        """Return ids and offsets as the library gives them. Releases the interpreter lock."""
         found = self._backend.encode_batch([text], add_special_tokens=False)[0]
         return Encoding(found.ids, found.offsets)
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text; no other thread runs meanwhile."""
+        """Return the ids of a text. Holds the interpreter lock."""
         return self._backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
     def ids_of_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, in parallel; other threads run meanwhile."""
+        """Return the ids of several texts, computed in parallel. Releases the interpreter lock."""
         return [item.ids for item in self._backend.encode_batch(texts, add_special_tokens=False)]
 
     def min_tokens(self, text: str) -> int:
-        """As the segmenter's; by length where nothing is unknown."""
+        """Return a lower bound of the number of tokens, from the length if the vocabulary has no unknown tokens."""
         if self._longest_token is None:
             return super().min_tokens(text)
-        # Not by normalising: unordered combining marks take quadratic time, with the interpreter's lock held.
+        # The text is not normalised here: unordered combining marks take quadratic time under the interpreter lock.
         shrinking = 1 if text.isascii() else _NFC_SHRINKING
         return -(-len(" ".join(text.split()).encode()) // (shrinking * self._longest_token))
 
 
 class Pieces(Segmenter):
-    """A SentencePiece model whose ids are mapped to those of the transformer that was trained with it.
+    """Segmenter with a SentencePiece model, whose ids are mapped to the ids of the Transformer.
 
-    ids: of pieces, by the model's own ids, or by spelling: pieces that the model does not know are spelled as they are
-        in the text, so that a vocabulary beside it may know them.
-    unk_id: of what that vocabulary does not know either.
-    typed: tokens matched whole, before the rest is segmented.
-    has_codes: a text may begin with >>fra<<; a code that is not in the vocabulary is then the unknown token.
+    ids: Transformer id for each id of the SentencePiece model, or for each piece. With pieces, a piece that the
+        SentencePiece model does not know keeps its characters, and the separate vocabulary can contain it.
+    unk_id: id of a piece that the separate vocabulary does not contain.
+    typed: tokens that are matched as whole tokens before the rest is segmented.
+    has_codes: True: a text can begin with a code like >>fra<<; a code outside the vocabulary is the unknown token.
     """
 
     def __init__(
@@ -112,11 +116,11 @@ class Pieces(Segmenter):
         self._processor = processor
         self._ids = ids
         self._unk_id = unk_id
-        self._typed = Typed(typed)
+        self._typed = WholeTokens(typed)
         self._has_codes = has_codes
 
     def encode(self, text: str) -> Encoding:
-        """Ids and offsets; a word mark that the model puts first stands nowhere in the text."""
+        """Return ids and offsets; a word mark that the model inserts at the start has an empty range."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, part, typed_id in self._parts(text):
@@ -126,13 +130,13 @@ class Pieces(Segmenter):
                 continue
             places = _code_points(part, start)
             pieces = self._processor.encode(part, return_type="proto").pieces
-            is_spelt = isinstance(self._ids, Mapping)
-            ids.extend(self._ids_of([piece.piece if is_spelt else piece.id for piece in pieces]))
+            is_by_piece = isinstance(self._ids, Mapping)
+            ids.extend(self._ids_of([piece.piece if is_by_piece else piece.id for piece in pieces]))
             offsets.extend((places[piece.begin], places[piece.end]) for piece in pieces)
         return Encoding(ids, offsets)
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text; other threads run meanwhile, but for what the parts and ids take."""
+        """Return the ids of a text. Releases the interpreter lock while SentencePiece segments."""
         kind = str if isinstance(self._ids, Mapping) else int
         ids: list[int] = []
         for _, part, typed_id in self._parts(text):
@@ -140,14 +144,14 @@ class Pieces(Segmenter):
         return ids
 
     def _ids_of(self, pieces: Sequence[Any]) -> list[int]:
-        """Ids of pieces, which are spellings or the model's own ids, as the mapping is by."""
+        """Return Transformer ids of pieces, or of ids of the SentencePiece model, depending on the mapping's keys."""
         if isinstance(self._ids, Mapping):
             found, unk_id = self._ids, self._unk_id
             return [found.get(piece, unk_id) for piece in pieces]
         return [self._ids[piece] for piece in pieces]
 
     def _parts(self, text: str) -> Iterator[tuple[int, str, int | None]]:
-        """Parts of a text and where they begin; with an id, if they are matched whole."""
+        """Yield start, text and id of each part; the id is None for a part that is not a whole token."""
         begin = 0
         if self._has_codes and text.startswith(">>") and (end := text.find("<<")) != -1:
             begin = end + 2
@@ -156,15 +160,15 @@ class Pieces(Segmenter):
 
 
 class Bytes(Segmenter):
-    """UTF-8 bytes, each id its byte and an offset (ByT5, Xue et al. 2022)."""
+    """Segmenter into UTF-8 bytes; id = byte + id_offset (ByT5, Xue et al. 2022)."""
 
     def __init__(self, id_offset: int, typed: Mapping[str, int]) -> None:
         self._id_offset = id_offset
-        self._typed = Typed(typed)
+        self._typed = WholeTokens(typed)
         self._longest_typed = max(map(len, typed), default=1)
 
     def encode(self, text: str) -> Encoding:
-        """Ids and offsets; the bytes of a character all stand where it does."""
+        """Return ids and offsets; all bytes of a character have the character's offset."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, part, typed_id in self._typed.split(text):
@@ -179,36 +183,36 @@ class Bytes(Segmenter):
         return Encoding(ids, offsets)
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         ids: list[int] = []
         for _, part, typed_id in self._typed.split(text):
             ids.extend([byte + self._id_offset for byte in part.encode()] if typed_id is None else [typed_id])
         return ids
 
     def min_tokens(self, text: str) -> int:
-        """By length: every character takes a byte at least, but in a sentinel."""
+        """Return a lower bound from the length: a character has at least one byte, except inside an added token."""
         return -(-len(text) // self._longest_typed)
 
 
 class Words(Segmenter):
-    """Tokens between white space, looked up as they are."""
+    """Segmenter at white space; each word is looked up without change."""
 
     def __init__(self, ids: Mapping[str, int], unk_id: int) -> None:
         self._ids = ids
         self._unk_id = unk_id
 
     def encode(self, text: str) -> Encoding:
-        """Ids and offsets of the words."""
+        """Return ids and offsets of the words."""
         found = list(_WORD.finditer(text))
         return Encoding([self._ids.get(word[0], self._unk_id) for word in found], [word.span() for word in found])
 
     def min_tokens(self, text: str) -> int:
-        """The number of words."""
+        """Return the number of words."""
         return sum(1 for _ in _WORD.finditer(text))
 
 
-class Typed:
-    """Tokens that are matched whole wherever they stand in a text, the longest first."""
+class WholeTokens:
+    """Tokens that are matched anywhere in a text before it is segmented; the longest match wins."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
@@ -216,7 +220,7 @@ class Typed:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if ids else None
 
     def split(self, text: str, begin: int = 0) -> Iterator[tuple[int, str, int | None]]:
-        """Parts of text[begin:] that are not empty: where each begins, itself, its id if it is such a token."""
+        """Yield start, text and id of each non-empty part of text[begin:]; the id is None between whole tokens."""
         for found in self._pattern.finditer(text, begin) if self._pattern else ():
             if begin < found.start():
                 yield begin, text[begin : found.start()], None
@@ -227,7 +231,7 @@ class Typed:
 
 
 def _code_points(text: str, start: int) -> Sequence[int]:
-    """Index of the code point that each byte of a text belongs to, counted from `start`, and of the text's end."""
+    """Return the code point index of each UTF-8 byte of a text, and of the text's end; counted from `start`."""
     if text.isascii():
         return range(start, start + len(text) + 1)
     places = [start + index for index, char in enumerate(text) for _ in char.encode()]

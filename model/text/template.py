@@ -1,6 +1,6 @@
-"""A source as the model reads it: the tokens of one text or a pair with what their template puts around them.
+"""Templates: the complete source tokens of a text or a pair, with special and language tokens around them.
 
-Torch-free; knows ids, no texts and no files.
+Works on ids only. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from antiphon.model.text.format import Template, TextFormat
 
 @dataclass(frozen=True, slots=True)
 class LanguageIds:
-    """Tokens of the languages of one request; None where none was named and the model has no default."""
+    """Ids of the language tokens of one request; None if the request names no language and there is no default."""
 
     source: int | None = None
     target: int | None = None
 
 
 class UnknownLanguageError(ValueError):
-    """A language code that a model does not know.
+    """A language code that the model does not have.
 
-    allowed: in words, what it may be.
+    allowed: the allowed values, in words.
     """
 
     def __init__(self, code: str, allowed: str) -> None:
@@ -31,7 +31,7 @@ class UnknownLanguageError(ValueError):
 
 
 def language_id(text: TextFormat, code: str, default: str | None) -> int | None:
-    """Id of a language's token; empty takes the default's. Raises UnknownLanguageError."""
+    """Return the id of a language's token; an empty code means the default. Raises UnknownLanguageError."""
     if not code:
         return None if default is None else text.languages[default]
     if code not in text.languages:
@@ -49,15 +49,15 @@ def fill(
     *,
     is_partly_filled: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Source tokens with what is put around them, and the token type of each.
+    """Return the source tokens with the template's tokens around them, and the token type of each.
 
-    A language's place stays empty where none is known. is_partly_filled: ids that begin with all that the template puts
-    before a text, or end with all that it puts behind, keep theirs and get no second one.
-    Raises ValueError where a pair is given to a model that takes none.
+    The slot of an unknown language adds no token. is_partly_filled: True: if ids begin with all of the template's
+    tokens before the text, these are not added again; the same for the tokens after the text.
+    Raises ValueError if a pair is given to a model without pair_template.
     """
     template = text.template if pair_ids is None else text.pair_template
     if template is None:
-        raise ValueError("the model takes single texts only")
+        raise ValueError("the model accepts single texts only, no pairs")
     if is_partly_filled:
         ids = _bare(template, ids, languages or LanguageIds())
     filled: list[int] = []
@@ -71,23 +71,23 @@ def fill(
 
 
 def num_before(text: TextFormat, languages: LanguageIds | None = None) -> int:
-    """How many tokens `fill` puts before a single text."""
+    """Return the number of tokens that `fill` adds before a single text."""
     return len(_around(text.template[: text.template.index("$text")], languages))
 
 
 def _bare(template: Template, ids: Sequence[int], languages: LanguageIds) -> Sequence[int]:
-    """Ids without what the template puts around a text, where they carry it."""
+    """Return ids without the template's tokens before and after the text, if ids contain them."""
     place = template.index("$text")
-    before, behind = _around(template[:place], languages), _around(template[place + 1 :], languages)
+    before, after = _around(template[:place], languages), _around(template[place + 1 :], languages)
     if before and list(ids[: len(before)]) == before:
         ids = ids[len(before) :]
-    if behind and list(ids[-len(behind) :]) == behind:
-        ids = ids[: -len(behind)]
+    if after and list(ids[-len(after) :]) == after:
+        ids = ids[: -len(after)]
     return ids
 
 
 def _around(elements: Template, languages: LanguageIds | None) -> list[int]:
-    """The tokens of a template's elements other than texts."""
+    """Return the ids of a template's elements other than texts."""
     given = languages or LanguageIds()
     named = {"$source_language": given.source, "$target_language": given.target}
     tokens = (named.get(element) if isinstance(element, str) else element for element in elements)

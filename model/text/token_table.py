@@ -1,7 +1,8 @@
-"""What each token id stands for, and how tokens join to a text, whole or as they come. Torch-free.
+"""Token table: bytes of each token id, and decoding of ids to text, at once or incrementally. Imports no torch.
 
-Every token stands for a fixed string of bytes behind others, and maybe for another one at the beginning of a text;
-white space at the ends may go. So a text can be streamed: deltas never hold half a character, and join to the whole.
+After other tokens a token stands for a fixed string of bytes. At the beginning of a text it can stand for another one.
+White space at the ends of a text can be removed. So texts can be streamed: a delta never ends inside a character, and
+the concatenated deltas are equal to the text decoded at once.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")  # looked up once: every request makes some
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")  # looked up once, because every request creates several
 
 Strips = Literal["nothing", "one space", "leading spaces", "white space"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTable:
-    """The tokens of one side, by id.
+    """Tokens of source or target, by id.
 
-    pieces: what each is called; "" for an id without a token.
-    texts: bytes that each stands for behind others; nothing for special ones.
-    first: bytes that a piece stands for where it begins a text; None: the same.
-    special: ids that stand for nothing, and leave what follows the beginning of the text.
-    strips: what goes from the ends of a text: "white space" at both ends, the others at its beginning.
-    errors: what becomes of bytes that are no UTF-8: "replace" makes U+FFFD of them, "ignore" nothing.
+    pieces: name of each token; "" for an id without a token.
+    texts: bytes of each token after other tokens; empty for special tokens.
+    first: function from a piece to its bytes at the beginning of a text; None: the same bytes as `texts`.
+    special: ids that stand for no text; the next token is still the first of the text.
+    strips: removed from a text: "white space" at both ends; "one space" and "leading spaces" at the beginning.
+    errors: treatment of invalid UTF-8: "replace" by U+FFFD, or "ignore".
     """
 
     pieces: Sequence[str]
@@ -36,17 +37,17 @@ class TokenTable:
     errors: Literal["replace", "ignore"] = "replace"
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
-        """What ids stand for behind others. Ids above the table's, of a padded vocabulary, stand for nothing."""
+        """Return the bytes of ids after other tokens; ids beyond the table (a padded vocabulary) add none."""
         texts, size = self.texts, len(self.texts)
         return b"".join([texts[index] for index in ids if index < size])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         stream = IncrementalDecoder(self)
         return stream.push(ids) + stream.finish()
 
     def piece(self, index: int) -> str:
-        """One token to look at: its text, leading space included; a special token's name; bytes that are no text."""
+        """Return one token for display: its text with leading space, a special token's name, or <0xNN> for bytes."""
         token_bytes = self.texts[index] if index < len(self.texts) else b""
         if not token_bytes:
             return (self.pieces[index] if index < len(self.pieces) else "") or f"<{index}>"
@@ -65,7 +66,7 @@ def table_of(
     strips: Strips = "nothing",
     errors: Literal["replace", "ignore"] = "replace",
 ) -> TokenTable:
-    """The table of tokens and their ids; `read` says what a token that is not special stands for."""
+    """Return the table of (token, id) pairs; `read` gives the bytes of a token that is not special."""
     held, hidden = list(tokens), frozenset(special)
     size = 1 + max((index for _, index in held), default=-1)
     pieces, texts = [""] * size, [b""] * size
@@ -77,10 +78,10 @@ def table_of(
 
 
 class IncrementalDecoder:
-    """Turns ids that arrive in pieces into text deltas that concatenate to `TokenTable.decode` of all of them.
+    """Decoder of one streamed output: the concatenated deltas are equal to `TokenTable.decode` of all ids.
 
-    A character whose bytes are split between tokens is held back until it is whole; so is white space that goes if
-    nothing follows it.
+    A character whose bytes are split between tokens is held until it is complete. White space that would be removed at
+    the end of the text is held until more text follows.
     """
 
     def __init__(self, table: TokenTable) -> None:
@@ -92,11 +93,11 @@ class IncrementalDecoder:
         self._num_spaces = 0
 
     def skip_spaces(self, num_spaces: int) -> None:
-        """Drop white space at the beginning of the further text, at most num_spaces characters."""
+        """Remove white space at the beginning of the following text, at most num_spaces characters."""
         self._num_spaces = num_spaces
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete."""
+        """Return the text that these ids complete."""
         text = self._pushed(ids)
         return self._without_spaces(text) if text and self._num_spaces else text
 
@@ -107,12 +108,12 @@ class IncrementalDecoder:
         return self._emit(self._utf8.decode(table.bytes_of(ids)))
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became whole, else nothing."""
+        """Return the rest of the text: U+FFFD for an incomplete character, else the empty string."""
         text = self._emit(self._utf8.decode(b"", final=True))
         return self._without_spaces(text) if text and self._num_spaces else text
 
     def _beginning(self, ids: Sequence[int], first: Callable[[str], bytes]) -> bytes:
-        """What ids stand for where no token came before them."""
+        """Return the bytes of ids at the beginning of the text."""
         table = self._table
         for place, index in enumerate(ids):
             if index < len(table.pieces) and table.pieces[index] and index not in table.special:

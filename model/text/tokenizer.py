@@ -1,7 +1,7 @@
-"""Text to token ids and back: a segmenter for each side, and a table of what tokens stand for. Torch-free.
+"""Tokenizer: text to token ids and back, with a segmenter and a token table for source and target. Imports no torch.
 
-Our own models read byte-level BPE (byte_bpe.py). Imported models read and write as their originals do: their files are
-opened by open_text.py, which `open_tokenizer` asks.
+Models trained by this project use byte-level BPE (byte_bpe.py). Imported models give the same ids and texts as their
+original tokenizers; open_text.py opens their files.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from antiphon.model.text.byte_bpe import MASK_TOKEN as MASK_TOKEN
 from antiphon.model.text.byte_bpe import SPECIAL_TOKENS as SPECIAL_TOKENS
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.format import TokenizerError as TokenizerError
-from antiphon.model.text.open_text import Opened, open_text
+from antiphon.model.text.open_text import Vocabularies, open_text
 from antiphon.model.text.segmenters import Encoding
 from antiphon.model.text.template import LanguageIds, fill
 from antiphon.model.text.token_table import IncrementalDecoder as IncrementalDecoder
 
 
 class Tokenizer:
-    """Vocabulary and rules of one model; safe to share between threads. Ids are those of its target side.
+    """Tokenizer of one model; safe to share between threads. Ids are target ids unless a method says otherwise.
 
-    pad_id, bos_id, eos_id, unk_id and mask_id are our own models' alone: of an imported one, ModelConfig and TextFormat
-    name them.
+    The attributes pad_id, bos_id, eos_id, unk_id and mask_id exist only for byte-level BPE. For an imported model
+    ModelConfig and TextFormat have these ids.
     """
 
-    def __init__(self, opened: Opened, backend: Any = None) -> None:
-        """backend: of byte-level BPE, which knows its special tokens, can be saved and says how it normalises."""
-        self._opened = opened
-        self._table = opened.table
+    def __init__(self, vocabularies: Vocabularies, backend: Any = None) -> None:
+        """Create a tokenizer; backend is the `tokenizers.Tokenizer` of byte-level BPE, None for imported models."""
+        self._vocabularies = vocabularies
+        self._table = vocabularies.table
         self._backend = backend
-        self.vocab_size = len(opened.table.pieces)
+        self.vocab_size = len(vocabularies.table.pieces)
         if backend is not None:
             self.pad_id, self.bos_id, self.eos_id, self.unk_id = map(backend.token_to_id, SPECIAL_TOKENS)
             self.mask_id: int | None = byte_bpe.mask_id(backend)
 
     @classmethod
     def of_byte_bpe(cls, backend: Any) -> Tokenizer:
-        """Of a `tokenizers` backend. Raises TokenizerError where it is no byte-level BPE with our special tokens."""
-        return cls(byte_bpe.opened(backend), backend)
+        """Create one from a backend. Raises TokenizerError if it is not byte-level BPE with our special tokens."""
+        return cls(byte_bpe.vocabularies_of(backend), backend)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer.json of byte-level BPE. Raises TokenizerError naming the file."""
+        """Read a tokenizer.json of byte-level BPE. Raises TokenizerError naming the file."""
         backend = byte_bpe.read(path)
         try:
             return cls.of_byte_bpe(backend)
@@ -56,77 +56,78 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int, extra_special: Sequence[str] = ()) -> Tokenizer:
         """Learn byte-level BPE from texts until the vocabulary has vocab_size entries.
 
-        extra_special: tokens that stand for no text, after SPECIAL_TOKENS.
+        extra_special: special tokens after SPECIAL_TOKENS.
         """
         return cls.of_byte_bpe(byte_bpe.train(texts, vocab_size, extra_special))
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json of byte-level BPE."""
+        """Write a tokenizer.json; only for byte-level BPE."""
         self._backend.save(str(path))
 
     def normalize(self, text: str) -> str:
-        """The text that `decode(encode(text))` gives back, of byte-level BPE."""
+        """Return the normalised text, which is equal to `decode(encode(text))`; only for byte-level BPE."""
         return self._backend.normalizer.normalize_str(text)  # type: ignore[no-any-return]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a source, nothing put around it; empty for a text of white space."""
-        return self._opened.source.ids(text)
+        """Return the source token ids of a text, without the template's tokens; empty for white space."""
+        return self._vocabularies.source.ids(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, in parallel; other threads run meanwhile."""
-        return self._opened.source.ids_of_many(texts)
+        """Return `encode` of several texts, computed in parallel. Releases the interpreter lock if the library does."""
+        return self._vocabularies.source.ids_of_many(texts)
 
     def encode_source(self, text: str) -> Encoding:
-        """`encode`, and where each token stands in the text."""
-        return self._opened.source.encode(text)
+        """Return `encode` together with the position of each token in the text."""
+        return self._vocabularies.source.encode(text)
 
     def encode_target(self, text: str) -> list[int]:
-        """Token ids of a target, nothing put around it."""
-        return self._opened.target.ids(text)
+        """Return the target token ids of a text, without special tokens."""
+        return self._vocabularies.target.ids(text)
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_target` of many texts, in parallel; other threads run meanwhile."""
-        return self._opened.target.ids_of_many(texts)
+        """Return `encode_target` of several texts, as `encode_batch` does."""
+        return self._vocabularies.target.ids_of_many(texts)
 
     def min_tokens(self, text: str) -> int:
-        """A number of tokens that `encode` cannot stay below, found without tokenising all of a long text."""
-        return self._opened.source.min_tokens(text)
+        """Return a lower bound of the number of source tokens, without tokenising all of a long text."""
+        return self._vocabularies.source.min_tokens(text)
 
     def min_target_tokens(self, text: str) -> int:
-        """As `min_tokens`, of a target."""
-        return self._opened.target.min_tokens(text)
+        """Return a lower bound of the number of target tokens, as `min_tokens` does."""
+        return self._vocabularies.target.min_tokens(text)
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
-        """The UTF-8 bytes that tokens stand for, leading space included; special tokens stand for none."""
+        """Return the UTF-8 bytes of target tokens with the leading space; special tokens have no bytes."""
         return self._table.bytes_of(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a target's token ids; bytes that are not UTF-8 become U+FFFD, or nothing where the original says so.
+        """Return the text of target token ids. Invalid UTF-8 becomes U+FFFD, or is ignored as in the original.
 
-        As the original's decode without special tokens and clean-up, but for what no text encodes to: a run of <0xNN>
-        tokens that is no UTF-8 becomes a U+FFFD for each broken character, not for each token of the run.
+        The text is equal to the original tokenizer's decode without special tokens and without clean-up, with one
+        exception that no encoded text reaches: a sequence of <0xNN> tokens that is invalid UTF-8 becomes one U+FFFD
+        for each broken character, not for each token.
         """
         return self._table.decode(ids)
 
     def decode_source(self, ids: Sequence[int]) -> str:
-        """Text of a source's token ids, which mean other tokens where the two sides have vocabularies of their own."""
-        return self._opened.source_table.decode(ids)
+        """Return the text of source token ids; they differ from target ids if the model has two vocabularies."""
+        return self._vocabularies.source_table.decode(ids)
 
     def piece(self, index: int) -> str:
-        """One token to look at: its text, leading space included; a special token's name; bytes that are no text."""
+        """Return one target token for display: its text with leading space, a special token's name, or <0xNN>."""
         return self._table.piece(index)
 
     def source_piece(self, index: int) -> str:
-        """As `piece`, of a source's token."""
-        return self._opened.source_table.piece(index)
+        """Return one source token for display, as `piece` does."""
+        return self._vocabularies.source_table.piece(index)
 
     def stream(self) -> IncrementalDecoder:
-        """A decoder for one output that arrives in pieces."""
+        """Return a decoder for one streamed output."""
         return IncrementalDecoder(self._table)
 
 
 def open_tokenizer(folder: Path, text: TextFormat) -> Tokenizer:
-    """The tokenizer whose files lie in `folder`. Raises TokenizerError naming the file."""
+    """Open the tokenizer whose files are in `folder`. Raises TokenizerError naming the file."""
     if text.kind == "byte_bpe":
         return Tokenizer.load(folder / (text.source or ""))
     return Tokenizer(open_text(folder, text))
@@ -135,7 +136,7 @@ def open_tokenizer(folder: Path, text: TextFormat) -> Tokenizer:
 def encode_sources(
     tokenizer: Tokenizer, text: TextFormat, texts: Sequence[str], languages: LanguageIds | None = None
 ) -> list[list[int]]:
-    """Sources as the model reads them, in its default languages unless others are given; empty for empty texts."""
+    """Return complete source tokens of texts; empty for empty texts. languages=None: the model's default languages."""
     if languages is None:
         codes = (text.default_source_language, text.default_target_language)
         languages = LanguageIds(*(None if code is None else text.languages[code] for code in codes))
@@ -144,13 +145,16 @@ def encode_sources(
 
 
 def byte_bpe_format(tokenizer: Tokenizer) -> TextFormat:
-    """How texts become tokens of our own models: tokenizer.json, the end token behind a source."""
+    """Return the text format of models trained by this project: tokenizer.json, and the end token after a source."""
     special_ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id)
     return TextFormat(special_ids=special_ids, template=("$text", tokenizer.eos_id))
 
 
 def encoder_format(tokenizer: Tokenizer) -> TextFormat:
-    """How an encoder of our own reads: <s> text </s>, or <s> text </s> pair </s> with the pair of token type 1."""
+    """Return the text format of encoders trained by this project.
+
+    Templates: <s> text </s>, and <s> text </s> pair </s>, where the second text and its </s> have token type 1.
+    """
     begin, end = tokenizer.bos_id, tokenizer.eos_id
     special_ids = byte_bpe_format(tokenizer).special_ids
     return TextFormat(

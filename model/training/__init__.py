@@ -1,1 +1,1 @@
-"""Training: recipes, data, tasks, losses and pruning."""
+"""Training of models: recipes, data, tasks, losses and pruning."""

@@ -1,4 +1,4 @@
-"""Sentence pairs: read, verified, and split so that no sentence is in two parts. Torch-free; knows text only."""
+"""Reading, verification and splitting of sentence pairs; no sentence is in two parts. Works on text only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALID_PER_MILLE = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Pairs of source and target text."""
+    """Pairs of source and target text for training, validation and test."""
 
     train: list[Pair]
     valid: list[Pair]
@@ -30,7 +30,7 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig, folder: Path) -> Corpus:
-    """Read the recipe's files below `folder`, checked against their SHA-256. Raises RecipeError naming the file."""
+    """Read the recipe's files below `folder` and check their SHA-256. Raises RecipeError naming the file."""
     if config.pairs is not None:
         corpus = held_out_rule(_split_tabs(_read_lines(folder, config.pairs), folder / config.pairs.path))
     elif config.train and config.valid and config.test:
@@ -40,17 +40,17 @@ def load_corpus(config: DataConfig, folder: Path) -> Corpus:
             test=_read_parallel(folder, config.test),
         )
     else:
-        raise RecipeError("data: name either pairs, or train, valid and test")
+        raise RecipeError("data: give either pairs, or train, valid and test")
     if config.preprocess == "moses-lower":
         corpus = _moses_lower(corpus, config)
     return corpus
 
 
 def read_verified(folder: Path, file: DataFile) -> bytes:
-    """A data file's contents, unzipped where its name ends in .gz. Raises RecipeError naming the file."""
+    """Return a data file's bytes, decompressed if its name ends in .gz. Raises RecipeError naming the file."""
     path = folder / file.path
     if not path.is_file():
-        raise RecipeError(f"{path} is missing; give the folder that holds it with --data")
+        raise RecipeError(f"{path} is missing; --data must be the folder of the recipe's files")
     found = file_entry(path).sha256
     if found != file.sha256:
         raise RecipeError(f"{path} has sha256 {found[:12]}..., the recipe names {file.sha256[:12]}...")
@@ -99,7 +99,7 @@ def _moses_lower(corpus: Corpus, config: DataConfig) -> Corpus:
 
 
 def _match_key(text: str) -> str:
-    """NFKC, lower case, letters and digits only: what makes two sentences the same for the split."""
+    """Return NFKC in lower case with only letters and digits; equal keys are the same sentence for the split."""
     folded = unicodedata.normalize("NFKC", text).lower()
     return " ".join("".join(char if char.isalnum() else " " for char in folded).split())
 
@@ -110,7 +110,7 @@ def held_out_rule(pairs: Sequence[Pair]) -> Corpus:
     Pairs that share a source or a target sentence (compared without case and punctuation) form a group, and so do
     groups linked through them. A group of at most 12 pairs goes to test or validation by the hash of its smallest
     source: sha256(salt + source), first 8 bytes, big endian, modulo 1000: below 10 is test, below 16 validation.
-    The rule reads nothing but the text, so it holds for any order and any later edition of the data.
+    The rule depends only on the text, so it gives the same result for any order and any later edition of the data.
     """
     groups: dict[int, list[int]] = {}
     for index, root in enumerate(_connected([(_match_key(s), _match_key(t)) for s, t in pairs])):
@@ -133,7 +133,7 @@ def _part_of(smallest_source: str, group_size: int) -> str:
 
 
 def _connected(keys: Sequence[tuple[str, str]]) -> list[int]:
-    """Root index of each pair's connected component, by union-find with path halving."""
+    """Return the root index of each pair's connected component, by union-find with path halving."""
     parent = list(range(len(keys)))
 
     def find(node: int) -> int:

@@ -1,7 +1,4 @@
-"""Sentence pairs as tensors: tokenised and batched by tokens.
-
-Knows token ids; nothing of files, models or devices.
-"""
+"""Sentence pairs as tensors: tokenisation, and batches with a limited number of tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from antiphon.model.training.corpus import Pair
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """Token ids of one pair: source with end token, target without begin or end tokens."""
+    """Token ids of one pair: source with end token, target without begin and end tokens."""
 
     source: list[int]
     target: list[int]
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_source: int, max_target: int) -> list[Example]:
-    """Tokenise; pairs that are empty or longer than the model's limits (in tokens, ends included) are left out."""
+    """Tokenise pairs; empty ones and those beyond max_source or max_target tokens (with end token) are left out."""
     sources = tokenizer.encode_batch([source for source, _ in pairs])
     targets = tokenizer.encode_batch([target for _, target in pairs])
     return [
@@ -38,7 +35,10 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_source: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Padded tensors. source [B, S], source_lens [B] int32; inputs and labels [B, T], label -100 where padded."""
+    """Padded tensors: source [B, S] int64, source_lens [B] int32, inputs and labels [B, T] int64.
+
+    Labels of padding are IGNORED_LABEL.
+    """
 
     source: Tensor
     source_lens: Tensor
@@ -46,18 +46,18 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device."""
+        """Return the batch on a device."""
         moved = (t.to(device) for t in (self.source, self.source_lens, self.inputs, self.labels))
         source, source_lens, inputs, labels = moved
         return Batch(source=source, source_lens=source_lens, inputs=inputs, labels=labels)
 
     @property
     def counts(self) -> Tensor:
-        """Labels, [1] float64."""
+        """Number of labels, [1] float64."""
         return (self.labels != IGNORED_LABEL).sum()[None].double()
 
     def within(self, max_source: int, max_target: int) -> Batch:
-        """The same batch without columns beyond these lengths, which are padding where the examples keep to them."""
+        """Return the batch without columns beyond these lengths; they are padding if no example is longer."""
         return Batch(
             source=self.source[:, :max_source],
             source_lens=self.source_lens,
@@ -68,20 +68,20 @@ class Batch:
 
 IGNORED_LABEL = -100
 
-# oneDNN compiles a kernel for every new shape of a product. With lengths as they come each batch has new shapes, and a
-# step took 4.2 s of which 3.7 s were spent compiling; with a few dozen shapes it compiles them once.
+# oneDNN compiles a kernel for every new shape of a matrix product. Without rounding each batch has new shapes, and a
+# step took 4.2 s, of which 3.7 s were compilation. With a few dozen shapes each is compiled once.
 LENGTH_STEP = 4
 
 
 def rounded(length: int) -> int:
-    """A length as batches have it."""
+    """Return a length rounded up to a multiple of LENGTH_STEP."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
 def collate(examples: Sequence[Example], tokenizer: Tokenizer, rows: int | None = None) -> Batch:
-    """Pad examples to one batch; decoder inputs begin with the begin token, labels end with the end token.
+    """Pad examples to one batch; decoder inputs start with the begin token, labels end with the end token.
 
-    Lengths are rounded up to LENGTH_STEP. Where there are fewer examples than `rows`, rows without labels follow.
+    Lengths are rounded up to LENGTH_STEP. If there are fewer examples than `rows`, rows without labels are added.
     """
     rows = rows or len(examples)
     source_lens = torch.ones(rows, dtype=torch.int32)
@@ -101,19 +101,20 @@ def collate(examples: Sequence[Example], tokenizer: Tokenizer, rows: int | None 
 
 
 def rows_of(target_len: int, batch_tokens: int) -> int:
-    """Rows of every batch whose targets, end token included, have this length: at least one."""
+    """Return the number of rows of a batch with this target length (with end token): at least one."""
     return max(1, batch_tokens // rounded(target_len))
 
 
 def plan_batches(examples: Sequence[Example], batch_tokens: int, seed: int) -> list[list[int]]:
-    """Indices of each batch of one epoch: neighbours in length, at most batch_tokens padded target tokens."""
+    """Return the indices of each batch of one epoch: similar lengths, at most batch_tokens padded target tokens."""
     return plan_lengths([(len(e.target) + 1, len(e.source)) for e in examples], batch_tokens, seed)
 
 
 def plan_lengths(lengths: Sequence[tuple[int, int]], batch_tokens: int, seed: int) -> list[list[int]]:
-    """Indices of each batch of one epoch of examples with these lengths, the second of which only orders neighbours.
+    """Return the indices of each batch of one epoch, for examples with these lengths.
 
-    The order is a function of the seed alone, so that a resumed run sees the batches it would have seen.
+    lengths: the first length limits the rows of a batch; the second one only sorts examples with equal first length.
+    The result depends only on lengths and seed, so a resumed run gets the same batches.
     """
     chance = random.Random(seed)
     order = list(range(len(lengths)))

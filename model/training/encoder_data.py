@@ -1,4 +1,4 @@
-"""Texts with what an encoder's heads should say of them, as padded tensors. Knows token ids; nothing of files."""
+"""Examples and batches for the heads of an encoder: token ids and labels as padded tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from antiphon.model.training.data import IGNORED_LABEL, rounded, rows_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderExample:
-    """Token ids of a text or pair with its special tokens, and labels by task: one, or one for each token.
+    """Token ids of a text or pair with its special tokens, and the labels of each task.
 
-    A task that is not in `labels` learns nothing from the text.
+    labels: one label, or one for each token. A task that is not in `labels` does not learn from the example.
     """
 
     ids: Sequence[int]
@@ -28,7 +28,7 @@ class EncoderExample:
 class EncoderBatch:
     """Padded tensors: ids, type_ids [B, S] int64, lens [B] int32.
 
-    labels: by task [B] or [B, S] int64, IGNORED_LABEL where a task learns nothing.
+    labels: for each task [B] or [B, S] int64; IGNORED_LABEL where there is no label.
     """
 
     ids: Tensor
@@ -37,7 +37,7 @@ class EncoderBatch:
     labels: dict[Task, Tensor]
 
     def to(self, device: torch.device) -> EncoderBatch:
-        """The same batch on a device."""
+        """Return the batch on a device."""
         return replace(
             self,
             ids=self.ids.to(device),
@@ -48,14 +48,18 @@ class EncoderBatch:
 
     @property
     def counts(self) -> Tensor:
-        """Labels of each task, [K] float64."""
+        """Number of labels of each of K tasks, [K] float64."""
         return torch.stack([(labels != IGNORED_LABEL).sum() for labels in self.labels.values()]).double()
 
 
 def collate(
     examples: Sequence[EncoderExample], tasks: Sequence[Task], pad_id: int, batch_tokens: int, max_len: int
 ) -> EncoderBatch:
-    """Pad examples of one planned batch. Lengths and rows are rounded to few shapes; rows too many have no labels."""
+    """Pad the examples of one planned batch.
+
+    Lengths and rows are rounded up, so that there are few different shapes. Added rows have no labels. max_len limits
+    the length, in tokens.
+    """
     longest = max(len(example.ids) for example in examples)
     rows, length = max(len(examples), rows_of(longest, batch_tokens)), min(rounded(longest), max_len)
     ids, type_ids = torch.full((rows, length), pad_id), torch.zeros((rows, length), dtype=torch.int64)

@@ -1,6 +1,7 @@
-"""What an encoder's heads get wrong on a batch: one sum of cross entropy for each head.
+"""Loss of an encoder's heads on a batch: one sum of cross entropy for each head.
 
-States that no head reads never reach one: of masked-language modelling 85 of 100 tokens, and all padding.
+A head is only computed for tokens with a label. In masked-language modelling 85 of 100 tokens have none, and padding
+never has one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from antiphon.model.transformer.transformer import Transformer
 
 
 class EncoderLoss(nn.Module):
-    """Losses of every head; with a frozen encoder only heads learn, from states without dropout."""
+    """Losses of all heads. With freeze_encoder only the heads are trained, on states without dropout."""
 
     def __init__(self, model: Transformer, *, freeze_encoder: bool = False) -> None:
         super().__init__()
@@ -32,14 +33,14 @@ class EncoderLoss(nn.Module):
             model.heads.requires_grad_(True)
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002
-        """As nn.Module's; a frozen encoder stays in evaluation mode."""
+        """Set the mode as nn.Module.train does; a frozen encoder stays in evaluation mode."""
         super().train(mode)
         if self.freeze_encoder and self.model.encoder is not None:
             self.model.encoder.eval()
         return self
 
     def forward(self, batch: EncoderBatch, smoothing: float) -> Tensor:
-        """Summed label-smoothed cross entropy of each task of the batch's labels, [K] float32, in nats."""
+        """Return the summed label-smoothed cross entropy of each task in batch.labels, [K] float32, in nats."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_encoder):
             memory = self.model.encode(batch.ids, batch.lens, batch.type_ids)
         return torch.stack([self._loss(task, memory, labels, smoothing) for task, labels in batch.labels.items()])
@@ -63,7 +64,10 @@ class EncoderLoss(nn.Module):
 
 
 def _labelled(memory: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """States [K, M] and labels [K] of labelled tokens, K rounded up: oneDNN compiles a kernel for every new K."""
+    """Return states [K, M] and labels [K] of tokens with a label.
+
+    K is rounded up, because oneDNN compiles a kernel for every new K.
+    """
     kept = labels != IGNORED_LABEL
     hidden, labels = memory[kept], labels[kept]
     padding = padding_of(len(labels))
@@ -72,7 +76,7 @@ def _labelled(memory: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def label_accuracy(model: Transformer, batches: Iterable[EncoderBatch]) -> dict[str, float]:
-    """Share of labels that the model in evaluation mode finds, by task: `TASK_accuracy`."""
+    """Return the accuracy of each task as `TASK_accuracy`, from 0 to 1; the model must be in evaluation mode."""
     right: dict[str, int] = {}
     total: dict[str, int] = {}
     device = next(model.parameters()).device

@@ -1,6 +1,6 @@
-"""Teaching a trained encoder labels, of whole texts (classify) or of words (tag).
+"""Fine-tuning of a trained encoder for labels of texts (classify) or of words (tag).
 
-Devlin et al. 2019, sections 3.2 and 5.3. The encoder learns along, or is frozen and only the new head learns.
+Devlin et al. 2019, sections 3.2 and 5.3. Encoder and head are trained, or only the new head with a frozen encoder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LabelledBatches:
 
 
 class FineTuneTask:
-    """A TrainingTask whose model is the initial checkpoint's encoder under one new head."""
+    """TrainingTask with the initial checkpoint's encoder and one new head."""
 
     num_losses = 1
 
@@ -77,7 +77,7 @@ class FineTuneTask:
         self.examples = {part: [self._encode(item) for item in items] for part, items in self.items.items()}
 
     def _labels(self) -> tuple[str, ...]:
-        """Labels of the training part, in order; O first. Raises RecipeError for one that only another part has."""
+        """Return the sorted labels of the training part, O first. Raises RecipeError if another part has more."""
         labels = {part: {label for item in items for label in _labels_of(item)} for part, items in self.items.items()}
         for part, found in labels.items():
             if unknown := sorted(found - labels["train"]):
@@ -91,32 +91,32 @@ class FineTuneTask:
         return ModelConfig.model_validate({**config.model_dump(), "heads": (head,)})
 
     @property
-    def _room(self) -> int:
-        """Tokens of a text that the model has places for."""
+    def _max_text_tokens(self) -> int:
+        """Maximum number of a text's own tokens, without the template's."""
         return self.config.max_source_len - len(self.text.template) + 1
 
     def _encode(self, item: Labelled | Tagged) -> EncoderExample:
-        """A text as the model reads it, cut to the model's length; labels of its tokens, or of itself."""
-        room = self._room
+        """Return the source tokens of a text, truncated to the model's length, with the label or the tags."""
+        limit = self._max_text_tokens
         if isinstance(item, Labelled):
-            ids, type_ids = fill(self.text, self.tokenizer.encode(item.text)[:room])
+            ids, type_ids = fill(self.text, self.tokenizer.encode(item.text)[:limit])
             return EncoderExample(ids=ids, type_ids=type_ids, labels={"classify": self.labels.index(item.label)})
         encoding = self.tokenizer.encode_source(item.text)
-        ids, type_ids = fill(self.text, encoding.ids[:room])
+        ids, type_ids = fill(self.text, encoding.ids[:limit])
         before = num_before(self.text)
         labels = [IGNORED_LABEL] * len(ids)
-        for place, tag in enumerate(token_tags(item, encoding.offsets)[:room], start=before):
+        for place, tag in enumerate(token_tags(item, encoding.offsets)[:limit], start=before):
             if tag is not None:
                 labels[place] = self.labels.index(tag)
         return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": labels})
 
     @property
     def provenance(self) -> Provenance:
-        """As in TrainingTask."""
+        """Origin of data and initial weights, see TrainingTask."""
         return provenance_of(self.recipe, self.init)
 
     def make_model(self, backend: Backend) -> Transformer:
-        """As in TrainingTask; the head is always new."""
+        """Return the model to train; the head is always new. See TrainingTask."""
         model = Transformer(self.config, attention_backend=backend)
         if self.folders.keep_weights:
             assert model.encoder is not None
@@ -125,17 +125,17 @@ class FineTuneTask:
         return model
 
     def make_loss(self, model: Transformer) -> nn.Module:
-        """As in TrainingTask."""
+        """Return the loss of the head, see TrainingTask."""
         return EncoderLoss(model, freeze_encoder=self.recipe.freeze_encoder)
 
     def batches(self, part: Part, seed: int) -> LabelledBatches:
-        """As in TrainingTask."""
+        """Return the batches of one epoch, see TrainingTask."""
         examples, batch_tokens = self.examples[part], self.recipe.train.batch_tokens
         plan = plan_lengths([(len(e.ids), 0) for e in examples], batch_tokens, seed)
         return LabelledBatches(examples=examples, plan=plan, config=self.config, batch_tokens=batch_tokens)
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
-        """Accuracy of texts; of words' entities precision, recall and F1 (span_f1.py)."""
+        """Return the accuracy for texts; precision, recall and F1 of entities for words (span_f1.py)."""
         batches = self.batches(part, 0)
         if self.recipe.task == "classify":
             accuracy = label_accuracy(model, (batches[index] for index in range(len(batches))))
@@ -148,9 +148,9 @@ class FineTuneTask:
     def _tags(
         self, model: Transformer, part: Part, batches: LabelledBatches
     ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-        """Tags of each sentence, and those that the model gives its words; words cut off are outside."""
+        """Yield expected and predicted tags of each sentence; truncated words get the tag O."""
         device = next(model.parameters()).device
-        before, room = num_before(self.text), self._room
+        before, limit = num_before(self.text), self._max_text_tokens
         for number, members in enumerate(batches.plan):
             batch = batches[number].to(device)
             states = model.encode(batch.ids, batch.lens, batch.type_ids)
@@ -158,11 +158,11 @@ class FineTuneTask:
             for row, index in enumerate(members):
                 item = self.items[part][index]
                 assert isinstance(item, Tagged)
-                words = words_of_tokens(item.words, self.tokenizer.encode_source(item.text).offsets)[:room]
+                words = words_of_tokens(item.words, self.tokenizer.encode_source(item.text).offsets)[:limit]
                 tags = [self.labels[label] for label in chosen[row][before : before + len(words)]]
                 yield item.tags, first_tags(words, tags, len(item.words))
 
 
 def _labels_of(item: Labelled | Tagged) -> tuple[str, ...]:
-    """Labels that the item needs: of a tag that begins a span also the one that goes on with it."""
+    """Return the labels that an item needs: its label, or its tags together with the I- tag of each B- tag."""
     return (item.label,) if isinstance(item, Labelled) else (*item.tags, *(inside(tag) for tag in item.tags))

@@ -1,4 +1,4 @@
-"""The processes that train one model together, under torchrun or alone."""
+"""Process group that trains one model: the processes of torchrun, or a single process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The processes of one torchrun; alone, a group of one."""
+    """Rank, size and device of this process in its group; without torchrun a group of one."""
 
     rank: int
     size: int
@@ -19,7 +19,7 @@ class Group:
 
     @classmethod
     def join(cls) -> Group:
-        """Join the group that torchrun's environment describes, if any."""
+        """Join the group of torchrun's environment variables, or a group of one without them."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         cuda = torch.cuda.is_available()
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -29,12 +29,12 @@ class Group:
         return cls(rank=int(os.environ.get("RANK", "0")), size=size, device=device)
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum over the group, in place."""
+        """Sum a tensor over the group, in place, and return it."""
         if self.size > 1:
             torch.distributed.all_reduce(value)
         return value
 
     def wait(self) -> None:
-        """Return when every process is here."""
+        """Wait until all processes of the group have called this method."""
         if self.size > 1:
             torch.distributed.barrier()

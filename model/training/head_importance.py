@@ -1,7 +1,8 @@
-"""How much each attention head matters: the loss's gradient with respect to a gate on what the head puts out.
+"""Importance of attention heads: gradient of the loss with respect to a gate on each head's output.
 
 Michel et al. 2019, "Are Sixteen Heads Really Better than One?", section 4.1: for each head the mean over sentence pairs
-of |d loss / d gate| with all gates at 1, a first-order estimate of what closing the gate would cost. Changes no model.
+of |d loss / d gate| with all gates at 1. It is a first-order estimate of the loss increase without the head. The model
+does not change.
 
 Axes: B batch, T positions, H heads, D head width, V vocabulary.
 """
@@ -24,7 +25,7 @@ Attention = SelfAttention | CrossAttention
 
 
 def attentions(model: Transformer) -> dict[str, Attention]:
-    """Every attention module by its name, in the order of the computation."""
+    """Return all attention modules by name, in the order of computation."""
     return {
         name: module for name, module in model.named_modules() if isinstance(module, SelfAttention | CrossAttention)
     }
@@ -32,7 +33,10 @@ def attentions(model: Transformer) -> dict[str, Attention]:
 
 @contextmanager
 def head_gates(model: Transformer, gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply each head's output by its gate: [H], or [B, H] for each row its own, by attention module."""
+    """Multiply each head's output by its gate inside the context.
+
+    gates: for each attention module [H], or [B, H] with separate gates for each row.
+    """
     with ExitStack() as hooks:
         for name, attention in attentions(model).items():
             if name in gates:
@@ -42,7 +46,7 @@ def head_gates(model: Transformer, gates: Mapping[str, Tensor]) -> Iterator[None
 
 
 def _gated(gate: Tensor, _: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """Heads side by side [B, T, H D] times their gates."""
+    """Return the concatenated heads [B, T, H D] multiplied by their gates."""
     (heads,) = inputs
     per_head = heads.reshape(*heads.shape[:-1], gate.shape[-1], -1)  # [B, T, H, D]
     gate = gate if gate.ndim == 1 else gate[:, None]
@@ -51,7 +55,10 @@ def _gated(gate: Tensor, _: nn.Module, inputs: tuple[Tensor]) -> Tensor:
 
 
 def head_importance(model: Transformer, batches: Iterable[Batch]) -> dict[str, Tensor]:
-    """Importance [H] float32 of the heads of each attention module, over all rows of all batches."""
+    """Return the importance [H] float32 of the heads of each attention module, over all rows of all batches.
+
+    Raises ValueError without batches.
+    """
     names = list(attentions(model))
     totals = torch.zeros(len(names), model.config.num_heads)
     num_rows = 0
@@ -60,23 +67,23 @@ def head_importance(model: Transformer, batches: Iterable[Batch]) -> dict[str, T
         gates = [torch.ones(rows, model.config.num_heads, requires_grad=True) for _ in names]
         with head_gates(model, dict(zip(names, gates, strict=True))):
             total = sentence_losses(model, batch).sum()
-        # A row's loss depends on its own gates only, so one backward pass gives the gradient of each row's.
+        # A row's loss depends only on the row's gates, so one backward pass gives the gradients of all rows.
         gradients = torch.autograd.grad(total, gates)
         totals += torch.stack([gradient.abs().sum(dim=0) for gradient in gradients])
         num_rows += rows
     if not num_rows:
-        raise ValueError("no batch to measure importance on")
+        raise ValueError("importance needs at least one batch")
     return dict(zip(names, totals / num_rows, strict=True))
 
 
 @torch.no_grad()
 def mean_loss(model: Transformer, batches: Iterable[Batch]) -> float:
-    """The mean over all rows of all batches of their losses, nats a token."""
+    """Return the mean of sentence_losses over all rows of all batches, in nats a token."""
     return float(torch.cat([sentence_losses(model, batch) for batch in batches]).mean())
 
 
 def sentence_losses(model: Transformer, batch: Batch) -> Tensor:
-    """Cross entropy of each row, nats a token, end token included: [B]."""
+    """Return the cross entropy of each row, [B], in nats a token; the end token counts."""
     logits = model(batch.source, batch.inputs, batch.source_lens)  # [B, T, V]
     losses = functional.cross_entropy(
         logits.transpose(1, 2), batch.labels, ignore_index=IGNORED_LABEL, reduction="none"

@@ -1,7 +1,7 @@
-"""Output projection and label-smoothed cross entropy as one function, a few rows at a time.
+"""Output projection and label-smoothed cross entropy in one function, computed in chunks of rows.
 
-The [N, V] arrays of logits, probabilities and gradients are what a small model's training step spends its time on
-when each is written to memory whole; in pieces they stay in the processor's cache, and only the gradient is kept.
+If the [N, V] arrays of logits, probabilities and gradients are written to memory as a whole, they take most of a small
+model's training step. Chunks stay in the processor's cache, and only the gradient is kept.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from antiphon.model.training.data import IGNORED_LABEL
 
-# Rows a piece: 512 x 8,000 float32 logits are 16 MB. On two cores 256 to 1,024 rows took 0.08 to 0.11 s where the whole
-# arrays took 0.17 to 0.28 (2,600 labels, 8,000 tokens, bf16); smaller pieces were slower.
+# Rows of a chunk: 512 x 8,000 float32 logits are 16 MB. Measured on two cores with 2,600 labels, 8,000 tokens and bf16:
+# 0.08 to 0.11 s with 256 to 1,024 rows, 0.17 to 0.28 s with whole arrays; smaller chunks were slower.
 ROWS = 512
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradient along with the loss: the loss is always differentiated, and the pieces are at hand."""
+    """Loss whose forward pass also computes the gradient: it is always needed, and the chunk is still in the cache."""
 
     @staticmethod
     def forward(
@@ -35,7 +35,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (hidden[rows] @ narrow.T).float()
             if bias is not None:
                 logits += bias
-            loss, gradient[rows] = _piece(logits, labels[rows], smoothing)
+            loss, gradient[rows] = _chunk_loss(logits, labels[rows], smoothing)
             total += loss
         ctx.save_for_backward(hidden, narrow, gradient)
         ctx.weight_dtype = weight.dtype
@@ -50,8 +50,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return gradient @ (weight * scale), of_weight, of_bias, None, None
 
 
-def _piece(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Summed loss and its gradient with respect to logits [n, V] float32, which are overwritten by the gradient."""
+def _chunk_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return the summed loss and its gradient [n, V] float32, which overwrites the logits [n, V]."""
     counted = labels != IGNORED_LABEL
     labels = labels.where(counted, 0)
     log_z = logits.logsumexp(dim=1)
@@ -67,25 +67,25 @@ def _piece(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Te
 
 
 def padding_of(num_labels: int) -> int:
-    """Rows to add so that there are few different numbers of rows: whole pieces, of a few labels a part of one."""
+    """Return the rows to add, so that few different numbers of rows occur: whole chunks, or quarters of one chunk."""
     return -num_labels % (ROWS if num_labels > ROWS else ROWS // 4)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, bias: Tensor | None = None
 ) -> Tensor:
-    """Sum over positions of the cross entropy, nats, between softmax(hidden weight^T + bias) and smoothed labels.
+    """Return the cross entropy between softmax(hidden weight^T + bias) and smoothed labels, summed over rows, in nats.
 
-    hidden: [N, M] float; labels: [N] int64, IGNORED_LABEL where a row does not count
-    weight: [V, M] float32, taken to hidden's dtype for the products (autocast's, where it is on)
+    hidden: [N, M] float; labels: [N] int64, IGNORED_LABEL for rows that do not count
+    weight: [V, M] float32, converted to the dtype of hidden, or of autocast if it is on
     bias: [V] float32 or None
     smoothing: share of the target probability spread evenly over V (Szegedy et al. 2016, section 7).
     Returns a float32 scalar.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # autocast does not reach into the backward pass of a custom function
+    if torch.is_autocast_enabled(device):  # autocast has no effect in the backward pass of a custom function
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    # Whole pieces only: oneDNN compiles a kernel for every new shape, and the number of labels is never the same.
+    # Rows are padded, because oneDNN compiles a kernel for every new shape and the number of labels always differs.
     padding = padding_of(hidden.shape[0])
     hidden = functional.pad(hidden, (0, 0, 0, padding))
     labels = functional.pad(labels, (0, padding), value=IGNORED_LABEL)

@@ -1,4 +1,4 @@
-"""Masked-language modelling: which tokens are predicted, and what stands in their place (Devlin et al. 2019, A.1)."""
+"""Masked-language modelling: selection and replacement of predicted tokens (Devlin et al. 2019, appendix A.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.model.training.recipe import MaskingConfig
 
 
 class Masking:
-    """The 80/10/10 rule for one vocabulary. Special tokens are never chosen and never drawn."""
+    """The 80/10/10 rule for one vocabulary. Special tokens are never predicted and never used as replacement."""
 
     def __init__(self, config: MaskingConfig, *, vocab_size: int, special_ids: Iterable[int], mask_id: int) -> None:
         self.config = config
@@ -22,10 +22,10 @@ class Masking:
         self.ordinary_ids = self.is_ordinary.nonzero().flatten()
 
     def apply(self, ids: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of padded texts; the same seed chooses the same.
+        """Return inputs and labels, both [B, S] int64, of padded texts ids [B, S] int64; the seed decides all choices.
 
-        ids [B, S] int64. Of each row's n ordinary tokens round(rate n) are predicted, at least one where there is one:
-        labels [B, S] hold them, IGNORED_LABEL elsewhere. Inputs [B, S] differ from ids there only.
+        In a row with n ordinary tokens round(rate n) of them are predicted, at least one if n > 0. Labels have their
+        ids, and IGNORED_LABEL elsewhere. Inputs differ from ids only at predicted tokens.
         """
         chance = torch.Generator().manual_seed(seed)
         chosen = self._choose(self.is_ordinary[ids], chance)
@@ -38,7 +38,7 @@ class Masking:
         return inputs, ids.where(chosen, IGNORED_LABEL)
 
     def _choose(self, ordinary: Tensor, chance: torch.Generator) -> Tensor:
-        """Which tokens [B, S] are predicted, of those that may be."""
+        """Return a mask [B, S] bool of the predicted tokens, a random choice from the ordinary ones."""
         counts = ordinary.sum(dim=1)
         wanted = (counts * self.config.rate).round().long().clamp(min=1).minimum(counts)
         order = torch.rand(ordinary.shape, generator=chance).masked_fill(~ordinary, 2.0).argsort(dim=1)

@@ -1,4 +1,4 @@
-"""Learning from plain text: masked tokens, and whether one sentence follows another (Devlin et al. 2019)."""
+"""Pre-training of an encoder: masked tokens and next-sentence prediction (Devlin et al. 2019, section 3.1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IS_NEXT, NOT_NEXT = 0, 1
 
 
 def pretraining_heads(width: int, *, pairs: bool) -> list[HeadConfig]:
-    """BERT's two heads, the second where there are pairs."""
+    """Return BERT's heads: fill_mask, and next_sentence if `pairs`. width: outputs of the transforms."""
     heads = [HeadConfig(task="fill_mask", transform_width=width, activation="gelu", norm=True, tied=True)]
     if pairs:
         labels = ("is_next", "not_next")
@@ -39,7 +39,7 @@ def pretraining_heads(width: int, *, pairs: bool) -> list[HeadConfig]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedBatches:
-    """Planned batches of one epoch; which tokens are masked follows from the seed and the batch's index."""
+    """Planned batches of one epoch; the seed and the batch's index decide which tokens are masked."""
 
     examples: Sequence[EncoderExample]
     plan: list[list[int]]
@@ -60,7 +60,7 @@ class MaskedBatches:
 
 
 class PretrainTask:
-    """A TrainingTask; from an initial checkpoint it takes tokenizer, shape and weights, heads included."""
+    """TrainingTask that learns from texts; an initial checkpoint gives tokenizer, shape and weights with heads."""
 
     def __init__(self, recipe: PretrainRecipe, folders: RunFolders) -> None:
         self.recipe = recipe
@@ -89,7 +89,7 @@ class PretrainTask:
             return self.recipe.model_config_for(self.tokenizer.vocab_size, heads)
         kept = tuple(head for head in init.config.heads if head.task in ("fill_mask", "next_sentence"))
         if "fill_mask" not in [head.task for head in kept]:
-            raise CheckpointError("--init: the model has no fill_mask head to go on training")
+            raise CheckpointError("--init: the model has no fill_mask head; pre-training needs one")
         return ModelConfig.model_validate({**init.config.model_dump(), "heads": kept})
 
     def _masking(self) -> Masking:
@@ -104,32 +104,32 @@ class PretrainTask:
         )
 
     def _encode(self, texts: Sequence[str]) -> dict[Part, list[EncoderExample]]:
-        """Texts that stand alone, cut to the model's length."""
-        room = self.config.max_source_len - len(self.text.template) + 1
+        """Return the examples of single texts, truncated to the model's length, for training and validation."""
+        limit = self.config.max_source_len - len(self.text.template) + 1
         parts: dict[Part, list[EncoderExample]] = {"train": [], "valid": []}
         for text, ids in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
             if ids:
-                filled, type_ids = fill(self.text, ids[:room])
+                filled, type_ids = fill(self.text, ids[:limit])
                 example = EncoderExample(ids=filled, type_ids=type_ids, labels={})
                 parts["valid" if is_held_out(text, VALID_PER_MILLE) else "train"].append(example)
         return parts
 
     def _split_documents(self, documents: Sequence[Sequence[str]]) -> dict[Part, list[Document]]:
-        """Documents as tokens; a document is held out whole."""
+        """Return the documents as tokens; each document belongs to one part as a whole. Raises RecipeError."""
         parts: dict[Part, list[Document]] = {"train": [], "valid": []}
         for document in documents:
             part: Part = "valid" if is_held_out(" ".join(document), VALID_PER_MILLE) else "train"
             parts[part].append([ids for ids in self.tokenizer.encode_batch(document) if ids])
         if documents and min(len(found) for found in parts.values()) < 2:
-            raise RecipeError(f"data.ordered has {len(documents)} documents: too few to hold some out for validation")
+            raise RecipeError(f"data.ordered has {len(documents)} documents: too few for training and validation parts")
         return parts
 
     def _pairs(self, part: Part, seed: int) -> list[EncoderExample]:
         if not self.documents[part] or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
-        room = self.config.max_source_len - len(self.text.pair_template) + 2
+        limit = self.config.max_source_len - len(self.text.pair_template) + 2
         examples = []
-        for pair in sentence_pairs(self.documents[part], room, seed):
+        for pair in sentence_pairs(self.documents[part], limit, seed):
             ids, type_ids = fill(self.text, pair.first, pair.second)
             label = IS_NEXT if pair.is_next else NOT_NEXT
             examples.append(EncoderExample(ids=ids, type_ids=type_ids, labels={"next_sentence": label}))
@@ -137,19 +137,19 @@ class PretrainTask:
 
     @property
     def provenance(self) -> Provenance:
-        """As in TrainingTask."""
+        """Origin of data and initial weights, see TrainingTask."""
         return provenance_of(self.recipe, self.folders.init)
 
     def make_model(self, backend: Backend) -> Transformer:
-        """As in TrainingTask."""
+        """Return the model to train, see TrainingTask."""
         return start_model(self.config, backend, self.folders)
 
     def make_loss(self, model: Transformer) -> nn.Module:
-        """As in TrainingTask."""
+        """Return the loss of all heads, see TrainingTask."""
         return EncoderLoss(model)
 
     def batches(self, part: Part, seed: int) -> MaskedBatches:
-        """As in TrainingTask; there is no test part."""
+        """Return the batches of one epoch, see TrainingTask; there is no test part."""
         examples = [*self.sentences[part], *self._pairs(part, seed)]
         batch_tokens = self.recipe.train.batch_tokens
         return MaskedBatches(
@@ -163,7 +163,7 @@ class PretrainTask:
         )
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
-        """Share of right answers of each head."""
+        """Return the accuracy of each head on the validation part."""
         if part != "valid":
             return {}
         batches = self.batches(part, 0)

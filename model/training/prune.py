@@ -1,7 +1,7 @@
-"""`antiphon prune`: a checkpoint without the attention heads that matter least.
+"""`antiphon prune`: removal of the least important attention heads from a checkpoint.
 
-ModelConfig knows one num_heads, so every attention module loses the same number: its own least important ones. Heads
-keep their width. What results is a checkpoint like any other. Importance itself is head_importance.py's.
+ModelConfig has one num_heads, so every attention module loses the same number of heads: its least important ones. The
+head width does not change. The result is an ordinary checkpoint. head_importance.py measures the importance.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ Heads = Mapping[str, Sequence[int]]
 
 
 class PruneError(Exception):
-    """A model cannot be pruned as asked; the message names the field or file."""
+    """A model cannot be pruned with these options; the message names the field or file."""
 
 
 def check_prunable(config: ModelConfig, num_heads: int) -> None:
-    """Raise PruneError unless this model can go on with so many heads."""
+    """Raise PruneError unless the model can be pruned to num_heads heads."""
     if not 1 <= num_heads < config.num_heads:
-        raise PruneError(f"--heads is {num_heads}; it must be from 1 to {config.num_heads - 1}, below the model's own")
+        raise PruneError(
+            f"--heads is {num_heads}; it must be from 1 to {config.num_heads - 1}, fewer than the model has"
+        )
     if config.architecture != "encoder-decoder":
         raise PruneError(f"architecture={config.architecture!r} cannot be pruned; only encoder-decoder models can")
     if config.positions == "alibi":
         raise PruneError(
-            "positions='alibi' cannot be pruned: slopes follow from the number of heads, so those kept would change"
+            "positions='alibi' cannot be pruned: the slopes of the kept heads would change with the number of heads"
         )
 
 
 def heads_to_keep(config: ModelConfig, importance: Mapping[str, Tensor], num_heads: int) -> dict[str, list[int]]:
-    """The num_heads most important heads of each attention module, in their order; of equals the first.
+    """Return the num_heads most important heads of each attention module, in ascending order.
 
-    T5's relative bias has a column for each head, shared by the self-attention of a stack, which therefore keeps the
-    same heads in every layer: those whose importance summed over layers is largest.
+    If two are equal, the first one is kept. All layers of a stack share T5's relative bias, which has a column for each
+    head. So the self-attention of all layers keeps the same heads: those with the largest sum over the layers.
     """
     ranked = dict(importance)
     if config.positions == "t5_relative":
@@ -73,7 +75,7 @@ def heads_to_keep(config: ModelConfig, importance: Mapping[str, Tensor], num_hea
 
 
 def without_heads(model: Transformer, kept: Heads) -> Transformer:
-    """A model of the kept heads alone: what `model` computes with the other heads' outputs at zero."""
+    """Return a model with only the kept heads: equal to `model` with the other heads' outputs set to zero."""
     config = model.config
     check_prunable(config, num_heads := len(next(iter(kept.values()))))
     width = config.resolved_head_dim
@@ -92,7 +94,7 @@ def without_heads(model: Transformer, kept: Heads) -> Transformer:
 
 
 def _drop(weights: dict[str, Tensor], name: str, kept: Sequence[int], width: int) -> None:
-    """Keep these heads' rows of the projections into an attention module and columns of the one out of it."""
+    """Keep the rows of these heads in an attention module's input projections, and their columns in its output."""
     for projection, parts in (("qkv", 3), ("query", 1), ("kv", 2)):
         for field in ("weight", "bias"):
             if (key := f"{name}.{projection}.{field}") in weights:
@@ -104,7 +106,10 @@ def _drop(weights: dict[str, Tensor], name: str, kept: Sequence[int], width: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruning:
-    """A pruned model and what decided: importance [H] by attention module; losses on the same pairs, nats a token."""
+    """A pruned model with the importance [H] and the kept heads of each attention module.
+
+    loss_before, loss_after: mean losses on the same pairs, in nats a token.
+    """
 
     model: Transformer
     importance: dict[str, Tensor]
@@ -114,14 +119,14 @@ class Pruning:
 
 
 def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], num_heads: int) -> Pruning:
-    """Measure importance on the pairs and drop the least important heads. Raises PruneError."""
+    """Measure importance on the pairs and remove the least important heads. Raises PruneError."""
     config = checkpoint.config
     check_prunable(config, num_heads)
     examples = encode_pairs(
         pairs, checkpoint.tokenizer, max_source=config.max_source_len, max_target=config.max_target_len
     )
     if not examples:
-        raise PruneError("no sentence pair fits the model; importance needs at least one")
+        raise PruneError("no sentence pair is within the model's lengths; importance needs at least one")
     planned = plan_batches(examples, _BATCH_TOKENS, _SEED)
     batches = [collate([examples[index] for index in members], checkpoint.tokenizer) for members in planned]
     importance = head_importance(checkpoint.model, tqdm(batches, desc="importance", unit="batch", disable=None))
@@ -142,22 +147,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the pruned checkpoint; must be new")
     parser.add_argument("--heads", type=int, required=True, metavar="N", help="heads each attention module keeps")
     parser.add_argument("--data", type=Path, help="measure importance on the data of a recipe, in this folder")
-    parser.add_argument("--recipe", help="which recipe (default: the one the checkpoint names)")
-    parser.add_argument("--part", choices=("valid", "train"), default="valid", help="part of it (default: %(default)s)")
-    parser.add_argument("--source", type=Path, help="or: a file of sources, one a line")
-    parser.add_argument("--reference", type=Path, help="and its references, line by line")
-    parser.add_argument("--pairs", type=int, default=2000, metavar="N", help="most pairs to use (default: %(default)s)")
+    parser.add_argument("--recipe", help="name of the recipe (default: that of the checkpoint)")
+    parser.add_argument(
+        "--part", choices=("valid", "train"), default="valid", help="part of the data (default: %(default)s)"
+    )
+    parser.add_argument("--source", type=Path, help="file of sources, one a line, instead of --data")
+    parser.add_argument("--reference", type=Path, help="file of references for --source, one a line")
+    parser.add_argument(
+        "--pairs", type=int, default=2000, metavar="N", help="maximum number of pairs (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prune; 0 when the checkpoint is written, 2 with one line on standard error when it cannot be."""
+    """Prune; return 0 when the checkpoint is written, 2 after an error, with one line on standard error."""
     try:
         for option in ("pairs", "threads"):
             if getattr(args, option) < 1:
                 raise PruneError(f"--{option} is {getattr(args, option)}; it must be at least 1")
         if args.output.exists():
-            raise PruneError(f"{args.output} exists; name a new directory")
+            raise PruneError(f"{args.output} exists; give a new directory")
         torch.set_num_threads(args.threads)
         checkpoint = load_checkpoint(args.checkpoint)
         check_prunable(checkpoint.config, args.heads)
@@ -180,22 +189,24 @@ def _pairs(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Pair]:
     if args.source and args.reference:
         sources, references = (path.read_text(encoding="utf-8").split("\n") for path in (args.source, args.reference))
         if len(sources) != len(references):
-            raise PruneError(f"{args.source} and {args.reference} must have as many lines as each other")
+            raise PruneError(
+                f"{args.source} has {len(sources)} lines, {args.reference} has {len(references)}; they must be equal"
+            )
         return list(zip(sources, references, strict=True))
     recipe: str | None = args.recipe or (checkpoint.provenance.recipe if checkpoint.provenance is not None else None)
     if args.data is None or recipe is None:
-        raise PruneError("give --data, with --recipe where the checkpoint names none, or --source with --reference")
+        raise PruneError("give --data (with --recipe if the checkpoint names none), or --source with --reference")
     corpus = load_corpus(load_recipe(recipe).data, args.data)
     return corpus.valid if args.part == "valid" else corpus.train
 
 
 def _sample(pairs: Sequence[Pair], most: int) -> Sequence[Pair]:
-    """At most so many pairs, the same ones each time."""
+    """Return at most `most` pairs, the same ones each time."""
     return pairs if len(pairs) <= most else random.Random(_SEED).sample(list(pairs), most)
 
 
 def _report(before: Transformer, pruning: Pruning) -> None:
-    """A line for each attention module, its heads' importance in their order, and what became of the model."""
+    """Print the importance of the heads of each attention module, and sizes and losses before and after."""
     for name, values in pruning.importance.items():
         dropped = set(range(len(values))).difference(pruning.kept[name])
         marked = (f"{value:.4f}{'-' if head in dropped else ' '}" for head, value in enumerate(values.tolist()))

@@ -1,6 +1,6 @@
-"""A recipe: one TOML file that says which public data, which model and which training make a checkpoint.
+"""Recipes: TOML files that describe the public data, the model and the training of a checkpoint.
 
-Owns reading and validating it. The data itself is read in corpus.py and text_files.py.
+This module reads and validates a recipe. corpus.py and text_files.py read the data.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class _Strict(BaseModel):
 
 
 class DataFile(_Strict):
-    """One file of the data folder: its path there and its SHA-256 (hex)."""
+    """One file of the data folder: its path in the folder and its SHA-256 (hex)."""
 
     path: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class TextFile(DataFile):
-    """A file of texts, and how text_files.py reads it.
+    """A file of texts and its format.
 
     format
-        lines   one text a line; as `ordered` text a sentence a line and a blank line between documents
-        tsv     text<TAB>label; without labels the first column
-        snips   JSON of one intent: its name, then texts in chunks, as sonos/nlu-benchmark publishes
-        conll   word<TAB>tag, a blank line between sentences, tags in BIO
+        lines   one text a line; for `ordered` data one sentence a line and a blank line between documents
+        tsv     text<TAB>label; pre-training uses only the first column
+        snips   JSON with the name of one intent and its texts in chunks, as published in sonos/nlu-benchmark
+        conll   word<TAB>tag with BIO tags, and a blank line between sentences
     """
 
     format: Literal["lines", "tsv", "snips", "conll"] = "lines"
@@ -63,10 +63,10 @@ class _Origin(_Strict):
 
 
 class TextData(_Origin):
-    """What an encoder is pre-trained on.
+    """Data for pre-training an encoder.
 
-    ordered: documents, whose neighbouring sentences make next-sentence pairs.
-    sentences: texts that stand alone; only masked tokens are learned from them.
+    ordered: documents; their consecutive sentences form next-sentence pairs.
+    sentences: single texts, used only for masked tokens.
     """
 
     ordered: tuple[TextFile, ...] = ()
@@ -74,7 +74,7 @@ class TextData(_Origin):
 
 
 class LabelledData(_Origin):
-    """What an encoder is fine-tuned on; without `valid`, a hash of each text holds out one of twenty of `train`."""
+    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`."""
 
     train: tuple[TextFile, ...] = Field(min_length=1)
     valid: tuple[TextFile, ...] = ()
@@ -82,10 +82,10 @@ class LabelledData(_Origin):
 
 
 class MaskingConfig(_Strict):
-    """Which tokens a masked-language model predicts (Devlin et al. 2019, section 3.1 and appendix A.1).
+    """Settings of masked-language modelling (Devlin et al. 2019, section 3.1 and appendix A.1).
 
-    rate: share of a text's tokens that are predicted. Of these `masked` become the mask token, `random` another token,
-    and the rest stay.
+    rate: share of a text's tokens that are predicted.
+    masked, random: shares of the predicted tokens that become the mask token or a random token; the rest do not change.
     """
 
     rate: float = Field(default=0.15, gt=0, le=1)
@@ -95,17 +95,17 @@ class MaskingConfig(_Strict):
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
         if self.masked + self.random > 1:
-            raise ValueError(f"masked={self.masked} and random={self.random} must not add up to more than 1")
+            raise ValueError(f"masked={self.masked} and random={self.random}; their sum must be at most 1")
         return self
 
 
 class DataConfig(_Strict):
-    """Where sentence pairs come from.
+    """Data for training a translation model: sentence pairs.
 
-    pairs: one file of source<TAB>target lines, split by `held_out_rule` of data.py; or
+    pairs: one file of source<TAB>target lines, split by `held_out_rule` of corpus.py; or
     train, valid, test: two aligned files each, source first.
-    preprocess "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published
-    Multi30k figures do; the model then speaks tokenised text.
+    preprocess: "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published Multi30k
+        results do; the model's texts are then tokenised text.
     """
 
     origin: str
@@ -121,14 +121,14 @@ class DataConfig(_Strict):
 
 
 class TrainConfig(_Strict):
-    """Optimisation, after section 5 of Vaswani et al. 2017 unless said otherwise.
+    """Settings of the optimisation, as in section 5 of Vaswani et al. 2017 unless a field names another paper.
 
-    batch_tokens: most target tokens in a batch, padding included.
-    peak_lr: learning rate at the end of warm-up; None is the paper's d_model^-0.5 * warmup_steps^-0.5.
-    schedule: what follows warm-up: the paper's inverse square root, or a line to zero at the end (Devlin et al. 2019).
-    weight_decay: of matrices, decoupled from the gradient (Loshchilov and Hutter 2019).
-    cooldown_steps: the last steps before max_steps, over which the rate falls linearly to zero (Zhai et al. 2022,
-        section 3.3); 0 keeps the paper's schedule to the end.
+    batch_tokens: maximum number of target tokens in a batch, padding included.
+    peak_lr: learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5.
+    schedule: learning rate after warm-up: the paper's inverse square root, or linear to zero (Devlin et al. 2019).
+    weight_decay: for matrices, decoupled from the gradient (Loshchilov and Hutter 2019).
+    cooldown_steps: number of last steps in which the rate falls linearly to zero (Zhai et al. 2022, section 3.3);
+        0: no cool-down.
     """
 
     batch_tokens: int = Field(default=4096, ge=64)
@@ -157,7 +157,7 @@ class _Named(_Strict):
 
 
 class Recipe(_Named):
-    """A translation model. `model` is a ModelConfig without vocab_size, which the tokenizer decides."""
+    """Recipe of a translation model. `model`: fields of ModelConfig without vocab_size, which the tokenizer decides."""
 
     task: Literal["translate"] = "translate"
     data: DataConfig
@@ -165,7 +165,7 @@ class Recipe(_Named):
     model: dict[str, object]
 
     def model_config_for(self, vocab_size: int) -> ModelConfig:
-        """The network's configuration once the vocabulary is known."""
+        """Return the ModelConfig for this vocabulary size."""
         return ModelConfig.model_validate({**self.model, "vocab_size": vocab_size})
 
     @model_validator(mode="after")
@@ -175,9 +175,9 @@ class Recipe(_Named):
 
 
 class PretrainRecipe(_Named):
-    """An encoder that learns from plain text: masked tokens, and next-sentence pairs where there is ordered text.
+    """Recipe of an encoder that is pre-trained on masked tokens, and with ordered data also on next-sentence pairs.
 
-    `model` as in Recipe, without heads, which follow from the task.
+    model: as in Recipe, without heads, which the task decides.
     """
 
     task: Literal["pretrain"]
@@ -187,7 +187,7 @@ class PretrainRecipe(_Named):
     masking: MaskingConfig = MaskingConfig()
 
     def model_config_for(self, vocab_size: int, heads: Sequence[HeadConfig] = ()) -> ModelConfig:
-        """The network's configuration once vocabulary and heads are known."""
+        """Return the ModelConfig for this vocabulary size and these heads."""
         return ModelConfig.model_validate({**self.model, "vocab_size": vocab_size, "heads": tuple(heads)})
 
     @model_validator(mode="after")
@@ -197,12 +197,12 @@ class PretrainRecipe(_Named):
         if self.data.ordered and config.token_types < 2:
             raise ValueError(f"model.token_types={config.token_types} must be at least 2 for next-sentence pairs")
         if not (self.data.ordered or self.data.sentences):
-            raise ValueError("data: name files under ordered, sentences or both")
+            raise ValueError("data: ordered and sentences are both empty; give files in at least one of them")
         return self
 
 
 class FineTuneRecipe(_Named):
-    """A head on an encoder that is trained already: labels of texts (classify) or of words (tag)."""
+    """Recipe of a new head on a trained encoder: labels of texts (classify) or of words (tag)."""
 
     task: Literal["classify", "tag"]
     data: LabelledData
@@ -237,7 +237,7 @@ _ANY_RECIPE: TypeAdapter[AnyRecipe] = TypeAdapter(
 
 
 def load_any_recipe(name_or_path: str) -> AnyRecipe:
-    """Read a recipe by path, or by the name of one that comes with the package. Raises RecipeError."""
+    """Read a recipe by its path, or by its name if it is part of the package. Raises RecipeError naming the file."""
     path = Path(name_or_path)
     if not path.suffix:
         path = RECIPES / f"{name_or_path}.toml"
@@ -253,15 +253,15 @@ def load_any_recipe(name_or_path: str) -> AnyRecipe:
 
 
 def _described(error: ValidationError) -> str:
-    """The first complaint: its field without the name of the kind of recipe, then what is wrong."""
+    """Return the first error: the field, without the name of the recipe's kind, and the reason."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"] if part not in ("translate", "pretrain", "fine-tune"))
     return ": ".join(filter(None, (field, first["msg"].removeprefix("Value error, "))))
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """Read a recipe of a translation model. Raises RecipeError."""
+    """Read a recipe of a translation model. Raises RecipeError, also for a recipe of another task."""
     recipe = load_any_recipe(name_or_path)
     if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe {recipe.name!r}: task is {recipe.task!r}; sentence pairs come from 'translate' only")
+        raise RecipeError(f"recipe {recipe.name!r}: task is {recipe.task!r}; it must be 'translate' for sentence pairs")
     return recipe

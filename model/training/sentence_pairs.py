@@ -1,6 +1,6 @@
-"""Next-sentence pairs from documents, half of them with a second part from elsewhere (Devlin et al. 2019, A.2).
+"""Next-sentence pairs from documents; half of them have a second part from another document.
 
-Knows token ids and chance; nothing of files, templates or tensors.
+Devlin et al. 2019, appendix A.2. Works on token ids only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Document = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentencePair:
-    """Two parts, each one or more whole sentences unless cut to fit."""
+    """Two parts, each one or more whole sentences unless truncated to max_tokens."""
 
     first: list[int]
     second: list[int]
@@ -23,31 +23,32 @@ class SentencePair:
 
 
 def sentence_pairs(documents: Sequence[Document], max_tokens: int, seed: int) -> list[SentencePair]:
-    """Pairs of at most max_tokens tokens together, once through every document.
+    """Return pairs of at most max_tokens tokens, from one pass through every document.
 
-    Sentences of a document are gathered until max_tokens are reached; a random number of them is the first part.
-    The second is the rest in half of the pairs, else the beginning of what follows a random sentence of another
-    document, and the rest is used again. Raises ValueError unless there are two documents and max_tokens is above 1.
+    Sentences of a document are collected until they have max_tokens tokens. A random number of them is the first part.
+    In half of the pairs the remaining sentences are the second part. In the other half the second part starts at a
+    random sentence of another document, and the remaining sentences are used for the next pair.
+    Raises ValueError for fewer than two documents or max_tokens below 2.
     """
     if len(documents) < 2 or max_tokens < 2:
-        raise ValueError(f"{len(documents)} documents and max_tokens={max_tokens}: pairs need two of each")
+        raise ValueError(f"{len(documents)} documents and max_tokens={max_tokens}; both must be at least 2 for pairs")
     chance = random.Random(seed)
     pairs = []
     for index, document in enumerate(documents):
         start = 0
         while start < len(document) - 1:
-            gathered = _gather(document, start, max_tokens)
-            split = start + chance.randint(1, gathered - 1)
+            count = _num_sentences(document, start, max_tokens)
+            split = start + chance.randint(1, count - 1)
             is_next = chance.random() < 0.5
-            rest = document[split : start + gathered] if is_next else _elsewhere(documents, index, max_tokens, chance)
-            first, second = _fitted(document[start:split], rest, max_tokens, chance)
+            rest = document[split : start + count] if is_next else _unrelated(documents, index, max_tokens, chance)
+            first, second = _truncated(document[start:split], rest, max_tokens, chance)
             pairs.append(SentencePair(first=first, second=second, is_next=is_next))
-            start = start + gathered if is_next else split
+            start = start + count if is_next else split
     return pairs
 
 
-def _gather(document: Document, start: int, max_tokens: int) -> int:
-    """How many sentences from start on reach max_tokens: at least two, or all there are."""
+def _num_sentences(document: Document, start: int, max_tokens: int) -> int:
+    """Return the number of sentences from start on that have max_tokens tokens: at least two, or all remaining."""
     total = 0
     for count, sentence in enumerate(document[start:], start=1):
         total += len(sentence)
@@ -56,16 +57,16 @@ def _gather(document: Document, start: int, max_tokens: int) -> int:
     return len(document) - start
 
 
-def _elsewhere(documents: Sequence[Document], index: int, max_tokens: int, chance: random.Random) -> Document:
-    """Sentences of another document from a random one on."""
+def _unrelated(documents: Sequence[Document], index: int, max_tokens: int, chance: random.Random) -> Document:
+    """Return sentences of another random document, from a random sentence on."""
     other = chance.randrange(len(documents) - 1)
     document = documents[other if other < index else other + 1]
     start = chance.randrange(len(document))
-    return document[start : start + max(1, _gather(document, start, max_tokens))]
+    return document[start : start + max(1, _num_sentences(document, start, max_tokens))]
 
 
-def _fitted(first: Document, second: Document, max_tokens: int, chance: random.Random) -> list[list[int]]:
-    """Both parts as one list of tokens each; tokens are cut off the longer one, at either end, until both fit."""
+def _truncated(first: Document, second: Document, max_tokens: int, chance: random.Random) -> list[list[int]]:
+    """Return the tokens of both parts; tokens are removed from a random end of the longer part until both fit."""
     parts = [[token for sentence in part for token in sentence] for part in (first, second)]
     while len(parts[0]) + len(parts[1]) > max_tokens:
         longer = max(parts, key=len)

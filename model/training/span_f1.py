@@ -1,4 +1,4 @@
-"""Entity F1 of BIO tags, as the CoNLL tasks count it: a span is right where its ends and its label are. Torch-free."""
+"""Entity F1 of BIO tags as in the CoNLL shared tasks: a span is correct if its ends and its label are. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Span = tuple[int, int, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanScore:
-    """Spans that are in the reference, that were found, and that are both; shares from 0 to 1, 0 of nothing."""
+    """Numbers of expected, found and correct spans. Precision, recall and F1 are from 0 to 1, and 0 without spans."""
 
     expected: int
     found: int
@@ -19,12 +19,12 @@ class SpanScore:
 
     @property
     def precision(self) -> float:
-        """Of the spans found, those that are right."""
+        """Share of the found spans that are correct."""
         return self.right / self.found if self.found else 0.0
 
     @property
     def recall(self) -> float:
-        """Of the spans to find, those that were."""
+        """Share of the expected spans that were found."""
         return self.right / self.expected if self.expected else 0.0
 
     @property
@@ -35,7 +35,7 @@ class SpanScore:
 
 
 def spans(tags: Sequence[str]) -> list[Span]:
-    """Spans of one sentence: B- begins one, and so does I- where no span of its label goes on (conlleval's rule)."""
+    """Return the spans of one sentence; B- starts a span, and I- too after a tag with another label (conlleval)."""
     found: list[Span] = []
     start, label = 0, ""
     for position, tag in enumerate([*tags, "O"]):
@@ -49,16 +49,13 @@ def spans(tags: Sequence[str]) -> list[Span]:
 
 
 def span_score(expected: Sequence[Sequence[str]], found: Sequence[Sequence[str]]) -> SpanScore:
-    """Compare tags of the same sentences. Raises ValueError where the numbers of sentences or words differ."""
-    pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(expected, found, strict=True) if _alike(a, b)]
+    """Compare tags of the same sentences. Raises ValueError if the numbers of sentences or words differ."""
+    for reference, tags in zip(expected, found, strict=True):
+        if len(reference) != len(tags):
+            raise ValueError(f"{len(tags)} tags for {len(reference)} words")
+    pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(expected, found, strict=True)]
     return SpanScore(
         expected=sum(len(a) for a, _ in pairs),
         found=sum(len(b) for _, b in pairs),
         right=sum(len(a & b) for a, b in pairs),
     )
-
-
-def _alike(expected: Sequence[str], found: Sequence[str]) -> bool:
-    if len(expected) != len(found):
-        raise ValueError(f"{len(found)} tags for {len(expected)} words")
-    return True

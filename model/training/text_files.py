@@ -1,4 +1,4 @@
-"""Texts with and without labels, read from the formats that a recipe's TextFile names. Torch-free; knows text only."""
+"""Reading of texts with and without labels, in the formats of a recipe's TextFile. Works on text only."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Labelled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagged:
-    """Words and the BIO tag of each; the text is the words with a space between."""
+    """Words and the BIO tag of each; the text is the words joined by spaces."""
 
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """Text of the sentence for the model."""
         return " ".join(self.words)
 
 
@@ -52,12 +52,12 @@ class Parts(Generic[Item]):
 
 
 def part_of(parts: Parts[Item], part: Part) -> list[Item]:
-    """One of the parts."""
+    """Return one of the parts."""
     return {"train": parts.train, "valid": parts.valid, "test": parts.test}[part]
 
 
 def read_texts(folder: Path, file: TextFile) -> list[str]:
-    """The texts of a file of any format, labels left out. Raises RecipeError naming the file."""
+    """Return the texts of a file of any format, without labels. Raises RecipeError naming the file."""
     if file.format == "lines":
         return [line for line in _lines(folder, file) if line.strip()]
     if file.format == "tsv":
@@ -68,7 +68,10 @@ def read_texts(folder: Path, file: TextFile) -> list[str]:
 
 
 def read_documents(folder: Path, file: TextFile) -> list[list[str]]:
-    """Documents of a file with a sentence a line and a blank line between documents, as BERT's own tools read them."""
+    """Return the documents of a file with one sentence a line and a blank line between documents, as for BERT.
+
+    Raises RecipeError naming the file.
+    """
     if file.format != "lines":
         raise RecipeError(f"{file.path}: format={file.format!r} does not fit data.ordered; it must be 'lines'")
     stripped = (line.strip() for line in _lines(folder, file))
@@ -76,7 +79,7 @@ def read_documents(folder: Path, file: TextFile) -> list[list[str]]:
 
 
 def read_labelled(folder: Path, file: TextFile) -> list[Labelled]:
-    """Texts and labels of a tsv or snips file. Raises RecipeError naming the file."""
+    """Return texts and labels of a tsv or snips file. Raises RecipeError naming the file."""
     if file.format == "tsv":
         return [_split_label(line, file, number) for number, line in enumerate(_lines(folder, file), start=1)]
     if file.format == "snips":
@@ -85,7 +88,7 @@ def read_labelled(folder: Path, file: TextFile) -> list[Labelled]:
 
 
 def read_tagged(folder: Path, file: TextFile) -> list[Tagged]:
-    """Sentences of a conll file. Raises RecipeError naming the file and line."""
+    """Return the sentences of a conll file. Raises RecipeError naming the file and line."""
     if file.format != "conll":
         raise RecipeError(f"{file.path}: format={file.format!r} has no labels of words; it must be 'conll'")
     numbered = enumerate(_lines(folder, file), start=1)
@@ -98,7 +101,7 @@ def read_tagged(folder: Path, file: TextFile) -> list[Tagged]:
 
 
 def read_parts(folder: Path, data: LabelledData, read: Callable[[Path, TextFile], list[Item]]) -> Parts[Item]:
-    """Every part of a fine-tuning recipe's data, `read` file by file."""
+    """Read all parts of a fine-tuning recipe's data; `read` reads one file."""
 
     def gather(files: Sequence[TextFile]) -> list[Item]:
         return [item for file in files for item in read(folder, file)]
@@ -111,14 +114,17 @@ def read_parts(folder: Path, data: LabelledData, read: Callable[[Path, TextFile]
 
 
 def is_held_out(text: str, per_mille: int = VALID_PER_MILLE) -> bool:
-    """Whether a text is for validation where no file says so; a function of the text alone, without case and space."""
+    """Return whether a text belongs to validation if no file decides; case and white space do not matter.
+
+    per_mille: texts of 1,000 that are held out.
+    """
     folded = "".join(text.lower().split())
     digest = hashlib.sha256((HELD_OUT_SALT + folded).encode()).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < per_mille
 
 
 def _lines(folder: Path, file: TextFile) -> list[str]:
-    # Not splitlines: U+2028 and its kin are characters of a text, not ends of lines.
+    # splitlines would also split at U+2028 and similar characters, which can be part of a text.
     return [line.removesuffix("\r") for line in _text(folder, file).removesuffix("\n").split("\n")]
 
 
@@ -132,7 +138,7 @@ def _text(folder: Path, file: TextFile) -> str:
 def _split_label(line: str, file: TextFile, number: int) -> Labelled:
     text, tab, label = line.partition("\t")
     if not tab or not text.strip() or not label.strip():
-        raise RecipeError(f"{file.path}: line {number} is not text, tab and label")
+        raise RecipeError(f"{file.path}: line {number} must be text, tab and label")
     return Labelled(text=text, label=label.strip())
 
 
@@ -140,7 +146,7 @@ def _split_tag(line: str, file: TextFile, number: int) -> tuple[str, str]:
     word, _, tag = line.partition("\t")
     tag = tag.strip()
     if not word.strip() or not (tag == "O" or (tag[:2] in ("B-", "I-") and tag[2:])):
-        raise RecipeError(f"{file.path}: line {number} is not word, tab and one of O, B-LABEL, I-LABEL")
+        raise RecipeError(f"{file.path}: line {number} must be word, tab and one of O, B-LABEL, I-LABEL")
     return word, tag
 
 
@@ -153,4 +159,6 @@ def _read_snips(folder: Path, file: TextFile) -> list[Labelled]:
             for item in items
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{file.path} is not intent, items, data, text in JSON: {error!r}") from None
+        raise RecipeError(
+            f"{file.path} must be JSON of the form {{intent: [{{data: [{{text}}]}}]}}: {error!r}"
+        ) from None

@@ -1,8 +1,8 @@
-"""`antiphon train`: from a recipe to a checkpoint, resumable at any kill, on one device or several through torchrun.
+"""`antiphon train`: training of a recipe, on one device or on several with torchrun; a killed run can be resumed.
 
-A run folder holds the tokenizer, `checkpoints/step-*` (the newest can be resumed from), metrics.jsonl, loss.png and,
-when training ends, `averaged/`: the mean of the last checkpoints, which is what `antiphon export` wants. What is
-learned is the recipe's task: training_task.py.
+A run folder has the tokenizer, `checkpoints/step-*` (training resumes from the newest), metrics.jsonl and loss.png. At
+the end of training it also has `averaged/`, the mean of the last checkpoints, for `antiphon export`. The recipe's task
+defines model, data and loss, see training_task.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RESUMABLE_STATE = ("state.json", "optimizer.safetensors")
 
 @dataclass
 class Progress:
-    """Where a run stands; written with every checkpoint."""
+    """Progress of a run, written with every checkpoint."""
 
     step: int = 0
     epoch: int = 0
@@ -68,7 +68,10 @@ class Progress:
 
 
 def learning_rate(step: int, config: TrainConfig, d_model: int) -> float:
-    """Linear warm-up, then the recipe's schedule (section 5.3), linear cool-down if any; step counts from 1."""
+    """Return the learning rate of a step, counted from 1: linear warm-up, schedule, linear cool-down if set.
+
+    Warm-up and inverse square root: Vaswani et al. 2017, section 5.3.
+    """
     peak: float = config.peak_lr or (d_model * config.warmup_steps) ** -0.5
     remaining = config.max_steps - step + 1
     if config.schedule == "linear":
@@ -81,7 +84,7 @@ def learning_rate(step: int, config: TrainConfig, d_model: int) -> float:
 
 
 def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask:
-    """The recipe's task with its data read. Raises RecipeError, CheckpointError or TokenizerError."""
+    """Return the recipe's task after reading its data. Raises RecipeError, CheckpointError or TokenizerError."""
     if isinstance(recipe, Recipe):
         return TranslationTask(recipe, folders)
     if isinstance(recipe, PretrainRecipe):
@@ -90,7 +93,7 @@ def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Adam over what learns; weights of products and embeddings decay, biases and norms do not."""
+    """Return AdamW for all trainable parameters; weight decay applies to matrices, not to biases and norms."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in learning if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -100,7 +103,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 class Trainer:
-    """One run of one recipe in one folder."""
+    """Training run of one recipe in one folder.
+
+    init: checkpoint to start from; keep_weights: use its weights, not only its shape and tokenizer.
+    Raises RecipeError, CheckpointError or TokenizerError.
+    """
 
     def __init__(
         self,
@@ -112,7 +119,7 @@ class Trainer:
         init: Checkpoint | None = None,
         keep_weights: bool = True,
     ) -> None:
-        # oneDNN keeps 1,024 compiled kernels unless told otherwise, too few for every shape of batch.
+        # By default oneDNN caches 1,024 compiled kernels, which is too few for all shapes of batches.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
         self.recipe = recipe
         self.folder = run_folder
@@ -123,27 +130,29 @@ class Trainer:
         self.model_config = self.task.config
         self.config = self._config()
         torch.manual_seed(self.config.seed)
-        # On a CPU and short sentences PyTorch's fused kernel makes a step half as fast as plain products do.
+        # On a CPU with short sentences a step with PyTorch's fused kernel takes twice as long as with plain products.
         backend: Backend = "sdpa" if group.device.type == "cuda" else "eager"
         self.model = self.task.make_model(backend).to(group.device)
         self.model.checkpoint_layers(self.config.gradient_checkpointing)
         self.batch_loss: nn.Module = self.task.make_loss(self.model)
         if group.size > 1:
-            # The buffers are constants. Sending them at every forward would be a collective that processes with unequal
-            # numbers of validation batches do not all take part in.
+            # Buffers are constants. Synchronising them in every forward pass would be a collective operation, in which
+            # processes with fewer validation batches would not take part.
             self.batch_loss = DistributedDataParallel(self.batch_loss, forward_sync_buffers=False)
         self.optimizer = make_optimizer(self.model, self.config)
 
     def _config(self) -> TrainConfig:
-        """The recipe's settings, max_steps no more than its epochs have. Raises RecipeError where they have none."""
+        """Return the recipe's settings with max_steps limited by max_epochs. Raises RecipeError without batches."""
         config = self.recipe.train
         per_epoch = len(self.task.batches("train", 0)) // self.group.size
         if per_epoch < 1:
-            raise RecipeError("data: the training part fills no batch for each process")
+            raise RecipeError(
+                f"data: the training part has too few texts; {self.group.size} processes need a batch each"
+            )
         return config.model_copy(update={"max_steps": min(config.max_steps, per_epoch * config.max_epochs)})
 
     def checkpoints(self) -> list[Path]:
-        """Checkpoint folders of this run, oldest first."""
+        """Return the checkpoint folders of this run, oldest first."""
         return sorted((self.folder / "checkpoints").glob("step-*"))
 
     def resume(self) -> None:
@@ -159,13 +168,13 @@ class Trainer:
             index: {part: saved[f"{index}.{part}"] for part in ("step", "exp_avg", "exp_avg_sq")}
             for settings in state["param_groups"]
             for index in settings["params"]
-            if f"{index}.step" in saved  # not of what no label reached
+            if f"{index}.step" in saved  # parameters that never had a gradient have no state
         }
         self.optimizer.load_state_dict(state)
         self.progress = Progress(**json.loads((newest / "state.json").read_text()))
 
     def save(self) -> None:
-        """Write a checkpoint to resume from; older ones keep weights only, and only as many as are averaged."""
+        """Write a checkpoint with optimiser state; older ones keep only weights, and only average_last remain."""
         if self.group.rank:
             return
         state = self.optimizer.state_dict()["state"]
@@ -203,21 +212,24 @@ class Trainer:
         )
 
     def loss(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy of each kind of label, in nats, and their numbers, [K] each; smoothed in training."""
+        """Return the summed cross entropy of each of the task's K losses, in nats, and the numbers of labels.
+
+        Both are [K]. Labels are smoothed only in training mode.
+        """
         smoothing = self.config.label_smoothing if self.batch_loss.training else 0.0
         with torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=self.config.bf16):
             return self.batch_loss(batch, smoothing), batch.counts
 
     def train_step(self, batch: AnyBatch) -> float:
-        """One update; returns the loss per label over the group, kinds of labels added up."""
+        """Update the model once; return the loss per label over the group, summed over the task's losses."""
         step = self.progress.step + 1
-        # Dropout is keyed by the step, so that a resumed run draws what the uninterrupted one would have drawn.
+        # The seed of dropout depends on the step, so that a resumed run has the same dropout as an uninterrupted one.
         torch.manual_seed(hash((self.config.seed, step, self.group.rank)))
         for settings in self.optimizer.param_groups:
             settings["lr"] = learning_rate(step, self.config, self.model_config.d_model)
         sums, counts = self.loss(batch)
         totals = self.group.sum(torch.stack([sums.detach().double(), counts]))
-        # DistributedDataParallel takes the mean over processes; the update wants the mean over labels.
+        # DistributedDataParallel averages over processes, but the update needs the mean over labels.
         (sums * (self.group.size / totals[1].clamp(min=1))).sum().backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
@@ -227,7 +239,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Cross entropy per label of the validation part, in nats, without smoothing; kinds of labels added up."""
+        """Return the cross entropy per label of the validation part, without smoothing, summed over the losses."""
         self.batch_loss.eval()
         batches = self.task.batches("valid", 0)
         sums = torch.zeros(2, self.task.num_losses, dtype=torch.float64, device=self.group.device)
@@ -239,7 +251,7 @@ class Trainer:
         return float((sums[0] / sums[1].clamp(min=1)).sum())
 
     def run(self) -> Path | None:
-        """Train to the end; returns the averaged checkpoint (None on ranks other than 0)."""
+        """Train to the end; return the folder of the averaged checkpoint, None on ranks other than 0."""
         self.resume()
         self.batch_loss.train()
         with tqdm(total=self.config.max_steps, initial=self.progress.step, unit="step", disable=self._quiet()) as bar:
@@ -298,7 +310,7 @@ class Trainer:
 
 
 def plot_losses(metrics: Path, target: Path) -> None:
-    """Draw training and validation loss, nats per label, against steps."""
+    """Draw training and validation loss, in nats per label, over steps."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -316,22 +328,24 @@ def plot_losses(metrics: Path, target: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `antiphon train`."""
+    """Declare the command's arguments."""
     parser.add_argument(
         "recipe", help="a recipe's name (tatoeba-en-de, mlm-small, snips...) or the path of a TOML file"
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds the files the recipe names")
-    parser.add_argument("--output", type=Path, help="run folder; resumes the run found there (default runs/RECIPE)")
-    parser.add_argument("--init", type=Path, metavar="CHECKPOINT", help="start from its weights, shape and tokenizer")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the recipe's data files")
+    parser.add_argument("--output", type=Path, help="run folder; an existing run is resumed (default runs/RECIPE)")
     parser.add_argument(
-        "--random-weights", action="store_true", help="of --init take shape and tokenizer only: the baseline to compare"
+        "--init", type=Path, metavar="CHECKPOINT", help="start from this checkpoint's weights, shape and tokenizer"
     )
-    parser.add_argument("--freeze-encoder", action="store_true", help="fine-tuning: train the new head alone")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="use only shape and tokenizer of --init: a baseline to compare"
+    )
+    parser.add_argument("--freeze-encoder", action="store_true", help="fine-tuning: train only the new head")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of `antiphon train`; returns the exit code."""
+    """Train; return 0 at the end, 2 after an error, with one line on standard error, 130 after an interrupt."""
     try:
         averaged = _trainer(args).run()
     except (RecipeError, CheckpointError, SourceError, TokenizerError, OSError) as error:
@@ -354,18 +368,18 @@ def _trainer(args: argparse.Namespace) -> Trainer:
         torch.set_num_threads(args.threads)
     recipe = load_any_recipe(args.recipe)
     if args.random_weights and args.init is None:
-        raise RecipeError("--random-weights needs --init, whose shape and tokenizer it takes")
+        raise RecipeError("--random-weights needs --init, because it uses the shape and tokenizer of --init")
     if args.freeze_encoder:
         recipe = frozen(recipe)
     folder = args.output or Path("runs") / recipe.name
-    # Texts of other people's checkpoints may have to be written anew; what the run needs is copied to its own folder.
+    # Tokenizer files of imported checkpoints are sometimes converted; the run copies the files to its own folder.
     with tempfile.TemporaryDirectory() as texts:
         init = None if args.init is None else open_init(args.init, Path(texts))
         return Trainer(recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights)
 
 
 def open_init(path: Path, text_folder: Path) -> Checkpoint:
-    """A checkpoint of ours, or of the Hugging Face libraries. Raises CheckpointError, SourceError or TokenizerError."""
+    """Open one of our checkpoints or a public one. Raises CheckpointError, SourceError or TokenizerError."""
     config = path / "config.json"
     if config.is_file() and b'"model_type"' in config.read_bytes():
         from antiphon.model.importer.importer import open_original
@@ -375,9 +389,9 @@ def open_init(path: Path, text_folder: Path) -> Checkpoint:
 
 
 def frozen(recipe: AnyRecipe) -> AnyRecipe:
-    """The same recipe with its encoder frozen. Raises RecipeError where it trains more than a head."""
+    """Return the recipe with a frozen encoder. Raises RecipeError for a recipe other than fine-tuning."""
     if not isinstance(recipe, FineTuneRecipe):
         raise RecipeError(
-            f"--freeze-encoder needs a recipe of task classify or tag; {recipe.name!r} is {recipe.task!r}"
+            f"--freeze-encoder needs a recipe with task classify or tag; the task of {recipe.name!r} is {recipe.task!r}"
         )
     return recipe.model_copy(update={"freeze_encoder": True})

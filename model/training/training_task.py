@@ -1,6 +1,6 @@
-"""What a run learns, as train.py's loop sees it: a model, batches of each part of the data, losses and scores.
+"""Interface of a training task for the loop in train.py: model, batches, losses and scores.
 
-The tasks: translation_task.py, pretrain_task.py, fine_tune_task.py.
+The tasks are in translation_task.py, pretrain_task.py and fine_tune_task.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class AnyBatch(Protocol):
     """Tensors of one step."""
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on a device."""
+        """Return the batch on a device."""
         ...
 
     @property
     def counts(self) -> Tensor:
-        """Labels of each loss, [K] float64."""
+        """Number of labels of each of K losses, [K] float64."""
         ...
 
 
@@ -49,10 +49,10 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolders:
-    """Where a task reads data and keeps files of its run, and with whom.
+    """Data folder, run folder and process group of a run.
 
-    init: the checkpoint that training starts from, None for random weights.
-    keep_weights: whether its weights are taken, or its shape and tokenizer alone.
+    init: checkpoint that training starts from; None: random weights.
+    keep_weights: True: use the weights of init; False: only its shape and tokenizer.
     """
 
     data: Path
@@ -63,7 +63,7 @@ class RunFolders:
 
 
 class TrainingTask(Protocol):
-    """One recipe's model and data, opened."""
+    """Model and data of one recipe. num_losses: number K of losses, one for each kind of label."""
 
     tokenizer: Tokenizer
     text: TextFormat
@@ -72,28 +72,28 @@ class TrainingTask(Protocol):
 
     @property
     def provenance(self) -> Provenance:
-        """What a bundle made from this run must say of its data."""
+        """Origin and licence of the data and of the initial weights, for the bundle."""
         ...
 
     def make_model(self, backend: Backend) -> Transformer:
-        """The model to train: random weights, drawn from torch's generator, or those it starts from."""
+        """Return the model to train, with the initial weights or with random ones from torch's global generator."""
         ...
 
     def make_loss(self, model: Transformer) -> nn.Module:
-        """A module of (batch, smoothing) -> summed cross entropy of each loss, [K], in nats."""
+        """Return a module from (batch, smoothing) to the summed cross entropy of each loss, [K], in nats."""
         ...
 
     def batches(self, part: Part, seed: int) -> Batches:
-        """One epoch; a function of the seed alone."""
+        """Return the batches of one epoch; they depend only on the seed."""
         ...
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
-        """What the model, in evaluation mode, reaches on a part, by measure; empty where the loss says all."""
+        """Return measures on a part, by name; empty if the loss is enough. The model is in evaluation mode."""
         ...
 
 
 def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer]) -> Tokenizer:
-    """The run folder's tokenizer: the one found there, the initial checkpoint's, or one trained now by one process."""
+    """Return the tokenizer of the run folder; without one, rank 0 copies that of init or trains one with `train`."""
     init = folders.init
     if folders.group.rank == 0:
         folders.run.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer]) -> Tokeni
 
 
 def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> Transformer:
-    """A model of random weights, or of the initial checkpoint's, whose configuration differs in heads left out only."""
+    """Return a model with random weights, or with those of init, which can have heads that `config` does not have."""
     model = Transformer(config, attention_backend=backend)
     if folders.init is not None and folders.keep_weights:
         weights = folders.init.model.state_dict()
@@ -121,7 +121,7 @@ def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> T
 
 
 def provenance_of(recipe: AnyRecipe, init: Checkpoint | None) -> Provenance:
-    """What a bundle made from a run must say: its data's origin, and that of the weights it started from."""
+    """Return origin and licence of a run: those of its data, and those of its initial weights."""
     data = recipe.data
     own = Provenance(source=data.origin, licence=data.licence, attribution=data.attribution, recipe=recipe.name)
     if init is None or init.provenance is None:

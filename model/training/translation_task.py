@@ -1,4 +1,4 @@
-"""Learning to translate from sentence pairs: batches of both sides, and the loss of the next target token."""
+"""Training of a translation model: batches of sentence pairs, and the loss of the next target token."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from antiphon.model.transformer.transformer import Transformer
 
 
 class BatchLoss(nn.Module):
-    """The loss of a batch; padding never reaches the vocabulary."""
+    """Loss of a batch; logits are computed only for labelled positions."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: Batch, smoothing: float) -> Tensor:
-        """Summed label-smoothed cross entropy (section 5.4) of the labelled positions, [1], in nats."""
+        """Return the summed label-smoothed cross entropy of the labelled positions, [1], in nats.
+
+        Vaswani et al. 2017, section 5.4.
+        """
         model = self.model
         cross_kv = model.project_memory(model.encode(batch.source, batch.source_lens))
         hidden = model.decode(batch.inputs, cross_kv, batch.source_lens)
@@ -61,7 +64,7 @@ class PairBatches:
 
 
 class TranslationTask:
-    """A TrainingTask; from an initial checkpoint it takes tokenizer, shape and weights, whatever the recipe's model."""
+    """TrainingTask of translation; an initial checkpoint replaces the recipe's tokenizer, shape and weights."""
 
     num_losses = 1
 
@@ -88,25 +91,25 @@ class TranslationTask:
         if init.config.architecture != "encoder-decoder" or init.text.kind != "byte_bpe":
             raise CheckpointError(
                 f"--init: architecture={init.config.architecture!r}, texts of kind {init.text.kind!r}: "
-                "only encoder-decoders that were trained here go on learning to translate"
+                "only encoder-decoder models that were trained by `antiphon train` can be trained further"
             )
         return init.config
 
     @property
     def provenance(self) -> Provenance:
-        """As in TrainingTask."""
+        """Origin of data and initial weights, see TrainingTask."""
         return provenance_of(self.recipe, self.folders.init)
 
     def make_model(self, backend: Backend) -> Transformer:
-        """As in TrainingTask."""
+        """Return the model to train, see TrainingTask."""
         return start_model(self.config, backend, self.folders)
 
     def make_loss(self, model: Transformer) -> nn.Module:
-        """As in TrainingTask."""
+        """Return the loss of the next token, see TrainingTask."""
         return BatchLoss(model)
 
     def batches(self, part: Part, seed: int) -> PairBatches:
-        """As in TrainingTask."""
+        """Return the batches of one epoch, see TrainingTask."""
         batch_tokens = self.recipe.train.batch_tokens
         return PairBatches(
             examples=self.examples[part],
@@ -117,5 +120,5 @@ class TranslationTask:
         )
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
-        """Nothing: `antiphon evaluate` translates the test set."""
+        """Return no measures; `antiphon evaluate` translates the test part."""
         return {}

@@ -1,4 +1,4 @@
-"""BIO tags of words and of the tokens that words are made of. Torch-free; knows offsets and no vocabulary."""
+"""Conversion of BIO tags between words and their tokens, by offsets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ OUTSIDE = "O"
 
 
 def inside(tag: str) -> str:
-    """The tag of what goes on with a word of this tag."""
+    """Return the tag of the tokens after the first one in a word with this tag."""
     return tag if tag == OUTSIDE else f"I-{tag[2:]}"
 
 
 def token_tags(item: Tagged, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
-    """The tag of each token: of a word's first token the word's, of its others what goes on with it.
+    """Return the tag of each token: a word's first token has the word's tag, its other tokens have `inside` of it.
 
-    Devlin et al. (section 5.3) teach first tokens only. Served texts come without words: what a client takes for one
-    word the training data may have split, or the other way round, so every token should know its tag.
+    None for a token outside all words. Devlin et al. 2019 (section 5.3) train only first tokens. But served texts have
+    no word boundaries, and clients can split words differently from the training data, so every token needs a tag.
     """
     tags: list[str | None] = []
     before: int | None = None
@@ -29,7 +29,10 @@ def token_tags(item: Tagged, offsets: Sequence[tuple[int, int]]) -> list[str | N
 
 
 def words_of_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-    """Index of the word that each token belongs to, the first it touches; offsets as in the words joined by spaces."""
+    """Return the index of the first word that each token overlaps, or None.
+
+    offsets: code points [start, end) of each token in the words joined by spaces.
+    """
     found: list[int | None] = []
     word, start = 0, 0
     for begin, end in offsets:
@@ -41,7 +44,7 @@ def words_of_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) ->
 
 
 def first_tags(words: Sequence[int | None], tags: Sequence[str], num_words: int) -> list[str]:
-    """Tags of words: of each the tag of its first token, OUTSIDE where it has none."""
+    """Return the tag of each word: that of its first token, or OUTSIDE if it has no token."""
     first: dict[int | None, str] = {}
     for word, tag in zip(words, tags, strict=True):
         first.setdefault(word, tag)

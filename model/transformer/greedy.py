@@ -1,4 +1,4 @@
-"""Greedy decoding in PyTorch, batched and cached: the reference that exported graphs are held against."""
+"""Greedy decoding in PyTorch with batches and caches: the reference for exported graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.model.transformer.transformer import Transformer
 
 
 def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:
-    """Self-attention caches of zero tokens: per decoder layer keys and values, each [rows, H, capacity, D] float32."""
+    """Return zero self caches: for each decoder layer keys and values [rows, H, capacity, D] float32."""
     config = model.config
     shape = (rows, config.num_heads, capacity, config.resolved_head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.decoder_layers)]
@@ -20,13 +20,16 @@ def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:
 
 @torch.no_grad()
 def greedy(model: Transformer, sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """The likeliest next token, again and again, for sources (end token included) of any lengths, together.
+    """Decode sources (with end token, any lengths) as one batch, with the most likely token in each step.
 
-    Returns target ids, begin and end tokens left out; at most max_new_tokens each, the end token counted.
+    Returns the target ids of each source without begin and end tokens. At most max_new_tokens tokens are generated for
+    each source, the end token included.
     """
     config = model.config
     lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
-    padded = torch.zeros((len(sources), int(lens.max())), dtype=torch.int64)  # any id: what pads is masked
+    padded = torch.zeros(
+        (len(sources), int(lens.max())), dtype=torch.int64
+    )  # any id can pad, because padding is masked
     for row, source in enumerate(sources):
         padded[row, : len(source)] = torch.tensor(source)
     cross_kv = model.project_memory(model.encode(padded, lens))

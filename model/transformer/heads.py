@@ -1,8 +1,8 @@
-"""What is read out of an encoder's states: the heads of BERT and its relatives, as head_config.py describes them.
+"""Heads of an encoder-only model, as HeadConfig describes them.
 
-A head sees states of the tokens that its task reads and nothing of the others; which those are is the caller's.
+A head gets only the states of the tokens that its task uses; the caller selects them.
 
-Axes: K states read out, M model width, O outputs (labels, or V of fill_mask).
+Axes: K states, M model width, O outputs (labels, or the vocabulary for fill_mask).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from antiphon.model.ops.activations import ACTIVATIONS
 
 
 class Head(nn.Module):
-    """dense, activation, norm, then a product over the outputs (Devlin et al. 2019, sections 3.1 and 4)."""
+    """Dense layer, activation, norm and output layer (Devlin et al. 2019, sections 3.1 and 4); see head_config.py."""
 
     def __init__(self, config: ModelConfig, head: HeadConfig, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Head(nn.Module):
                 self.output.weight = embedding.weight
 
     def transformed(self, hidden: Tensor) -> Tensor:
-        """hidden [K, M]; returns what the output product reads, [K, M] or as wide as the transform."""
+        """Return the input of the output layer, [K, width of the transform], or [K, M] without one; hidden [K, M]."""
         if self.transform is not None:
             hidden = self.activation(self.transform(hidden))
         if self.norm is not None:
@@ -41,6 +41,6 @@ class Head(nn.Module):
         return self.dropout(hidden)  # type: ignore[no-any-return]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [K, M]; returns [K, O], of pool its transform [K, M]."""
+        """Return the outputs [K, O] for hidden [K, M]; for pool the output of the transform."""
         hidden = self.transformed(hidden)
         return hidden if self.output is None else self.output(hidden)

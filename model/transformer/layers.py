@@ -1,8 +1,8 @@
-"""The layers of the Transformer of Vaswani et al. 2017 and its common variants, chosen by ModelConfig.
+"""Layers of the Transformer (Vaswani et al. 2017 and common variants); ModelConfig selects the variant.
 
-Normalisation, feed-forward, the two kinds of attention layer, the residual around each, and the layers of encoder and
-decoder made of them. Attention itself is one function behind a backend name: the eager reference, PyTorch's fused
-kernel for training, or this project's operators. Knows nothing of embeddings and stacks.
+Normalisation, feed-forward, self-attention and cross-attention, residual connections, and the encoder and decoder
+layers built from them. A backend name selects the attention function: the eager reference, PyTorch's fused kernel for
+training, or this project's operators. Embeddings and stacks are in transformer.py.
 
 Axes: B batch, S source, T target, M model width, H heads, D head width, C cache capacity.
 """
@@ -40,13 +40,16 @@ def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tens
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over a width, by default M."""
+    """Return a LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of this width, by default M."""
     kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
     return kind(width or config.d_model, eps=config.norm_eps)
 
 
 class FeedForward(nn.Module):
-    """act(x W1) W2, or gated act(x W1) * (x V) W2 with W1 and V as one product; [..., M] -> [..., M]."""
+    """Feed-forward act(x W1) W2, or gated (act(x W1) * (x V)) W2 with W1 and V in one matrix; [..., M] -> [..., M].
+
+    Vaswani et al. 2017, section 3.3; gated variants: Shazeer 2020.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout if config.activation_dropout else 0.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., M]; returns the same shape."""
+        """Apply to hidden [..., M]; returns the same shape."""
         inner = self.inner(hidden)
         if self.gated:
             gate, linear = inner.chunk(2, dim=-1)
@@ -66,7 +69,7 @@ class FeedForward(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence over itself; queries, keys and values are one product of width 3 H D."""
+    """Self-attention (Vaswani et al. 2017, section 3.2); one matrix of width 3 H D projects queries, keys, values."""
 
     def __init__(self, config: ModelConfig, *, causal: bool, backend: Backend) -> None:
         super().__init__()
@@ -91,9 +94,10 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
     ) -> Tensor:
-        """hidden [B, T, M]; positions [1, T]; lens [B] int32 or None; bias as in `attention`. Returns [B, T, M].
+        """Attend over the whole sequence. Returns [B, T, M].
 
-        relative: of disentangled attention the table [P, M] and its rows [T, T], see disentangled.py.
+        hidden [B, T, M]; positions [1, T]; lens [B] int32, None without padding; bias as in ops/attention.py.
+        relative: for disentangled attention the table [P, M] and its row numbers [T, T], see ops/disentangled.py.
         """
         query, key, value = self._project(hidden, positions)
         if self.relative is not None and relative is not None:
@@ -104,14 +108,17 @@ class SelfAttention(nn.Module):
         return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
-        """hidden [B, 1, M]; cache two of [B, H, C, D]. Returns [B, 1, M] and the cache with the token appended."""
+        """Attend from one new token a row: hidden [B, 1, M], past_lens [B] int32, cache two of [B, H, C, D].
+
+        Returns [B, 1, M] and the cache with the new token.
+        """
         query, key, value = self._project(hidden, past_lens[:, None])
         mixed, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
         return self.out(mixed.flatten(-2)), (present[0], present[1])
 
 
 class CrossAttention(nn.Module):
-    """Attention of the target over the encoded source, whose keys and values are projected once."""
+    """Cross-attention of the target to the encoded source; source keys and values are projected once."""
 
     def __init__(self, config: ModelConfig, *, backend: Backend) -> None:
         super().__init__()
@@ -124,27 +131,36 @@ class CrossAttention(nn.Module):
         self._attend_cached = _attend_cached(backend)
 
     def project_memory(self, memory: Tensor) -> KV:
-        """memory [B, S, M] -> keys and values, each [B, H, S, D]: the layout of the cache."""
+        """Project memory [B, S, M] to keys and values, each [B, H, S, D] as in the cache."""
         key, value = (part.unflatten(-1, self.heads).transpose(1, 2) for part in self.kv(memory).chunk(2, dim=-1))
         return key, value
 
     def forward(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor | None) -> Tensor:
-        """hidden [B, T, M]; cross_kv two of [B, H, S, D]; source_lens [B] int32 or None. Returns [B, T, M]."""
+        """Attend from hidden [B, T, M] to cross_kv, two of [B, H, S, D]. Returns [B, T, M].
+
+        source_lens [B] int32; None without padding.
+        """
         query = self.query(hidden).unflatten(-1, self.heads)
         key, value = (part.transpose(1, 2) for part in cross_kv)
         mixed = self._attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
         return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
-        """hidden [B, 1, M]; cross_kv two of [B, H, C, D], of which source_lens are valid. Returns [B, 1, M]."""
+        """Attend from one token a row, hidden [B, 1, M], to the first source_lens keys of cross_kv. Returns [B, 1, M].
+
+        cross_kv two of [B, H, C, D]; source_lens [B] int32.
+        """
         query = self.query(hidden).unflatten(-1, self.heads)
-        nothing = query[:, :0]  # no new keys: the cache is read only
-        mixed, _, _ = self._attend_cached(query, nothing, nothing, *cross_kv, source_lens, None, scale=self.scale)
+        no_keys = query[:, :0]  # the cache gets no new keys
+        mixed, _, _ = self._attend_cached(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
         return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):
-    """x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm, section 3.1), with dropout on f's output."""
+    """Residual connection with dropout: x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm).
+
+    Post-norm: Vaswani et al. 2017, section 3.1.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -153,17 +169,17 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def before(self, hidden: Tensor) -> Tensor:
-        """What the sublayer reads."""
+        """Return the input of the sublayer f."""
         return self.norm(hidden) if self.pre else hidden
 
     def after(self, hidden: Tensor, update: Tensor) -> Tensor:
-        """What the next sublayer receives."""
+        """Return the sum of the residual and the sublayer's output, normalised for post-norm."""
         added: Tensor = hidden + self.dropout(update)
         return added if self.pre else self.norm(added)
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward; [B, S, M] -> [B, S, M]."""
+    """Encoder layer: self-attention, then feed-forward; [B, S, M] -> [B, S, M]."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
@@ -175,7 +191,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
     ) -> Tensor:
-        """hidden [B, S, M]; the rest as in SelfAttention."""
+        """Apply to hidden [B, S, M]; other arguments as in SelfAttention. Returns [B, S, M]."""
         residual = self.self_residual
         hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, lens, bias, relative))
         residual = self.feed_forward_residual
@@ -183,7 +199,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, cross-attention where there is a source, feed-forward."""
+    """Decoder layer: causal self-attention, cross-attention in encoder-decoder models, feed-forward."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
@@ -203,7 +219,10 @@ class DecoderLayer(nn.Module):
         cross_kv: KV | None,
         source_lens: Tensor | None,
     ) -> Tensor:
-        """Teacher forcing over [B, T, M]; source_lens None when no source row is padded."""
+        """Apply to all target positions, hidden [B, T, M] (teacher forcing). Returns [B, T, M].
+
+        cross_kv two of [B, H, S, D], None for a decoder-only model; source_lens [B] int32, None without padding.
+        """
         residual = self.self_residual
         hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, None, bias))
         if self.cross_attention is not None and self.cross_residual is not None and cross_kv is not None:
@@ -221,7 +240,10 @@ class DecoderLayer(nn.Module):
         cross_kv: KV | None,
         source_lens: Tensor | None,
     ) -> tuple[Tensor, KV]:
-        """One token a row, [B, 1, M]; returns the new hidden state and the layer's grown self cache."""
+        """Apply to one token a row, hidden [B, 1, M]. Returns [B, 1, M] and the self cache with the new token.
+
+        self_kv, cross_kv two of [B, H, C, D]; past_lens, source_lens [B] int32.
+        """
         residual = self.self_residual
         update, present = self.self_attention.step(residual.before(hidden), past_lens, self_kv, bias)
         hidden = residual.after(hidden, update)

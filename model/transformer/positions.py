@@ -1,6 +1,7 @@
-"""Where a token stands: the five ways a Transformer is told, each a small module or function.
+"""Positions: sinusoidal, learned, rotary, T5's relative buckets and ALiBi.
 
-Absolute positions are added to embeddings, rotary ones turn queries and keys, relative ones bias the scores.
+Sinusoidal and learned positions are added to embeddings. Rotary positions rotate queries and keys. Relative buckets and
+ALiBi add a bias to the attention scores.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from antiphon.model.config import LinearScaling, ModelConfig, RopeScaling, Sinus
 
 
 def sinusoidal_table(length: int, width: int, layout: Sinusoids = "interleaved") -> Tensor:
-    """[length, width] float32: sines and cosines of each position (Vaswani et al. 2017, section 3.5).
+    """Return sines and cosines of each position, [length, width] float32 (Vaswani et al. 2017, section 3.5).
 
-    interleaved  sin on even columns, cos on odd ones: the paper
+    interleaved  sines in even columns, cosines in odd columns: the paper
     halves       all sines, then all cosines: Marian, PEGASUS
-    fairseq      halves whose slowest rate is 1/10000 itself, which the paper's stops short of: M2M-100, NLLB
+    fairseq      as halves, but the slowest rate is exactly 1/10000; in the paper it is larger: M2M-100, NLLB
     """
     position = torch.arange(length, dtype=torch.float64)[:, None]
     last = width - 2 if layout == "fairseq" else width
@@ -31,9 +32,10 @@ def sinusoidal_table(length: int, width: int, layout: Sinusoids = "interleaved")
 
 
 class AbsolutePositions(nn.Module):
-    """Adds a sinusoidal or learned vector for each position; adds nothing for the other kinds.
+    """Addition of a sinusoidal or learned vector for each position; no change for the other kinds.
 
-    The table has positions_offset rows more than positions: BART keeps two before its first, M2M-100 its padding's.
+    The table has positions_offset unused rows before the first position: two in BART, and the rows up to the padding
+    id in M2M-100.
     """
 
     def __init__(self, config: ModelConfig, max_len: int) -> None:
@@ -52,20 +54,21 @@ class AbsolutePositions(nn.Module):
 
     @property
     def vectors(self) -> Tensor | None:
-        """What each position adds, [max_len, M]; None for kinds that add nothing."""
+        """Vector of each position, [max_len, W]; None for kinds that add no vectors."""
         return self.table[self.offset :] if self.table is not None and self.offset else self.table
 
     def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
-        """embedded [B, T, M]; positions [B or 1, T] int. Returns [B, T, M]."""
+        """Add vectors of positions [B or 1, T] int to embedded [B, T, W]. Returns [B, T, W]."""
         if self.vectors is None:
             return embedded
         return embedded + functional.embedding(positions, self.vectors).to(embedded.dtype)
 
 
 def rotary_rates(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """[width / 2] float32: radians that each angle grows by from a position to the next (Su et al. 2021, section 3.4).
+    """Return the increase of each angle from one position to the next, [width / 2] float32, in radians.
 
-    llama3 as Llama 3.1 has it: what turns often within the original length keeps its rate, what hardly turns is slower.
+    Su et al. 2021, section 3.4. Scaling "llama3" is that of Llama 3.1: angles with many turns within the original
+    length keep their rate, angles with few turns are slower.
     """
     rate = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     if scaling is None:
@@ -78,25 +81,28 @@ def rotary_rates(width: int, theta: float, scaling: RopeScaling | None, device: 
 
 
 def rotary_tables(positions: Tensor, width: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [..., 1, width / 2] float32, for rotary embeddings (Su et al. 2021, section 3.4)."""
+    """Return cos and sin of rotary positions [...], each [..., 1, width / 2] float32 (Su et al. 2021, section 3.4)."""
     angle = positions[..., None].float() * rotary_rates(width, theta, scaling, positions.device)
     return angle.cos()[..., None, :], angle.sin()[..., None, :]
 
 
 def rotary_table(length: int, width: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[length, width] float32: of each position cos of its width / 2 angles, then sin, as `rotary_tables`."""
+    """Return a table [length, width] float32: for each position cos of its width / 2 angles, then sin of them."""
     cos, sin = rotary_tables(torch.arange(length), width, theta, scaling)
     return torch.cat((cos, sin), dim=-1)[:, 0]
 
 
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head vector [B, T, H, D] against each other by its position's angles."""
+    """Rotate head vectors [B, T, H, D]: element i and element i + D / 2 are a pair (Su et al. 2021, section 3.4)."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(vectors.dtype)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """[H] float32 slopes (Press et al. 2022, section 3); between powers of two as in the authors' code."""
+    """Return ALiBi slopes [H] float32 (Press et al. 2022, section 3).
+
+    If num_heads is not a power of two, the slopes are those of the authors' code.
+    """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
@@ -104,9 +110,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def relative_bucket(distance: Tensor, *, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
-    """Bucket of key position minus query position (Raffel et al. 2020, section 2.1; int64, same shape).
+    """Return the bucket of each distance, key position minus query position (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets hold exact distances, the rest grow logarithmically up to max_distance.
+    distance and result: int64 of the same shape. Half of the buckets hold one distance each; the widths of the other
+    buckets grow logarithmically up to max_distance.
     """
     offset = torch.zeros_like(distance)
     if bidirectional:
@@ -123,7 +130,7 @@ def relative_bucket(distance: Tensor, *, bidirectional: bool, buckets: int, max_
 
 
 class RelativeBias(nn.Module):
-    """Score bias of one stack, shared by its layers: T5's learned buckets or ALiBi's fixed slopes; else None."""
+    """Score bias of one stack, shared by its layers: T5's learned buckets or ALiBi's slopes; None for other kinds."""
 
     def __init__(self, config: ModelConfig, *, bidirectional: bool) -> None:
         super().__init__()
@@ -138,7 +145,7 @@ class RelativeBias(nn.Module):
             self.register_buffer("slopes", alibi_slopes(config.num_heads), persistent=False)
 
     def forward(self, query_positions: Tensor, keys: int) -> Tensor | None:
-        """query_positions [B or 1, T] int. Returns [B or 1, H, T, keys] or None."""
+        """Return the bias [B or 1, H, T, keys] for query_positions [B or 1, T] int; None for other kinds."""
         if self.kind not in ("t5_relative", "alibi"):
             return None
         key_positions = torch.arange(keys, device=query_positions.device)
@@ -152,9 +159,10 @@ class RelativeBias(nn.Module):
         return self.weight[bucket].permute(0, 3, 1, 2)
 
     def by_distance(self, reach: int) -> Tensor | None:
-        """T5's bias as [H, 2 * reach + 1], by key position minus query position from -reach; None for other kinds.
+        """Return T5's bias of each distance from -reach to reach, [H, 2 * reach + 1]; None for other kinds.
 
-        Distances from max_distance on share their buckets, so a reach that far tells all there is.
+        Distance is key position minus query position. All distances from max_distance on have the same bucket, so
+        reach = max_distance is enough.
         """
         if self.kind != "t5_relative":
             return None

@@ -1,4 +1,4 @@
-"""Random models: what is measured and tested where no trained weights are wanted. Seeded, so that two runs agree."""
+"""Models with random weights, for measurements and tests. The seed makes runs reproducible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from antiphon.model.transformer.transformer import Transformer
 
 
 def random_transformer(config: ModelConfig, seed: int = 0) -> Transformer:
-    """A model of random weights, vectors included (a forgotten bias or norm must show); leaves torch's state alone."""
+    """Return a model with random weights in evaluation mode; torch's global random state does not change.
+
+    Biases and norms are random too, so that code that forgets one of them gives a different result.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(config).eval()

@@ -1,10 +1,9 @@
-"""The Transformer of Vaswani et al. 2017 and its common variants, chosen by ModelConfig, in reading order.
+"""Transformer (Vaswani et al. 2017 and common variants): stack, encoder, decoder and model, as ModelConfig describes.
 
-The stack of layers, encoder, decoder, model. What a layer is made of: layers.py; what an encoder alone is read out
-for: heads.py.
+Layers are in layers.py, heads of encoder-only models in heads.py.
 
 Axes: B batch, S source, T target, M model width, W width of the embeddings (M, or ModelConfig.embedding_width),
-H heads, D head width, C cache capacity, V vocabulary, K states read out, O outputs of a head.
+H heads, D head width, C cache capacity, V vocabulary, K states for a head, O outputs of a head.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from antiphon.model.transformer.positions import AbsolutePositions, RelativeBias
 
 
 class Stack(nn.Module):
-    """What encoder and decoder share: embedding, positions, score bias, layers, the norms before and behind them."""
+    """Base of encoder and decoder: embedding, positions, score bias, layers, and the norms before and after them."""
 
     relative_bias: RelativeBias
 
@@ -45,21 +44,24 @@ class Stack(nn.Module):
         self.checkpoint_layers = False
 
     def embed(self, ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
-        """ids [B, T], positions [B or 1, T], type_ids [B, T] or None for type 0 -> [B, T, M]."""
+        """Return the input of the first layer, [B, T, M].
+
+        ids [B, T] int64; positions [B or 1, T]; type_ids [B, T] int64, None: type 0 for all tokens.
+        """
         embedded = self.positions(self.embedding(ids) * self.embedding_scale, positions)  # [B, T, W]
         if self.token_types is not None:
             embedded = embedded + self.token_types(torch.zeros_like(ids) if type_ids is None else type_ids)
         return self.widen(self.dropout(self.embedding_norm(embedded)))  # type: ignore[no-any-return]
 
     def run(self, layer: nn.Module, *args: object) -> Tensor:
-        """One layer, recomputed in the backward pass when gradient checkpointing is on (Chen et al. 2016)."""
+        """Run one layer; with gradient checkpointing the backward pass computes it again (Chen et al. 2016)."""
         if self.checkpoint_layers and torch.is_grad_enabled():
             return checkpoint(layer, *args, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*args)  # type: ignore[no-any-return]
 
 
 class Encoder(Stack):
-    """[B, S] token ids -> [B, S, M] memory."""
+    """Encoder: token ids [B, S] -> memory [B, S, M]."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
         count = 1 if config.share_layers else config.encoder_layers
@@ -70,7 +72,7 @@ class Encoder(Stack):
         self.relative_positions = RelativePositions(config, kind) if kind is not None else None
 
     def forward(self, ids: Tensor, lens: Tensor | None, type_ids: Tensor | None = None) -> Tensor:
-        """ids, type_ids [B, S] int64; lens [B] int32, None when no row is padded. Returns memory [B, S, M]."""
+        """Return memory [B, S, M]; ids, type_ids [B, S] int64; lens [B] int32, None without padding."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = self.embed(ids, positions, type_ids)
         bias = self.relative_bias(positions, ids.shape[1])
@@ -81,7 +83,7 @@ class Encoder(Stack):
 
 
 class Decoder(Stack):
-    """[B, T] token ids and the source's keys and values -> [B, T, M]."""
+    """Decoder: token ids [B, T] and the source's keys and values -> hidden states [B, T, M]."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
         layers = [DecoderLayer(config, backend) for _ in range(config.decoder_layers)]
@@ -90,11 +92,11 @@ class Decoder(Stack):
 
     @property
     def blocks(self) -> tuple[DecoderLayer, ...]:
-        """The layers, with their type."""
+        """Layers with their static type."""
         return tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
 
     def forward(self, ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None) -> Tensor:
-        """Teacher forcing over ids [B, T] int64; see Transformer.decode. Returns [B, T, M]."""
+        """Return hidden states [B, T, M] of all positions; ids [B, T] int64. See Transformer.decode."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         hidden = self.embed(ids, positions)
         bias = self.relative_bias(positions, ids.shape[1])
@@ -111,7 +113,7 @@ class Decoder(Stack):
         cross_kv: Sequence[KV] | None,
         source_lens: Tensor | None,
     ) -> tuple[Tensor, tuple[KV, ...]]:
-        """One token a row at position past_lens[b]; see Transformer.step."""
+        """Run one token a row at position past_lens[b]; see Transformer.step."""
         positions = past_lens[:, None]
         hidden = self.embed(ids, positions)
         bias = self.relative_bias(positions, self_kv[0][0].shape[2])
@@ -124,7 +126,10 @@ class Decoder(Stack):
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder or both; a decoder has an output projection, an encoder alone its heads."""
+    """Encoder, decoder or both. A decoder has an output projection; an encoder-only model has heads.
+
+    attention_backend: "eager", "sdpa" or "fused", see ops/attention.py.
+    """
 
     def __init__(self, config: ModelConfig, *, attention_backend: Backend = "eager") -> None:
         super().__init__()
@@ -144,7 +149,7 @@ class Transformer(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Xavier uniform for products, N(0, 1/M) for embeddings, zero biases."""
+        """Initialise matrices with Xavier uniform, embeddings with N(0, 1/M) and biases with zero."""
         embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
         tied = {id(embedding.weight) for embedding in embeddings}
         for module in self.modules():
@@ -158,40 +163,51 @@ class Transformer(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, shared ones counted once."""
+        """Number of parameters; shared parameters count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def checkpoint_layers(self, enabled: bool) -> None:  # noqa: FBT001
-        """Trade a second forward pass for activation memory in training."""
+        """Switch gradient checkpointing: training needs less activation memory and a second forward pass."""
         for stack in (self.encoder, self.decoder):
             if stack is not None:
                 stack.checkpoint_layers = enabled
 
     def encode(self, source_ids: Tensor, source_lens: Tensor | None = None, type_ids: Tensor | None = None) -> Tensor:
-        """Memory [B, S, M] of the sources.
+        """Return memory [B, S, M] of the sources.
 
-        source_ids [B, S] int64; source_lens [B] int32, None when no row is padded; type_ids [B, S] int64 below
-        ModelConfig.token_types, None for type 0.
+        source_ids [B, S] int64; source_lens [B] int32, None without padding; type_ids [B, S] int64 below
+        ModelConfig.token_types, None: type 0 for all tokens.
+        Raises ValueError if the model has no encoder.
         """
         if self.encoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no encoder")
         return self.encoder(source_ids, source_lens, type_ids)  # type: ignore[no-any-return]
 
     def read_out(self, task: Task, hidden: Tensor) -> Tensor:
-        """What a head makes of states [K, M] of the tokens it reads: [K, O], of pool [K, M]."""
+        """Return a head's outputs [K, O] for states [K, M] of the tokens that its task uses; see Head.
+
+        Raises ValueError if the model has no head for the task.
+        """
         if task not in self.heads:
             raise ValueError(f"the model has no head for {task!r}; its heads: {', '.join(self.heads) or 'none'}")
         return self.heads[task](hidden)  # type: ignore[no-any-return]
 
     def project_memory(self, memory: Tensor) -> tuple[KV, ...]:
-        """memory [B, S, M] -> for each decoder layer keys and values [B, H, S, D]."""
+        """Return cross keys and values, two of [B, H, S, D], for each decoder layer; memory [B, S, M].
+
+        Raises ValueError if the model has no decoder.
+        """
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
         cross_attentions = (block.cross_attention for block in self.decoder.blocks)
         return tuple(cross.project_memory(memory) for cross in cross_attentions if cross is not None)
 
     def decode(self, target_ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None = None) -> Tensor:
-        """Teacher forcing: target_ids [B, T] int64, begin token first. Returns [B, T, M]."""
+        """Return hidden states [B, T, M] of all positions (teacher forcing).
+
+        target_ids [B, T] int64, begin token first; source_lens [B] int32, None without padding.
+        Raises ValueError if the model has no decoder.
+        """
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
         return self.decoder(target_ids, cross_kv, source_lens)  # type: ignore[no-any-return]
@@ -204,23 +220,27 @@ class Transformer(nn.Module):
         cross_kv: Sequence[KV] | None,
         source_lens: Tensor | None,
     ) -> tuple[Tensor, tuple[KV, ...]]:
-        """One new token a row, rows of different lengths.
+        """Run one new token a row; rows can have different lengths.
 
-        token_ids [B, 1] int64; past_lens [B] int32, tokens in the row's self cache and so the token's position;
-        self_kv, cross_kv: per layer keys and values [B, H, C, D]; source_lens [B] int32, valid cross keys.
-        Returns hidden [B, 1, M] and the grown self caches (functional: inputs are unchanged).
+        token_ids [B, 1] int64; past_lens [B] int32: number of cached tokens, which is the new token's position;
+        self_kv, cross_kv: for each layer keys and values [B, H, C, D]; source_lens [B] int32: number of valid cross
+        keys. Returns hidden [B, 1, M] and new self caches with the token; the inputs do not change.
+        Raises ValueError if the model has no decoder.
         """
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
         return self.decoder.step(token_ids, past_lens, self_kv, cross_kv, source_lens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., M] -> [..., V]; tied weights are the embedding's (section 3.4)."""
+        """Return logits [..., V] of hidden [..., M]; a tied projection is the embedding (section 3.4).
+
+        Raises ValueError if the model has no decoder.
+        """
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no output projection; see read_out")
         return self.output(hidden)  # type: ignore[no-any-return]
 
     def forward(self, source_ids: Tensor, target_ids: Tensor, source_lens: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of each next target token, given source [B, S] and target prefixes [B, T]."""
+        """Return logits [B, T, V] of the next target token at each position; source_ids [B, S], target_ids [B, T]."""
         cross_kv = self.project_memory(self.encode(source_ids, source_lens))
         return self.logits(self.decode(target_ids, cross_kv, source_lens))

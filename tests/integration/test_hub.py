@@ -143,5 +143,5 @@ def test_what_a_hub_refuses_is_said(hub: ThreadingHTTPServer, name: str, revisio
 
 def test_a_hub_that_cannot_be_reached_is_said(hub: ThreadingHTTPServer) -> None:
     close(hub)
-    with pytest.raises(SourceError, match=r"someone/new is no directory here, .* the hub gives no answer"):
+    with pytest.raises(SourceError, match=r"someone/new is not a local directory, .* the hub cannot be reached"):
         find_checkpoint("someone/new", None)

@@ -1,4 +1,4 @@
-"""Exports that several parity tests read; tracing takes seconds, so each happens once."""
+"""Exported models for several parity tests; tracing takes seconds, so each model is exported once."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """The paper's architecture, small and random."""
+    """Small random checkpoint with the paper's architecture."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint", small_config())
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The paper's architecture at both precisions and every lowering; same weights as `checkpoint`."""
+    """Bundle of `checkpoint` at both precisions and all lowerings."""
     return export_random(tmp_path_factory.mktemp("paper"), ("native", "contrib", "eager"))
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A bundle of each family of variants; the other choices of a family ride along."""
+    """Bundle of each variant; a variant also covers the other options of its family."""
     return export_random(tmp_path_factory.mktemp(request.param), ("native", "contrib"), VARIANTS[request.param])

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of decoders alone as transformers itself writes them: random weights, tokenizer and all."""
+"""Tiny random decoder-only checkpoints with tokenizers, written by transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES: dict[str, object] = dict(max_position_embeddings=64, bos_token_id=1, eos_
 GROUPED: dict[str, object] = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, intermediate_size=56, **SIZES
 )
-# Of each family its class in transformers and settings, the shapes odd on purpose.
+# Class in transformers and settings of each family, with uncommon sizes on purpose.
 DECODERS: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -26,7 +26,7 @@ DECODERS: dict[str, tuple[str, dict[str, object]]] = {
         "LlamaForCausalLM",
         GROUPED | dict(head_dim=10, rope_parameters=dict(rope_type="default", rope_theta=5e3)),
     ),
-    # Wavelengths of 6, 16, 40, 100 and 251 positions: one kept, one between, three slower.
+    # Wavelengths of 6, 16, 40, 100 and 251 positions: one rate stays, one is interpolated, three are divided.
     "llama3": (
         "LlamaForCausalLM",
         GROUPED | dict(head_dim=10, rope_parameters=dict(
@@ -49,11 +49,11 @@ def write_decoder(folder: Path, name: str, **settings: object) -> Any:
     tokenizer = byte_level_tokenizer() if name == "gpt2" else word_marked_tokenizer()
     tokenizer.save_pretrained(folder)
     config_class = getattr(transformers, kind).config_class
-    # Three ids more than the tokenizer has: vocabularies come padded.
+    # Three ids more than the tokenizer has, because vocabularies can be padded.
     config = config_class(vocab_size=len(tokenizer) + 3, **{**described, **settings})
     torch.manual_seed(7)
     model = getattr(transformers, kind)(config).eval()
-    with torch.no_grad():  # biases that are forgotten must show
+    with torch.no_grad():  # code that forgets a bias must give a different result
         for parameter in (one for one in model.parameters() if one.ndim == 1):
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
@@ -61,7 +61,7 @@ def write_decoder(folder: Path, name: str, **settings: object) -> Any:
 
 
 def byte_level_tokenizer() -> Any:
-    """GPT-2's kind: no space before a text, one token that begins and ends, nothing put around."""
+    """Return a tokenizer like GPT-2's: no space before a text, one token for begin and end, no template."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def byte_level_tokenizer() -> Any:
 
 
 def word_marked_tokenizer() -> Any:
-    """Llama's kind: a mark before words, bytes where there is no piece, the begin token before a text."""
+    """Return a tokenizer like Llama's: word marks, bytes for unknown characters, the begin token before a text."""
     specials = ["<unk>", "<s>", "</s>"]
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trainer = trainers.BpeTrainer(vocab_size=70, special_tokens=specials, show_progress=False)

@@ -1,4 +1,4 @@
-"""Small random checkpoints of public encoder families, as transformers writes them, and the originals to ask."""
+"""Small random checkpoints of public encoder families, written by transformers, with the original models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "mat", "##s", "##ed", "bi
 
 
 def randomise(model: Any) -> Any:
-    """Every vector random too, so that a forgotten bias or norm shows."""
+    """Make biases and norms random too, so that code that forgets one of them gives a different result."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,7 +32,7 @@ def randomise(model: Any) -> Any:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer.json of a few words, with BERT's templates."""
+    """Write a tokenizer.json with a few words and BERT's templates."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *WORDS))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -43,7 +43,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path, config: Any, kind: str) -> Any:
-    """A random model of a class of transformers, saved with a tokenizer; returns the model."""
+    """Save a random model of a class of transformers with a tokenizer, and return the model."""
     original = randomise(getattr(transformers, kind)(config))
     original.save_pretrained(folder)
     write_tokenizer(folder)
@@ -51,15 +51,15 @@ def write_checkpoint(folder: Path, config: Any, kind: str) -> Any:
 
 
 def read_checkpoint(folder: Path) -> tuple[Transformer, ModelConfig, Settings]:
-    """Our model of a checkpoint, by its family's functions alone."""
+    """Return our model of a checkpoint, loaded by the functions of its family."""
     family = family_in(folder)
     with family.open_weights(folder) as weights:
-        settings = family.settle(read_config(folder), weights)
+        settings = family.resolve(read_config(folder), weights)
     config = family.configure(settings)
     model = Transformer(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(torch.nan)  # what is not filled shows
+            parameter.fill_(torch.nan)  # a weight that is not filled stays NaN
     with family.open_weights(folder) as weights:
         family.load(model, weights, settings)
         weights.check(family.name)

@@ -1,4 +1,4 @@
-"""Small random models exported once for a test session, and the ways tests step through them."""
+"""Small random models, exported once for a test session, and steppers for them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from antiphon.model.export.export import export_bundle
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.model.transformer.random_model import random_transformer
 
-# The alphabet of bytes, the special tokens and a few merges.
+# 256 bytes, the special tokens and a few merges.
 VOCAB_SIZE = 272
 
 
 def small_config(**overrides: object) -> ModelConfig:
-    """A model wide enough for every kernel path, small enough to trace in seconds."""
+    """Return a shape that uses every kernel path and is traced in seconds."""
     described: dict[str, object] = dict(
         vocab_size=VOCAB_SIZE, d_model=64, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=128, dropout=0.0,
         max_source_len=48, max_target_len=24,
@@ -28,7 +28,7 @@ def small_config(**overrides: object) -> ModelConfig:
 
 
 def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
-    """A random checkpoint on disk, tokenizer and all."""
+    """Write a random checkpoint with tokenizer."""
     texts = [f"the small word number {number} is here again" for number in range(50)]
     tokenizer = Tokenizer.train(texts, config.vocab_size)
     save_checkpoint(path, config=config, weights=weights_of(random_transformer(config)), tokenizer=tokenizer)
@@ -38,17 +38,17 @@ def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
 def export_random(
     directory: Path, lowerings: Sequence[Lowering], overrides: Mapping[str, object] | None = None
 ) -> Bundle:
-    """Export a random model at every precision; export itself refuses graphs that disagree with the model."""
+    """Export a random model at every precision; the export itself compares the graphs with the model."""
     checkpoint = write_checkpoint(directory / "checkpoint", small_config(**(overrides or {})))
     return export_bundle(checkpoint, directory / "bundle", lowerings=lowerings)
 
 
 def stepper(bundle: Bundle, precision: Precision, lowering: Lowering = "contrib", *, threads: int = 1) -> GraphStepper:
-    """Sessions for one graph set of a bundle."""
+    """Return a stepper for a contrib or eager graph set of a bundle."""
     graphs = bundle.graph_set(precision, lowering)
     return GraphStepper(bundle.path, graphs, bundle.manifest.model, threads=threads)
 
 
 def native_stepper(bundle: Bundle, precision: Precision, *, threads: int = 1) -> NativeStepper:
-    """Sessions for the native graphs of a bundle."""
+    """Return a stepper for a native graph set of a bundle."""
     return NativeStepper(bundle.path, bundle.graph_set(precision, "native"), bundle.manifest.model, threads=threads)

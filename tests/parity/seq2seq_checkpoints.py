@@ -1,4 +1,4 @@
-"""Encoder-decoders of public families as transformers saves them: tiny, random, and odd in every size."""
+"""Tiny random encoder-decoder checkpoints of public families, saved by transformers, with uncommon sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 TEXTS = [f"the small word number {number} is here again, and so is {number * 7}" for number in range(60)]
-VOCAB_SIZE = 211  # of the models; their tokenizers have fewer tokens, as where a vocabulary is padded
+VOCAB_SIZE = 211  # size of the models; their tokenizers have fewer tokens, because vocabularies can be padded
 
 _BART_LIKE: dict[str, Any] = dict(
     vocab_size=VOCAB_SIZE, d_model=36, encoder_layers=1, decoder_layers=2, encoder_attention_heads=3,
@@ -32,10 +32,11 @@ _NLLB_LANGUAGES = ("eng_Latn", "deu_Latn")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """One checkpoint to make. model: transformers' prefix; settings: of its config; generation: of its defaults.
+    """Description of a checkpoint.
 
-    languages: tokens that its tokenizer marks as special, after the family's own.
-    seed: one whose model answers with several tokens, as most random ones do not.
+    model: prefix of the class names in transformers. settings: settings of its config. generation: its generation
+    settings. languages: language tokens that the tokenizer has after the family's special tokens.
+    seed: a seed whose model generates different tokens; most random models repeat one token.
     """
 
     model: str
@@ -95,7 +96,7 @@ CHECKPOINTS = {
 
 
 def original(made: Made) -> Any:
-    """Their model, its outputs of many tokens and lengths; vectors are random, so that a forgotten one shows."""
+    """Return the model of transformers with outputs of different tokens and lengths; biases and norms are random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(made.seed)
         described = getattr(transformers, f"{made.model}Config")(**made.settings)
@@ -119,8 +120,8 @@ def save(
 ) -> None:
     """Write a checkpoint of CHECKPOINTS with its tokenizer and generation settings.
 
-    change: what is saved instead of the model; as_bin: PyTorch's pickle instead of safetensors, which transformers no
-    longer writes; options: of save_pretrained.
+    change: returns the object to save instead of the model. as_bin: write PyTorch's pickle, which transformers no
+    longer writes, instead of safetensors. options: options of save_pretrained.
     """
     made = CHECKPOINTS[name]
     model = original(made)
@@ -134,7 +135,7 @@ def save(
 
 
 def _write_tokenizers(folder: Path, made: Made) -> None:
-    """tokenizer.json: byte-level BPE with the special tokens of BART, or T5, and languages after them."""
+    """Write tokenizer.json: byte-level BPE with the special tokens of BART or T5, followed by language tokens."""
     is_t5 = "T5" in made.model or made.model == "Pegasus"
     special = ["<pad>", "</s>", "<unk>"] if is_t5 else ["<s>", "<pad>", "</s>", "<unk>"]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
@@ -156,7 +157,7 @@ def _write_tokenizers(folder: Path, made: Made) -> None:
 
 
 def _write_pieces(folder: Path, names: Mapping[str, str]) -> None:
-    """A SentencePiece model for each of these files, with a vocabulary of pieces to ids beside it."""
+    """Write a SentencePiece model to each of these files, and a vocabulary from pieces to ids."""
     for model, vocabulary in names.items():
         stem = folder / "pieces"
         sentencepiece.SentencePieceTrainer.train(

@@ -1,4 +1,4 @@
-"""Beam search by arithmetic alone, held to transformers' `generate`: the same hypotheses, the same scores."""
+"""Beam search without a model against transformers' `generate`: equal hypotheses and scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDS = (FinishReason.STOP, FinishReason.STOP_SEQUENCE)
 
 
 def model(seed: int, end_bias: float) -> LogitsOf:
-    """Random logits, a pure function of the target; the end token is more or less likely."""
+    """Return a function from a target to random logits; the probability of the end token varies."""
 
     def logits_of(target: tuple[int, ...]) -> NDArray[np.float32]:
         dice = np.random.default_rng(zlib.crc32(repr((seed, target)).encode()))
@@ -31,7 +31,7 @@ def model(seed: int, end_bias: float) -> LogitsOf:
 
 
 class Driver:
-    """Feeds searches of one shape with candidates, as the engine does, and keeps their beams' histories."""
+    """Driver that gives candidates to searches of one shape, as the engine does, and stores the beams' tokens."""
 
     def __init__(self, width: int, num_candidates: int, max_len: int) -> None:
         self.searches = BeamSearches(width, num_candidates, max_len)
@@ -74,7 +74,7 @@ class Driver:
 
 
 def words(hypothesis: Hypothesis) -> list[int]:
-    """Return its tokens without the one that ended it."""
+    """Return a hypothesis's tokens without its end token."""
     return list(hypothesis.token_ids[: len(hypothesis.token_ids) - (hypothesis.finish_reason in ENDS)])
 
 
@@ -108,7 +108,7 @@ def test_beam_search_finds_what_transformers_finds(
         started.append(driver.add(logits_of, beam_settings))
         joins_later: bool = data.draw(st.booleans())
         if driver.searches.searches and joins_later:
-            driver.step()  # the next one joins while others run
+            driver.step()  # the next search joins while others run
     driver.finish()
     for search, (logits_of, beam_settings) in zip(started, asked, strict=True):
         expected = generate(

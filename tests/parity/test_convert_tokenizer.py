@@ -1,4 +1,4 @@
-"""Checkpoints with the tokenizer files of older days: read as the tokenizers they were written by read."""
+"""Checkpoints with older tokenizer files: the converted tokenizers give the same ids as the originals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AWKWARD = ["", "the cat's  mat", "Größe über naïve café", "hello, WORLD!?",
 
 
 def word_pieces(folder: Path) -> Callable[[str], list[int]]:
-    """vocab.txt, as bert-base-uncased was first published."""
+    """Write vocab.txt, as in the first publication of bert-base-uncased."""
     written = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     written.normalizer = normalizers.BertNormalizer(lowercase=True)
     written.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -35,7 +35,7 @@ def word_pieces(folder: Path) -> Callable[[str], list[int]]:
 
 
 def merges(folder: Path) -> Callable[[str], list[int]]:
-    """vocab.json and merges.txt, as GPT-2 was."""
+    """Write vocab.json and merges.txt, as in GPT-2."""
     written = Tokenizer(models.BPE())
     written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -47,7 +47,7 @@ def merges(folder: Path) -> Callable[[str], list[int]]:
 
 
 def shifted_pieces(folder: Path) -> Callable[[str], list[int]]:
-    """sentencepiece.bpe.model alone, as mBART-50 is: its ids but for four are SentencePiece's, one further on."""
+    """Write only sentencepiece.bpe.model, as in mBART-50: all ids except four are SentencePiece's ids plus one."""
     pieces(folder / "sentencepiece.bpe.model", add_dummy_prefix=True)
     describe(folder, "mbart", tokenizer_class="MBart50Tokenizer", src_lang="en_XX", tgt_lang="de_DE")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
@@ -60,7 +60,7 @@ def describe(folder: Path, model_type: str, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("write", [word_pieces, merges, shifted_pieces])
-def test_older_files_read_as_what_wrote_them(
+def test_converted_files_give_the_ids_of_the_original_tokenizer(
     write: Callable[[Path], Callable[[str], list[int]]], tmp_path: Path
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"

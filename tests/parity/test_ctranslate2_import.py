@@ -1,16 +1,16 @@
-"""CTranslate2 directories, imported and served, against CTranslate2 itself.
+"""Imported CTranslate2 directories, served, against CTranslate2 itself.
 
-The trained one is read from ANTIPHON_DATA: Arabic names in letters to Latin letters, six layers a side, its vocabulary
-without an unknown token. Others are random models that CTranslate2's own specification wrote.
+ANTIPHON_DATA has a trained model: Arabic names to Latin letters, letter by letter, with six layers in encoder and
+decoder and a vocabulary without an unknown token. The other models are random, written by CTranslate2's specification.
 
-CTranslate2's beam search is ours with early_stopping first, or heuristic where its length penalty is 0. One thing has
-no counterpart: it normalises anew what a minimal length leaves of the first step, which moves every total alike, so
+CTranslate2's beam search is ours with early_stopping="first", or "heuristic" if its length penalty is 0. There is one
+difference: with a minimal length it normalises the scores of the first step again, which changes all totals equally. So
 length penalties other than 0 are compared without a minimal length.
 
-int8: weights are the same integers. Of activations, CTranslate2 cuts off what files before version 5 hold, and we
-round; rows that are nowhere negative have 255 levels here and 127 there. So outputs are equal in float32, where
-CTranslate2 computes with these weights too, and only nearly in int8: of 300 words 286 of ours are those of float32,
-279 of CTranslate2's where it rounds and 268 where it cuts off.
+int8: the weights are the same integers. CTranslate2 truncates activations in files before version 5; we round. Rows
+without negative values have 255 levels here and 127 there. So outputs are equal in float32, where CTranslate2 computes
+with these weights too, and almost equal in int8. Outputs equal to float32's, of 300 words: 286 of ours, 279 of
+CTranslate2's with rounding and 268 with truncation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from antiphon.model.checkpoints.ctranslate2_file import ModelFile
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.config import preset
 from antiphon.model.export.quantize import quantize_rows
-from antiphon.model.importer.importer import ImportOptions, _Source, _understand, import_checkpoint, load_model
+from antiphon.model.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.model.transformer.greedy import greedy
 from antiphon.service.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
@@ -52,7 +52,7 @@ NAMES = (
     "بيروت عمان تونس الرباط طرابلس مراكش حلب البصرة الموصل اسكندرية فلسطين سوريا لبنان العراق مصر السودان الجزائر "
     "المغرب ليبيا"
 )
-LENGTH = 256  # CTranslate2's longest output
+LENGTH = 256  # CTranslate2's maximum output length
 BEAMS = 4
 
 
@@ -67,7 +67,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def words(folder: Path) -> list[list[str]]:
-    """Names, and random letters of the source vocabulary, one that it lacks among them."""
+    """Return names, and random letters of the source vocabulary with one letter outside it."""
     letters = (folder / "source_vocabulary.txt").read_text(encoding="utf-8").split("\n")[3:39]
     dice = random.Random(1)
     drawn = [[dice.choice([*letters, "Q"]) for _ in range(dice.randint(1, 14))] for _ in range(260)]
@@ -76,7 +76,7 @@ def words(folder: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def integer_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with the int8 weights for model.bin."""
+    """Return the directory with the int8 weights as model.bin."""
     copy = tmp_path_factory.mktemp("integers")
     for name in ("source_vocabulary.txt", "target_vocabulary.txt"):
         shutil.copy(folder / name, copy)
@@ -107,7 +107,7 @@ def theirs(folder: Path, words: Sequence[Sequence[str]], compute_type: str, **op
 def ours(
     bundle: Bundle, words: Sequence[Sequence[str]], precision: Precision, **params: object
 ) -> list[list[tuple[str, float | None, int]]]:
-    """Of each word its outputs: text, score and number of tokens."""
+    """Return text, score and number of tokens of each word's outputs."""
     tokenizer = open_tokenizer(bundle.path, bundle.manifest.text)
     least = bundle.manifest.generation.min_new_tokens
     settings = SamplingParams(**{"max_new_tokens": LENGTH, "min_new_tokens": least or 0, **params})  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def equal(left: Sequence[str], right: Sequence[str]) -> int:
 
 
 def rewrite_as_newest(folder: Path, to: Path) -> None:
-    """The same variables as a file of version 6, by which CTranslate2 knows that activations are to be rounded."""
+    """Write the variables as a file of version 6, so that CTranslate2 rounds activations."""
     file = ModelFile(folder / "model.bin")
     names = list(file)
     held = struct.pack("<I", 6) + string(file.specification) + struct.pack("<II", file.revision, len(names))
@@ -236,18 +236,18 @@ RANDOM: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-# Largest error of a weight, in units of the largest: half a step.
+# Largest error of a weight, relative to the largest weight: half a quantisation step.
 ROUNDING = {None: 0.0, "int8": 0.51 / 127, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @pytest.mark.parametrize("quantization", ROUNDING)
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_model_comes_back(tmp_path: Path, name: str, quantization: str | None) -> None:
-    """Through CTranslate2's own writer and back: the same description, the same numbers but for their rounding."""
+def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str, quantization: str | None) -> None:
+    """A model written by CTranslate2 and imported has the same shape, and the same weights except for rounding."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM[name]), seed=3)
     save_twin(checkpoint, tmp_path, quantization=quantization)
-    source = _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
-    # The twin's positions are given as a table, relative ones have no end; and it has no padding token.
+    source = _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+    # CTranslate2's model has positions as a table, relative ones without a maximum, and no padding token.
     told = {"positions", "positions_offset", "sinusoids", "pad_id", "head_dim", "attention_scale"}
     told |= {"max_source_len", "max_target_len"} if name == "t5" else set()
     assert source.config.model_dump(exclude=told) == checkpoint.config.model_dump(exclude=told)
@@ -264,7 +264,7 @@ def test_random_model_comes_back(tmp_path: Path, name: str, quantization: str | 
 def test_random_model_gives_ctranslate2s_outputs(tmp_path: Path, quantization: str | None) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM["untied"]), seed=5)
     save_twin(checkpoint, tmp_path, quantization=quantization)
-    model = load_model(_understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")))
+    model = load_model(_inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")))
     dice = random.Random(5)
     sources = [[*(dice.randrange(4, 280) for _ in range(dice.randrange(1, 20))), 2] for _ in range(12)]
     translator = ctranslate2.Translator(str(tmp_path), compute_type="float32", intra_threads=1)
@@ -274,14 +274,14 @@ def test_random_model_gives_ctranslate2s_outputs(tmp_path: Path, quantization: s
 
 
 def test_model_that_begins_with_zeros_gets_a_token_for_it(tmp_path: Path) -> None:
-    """As CTranslate2 writes Marian: the first decoder input is no token, and no output may be it."""
+    """CTranslate2 writes Marian like this: the first decoder input is not a token and cannot be generated."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, activation="silu"), seed=9)
     spec = twin_specification(checkpoint)
     spec.decoder.start_from_zero_embedding = True
     spec.validate()
     spec.optimize(quantization=None)
     spec.save(str(tmp_path))
-    source = _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+    source = _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
     assert (source.config.vocab_size, source.config.bos_id) == (301, 300)
     assert source.settings["suppress_tokens"] == [300]
     dice = random.Random(5)
@@ -311,11 +311,11 @@ def test_part_that_is_not_supported_is_named(tmp_path: Path, name: str) -> None:
     spec.validate()
     spec.save(str(tmp_path))
     with pytest.raises(SourceError, match=message):
-        _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+        _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
 
 
 def fill(spec: transformer_spec.TransformerSpec, width: int) -> None:
-    """Give every tensor some numbers; only names and scalars are looked at."""
+    """Give every tensor some values; the test depends only on names and scalars."""
 
     def set_zeros(part: object, name: str, value: object) -> None:
         if value is None or name.endswith("/bias"):
@@ -328,8 +328,8 @@ def fill(spec: transformer_spec.TransformerSpec, width: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda held: held[:200], "is cut off: "),
-        (lambda held: struct.pack("<I", 7) + held[4:], "its version is 7, known are 2 to 6"),
+        (lambda held: held[:200], "is truncated: "),
+        (lambda held: struct.pack("<I", 7) + held[4:], "version is 7, supported are 2 to 6"),
         (
             lambda held: held.replace(b"TransformerSpec\0", b"ConformerSpec\0\0\0"),
             "its specification is 'ConformerSpec'",
@@ -341,24 +341,24 @@ def test_damaged_file_is_named(tmp_path: Path, change: Callable[[bytes], bytes],
     file = tmp_path / "model.bin"
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(SourceError, match=rf"model\.bin.*{message}"):
-        _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+        _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
 
 
 def test_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
     save_twin(random_checkpoint(preset("tiny", vocab_size=300), seed=1), tmp_path)
     (tmp_path / "shared_vocabulary.json").write_text(json.dumps([str(index) for index in range(299)]))
     with pytest.raises(SourceError, match="embeds 300 tokens; its vocabulary has 299"):
-        _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+        _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
 
 
 def test_words_are_looked_up_as_ctranslate2_does(tmp_path: Path) -> None:
-    """Of equal tokens the first one; a token may end with a carriage return; what is no token is unknown."""
+    """The first of equal tokens is used, a token can end with a carriage return, and other words are unknown."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300), seed=1)
     save_twin(checkpoint, tmp_path)
     tokens = [str(index) for index in range(300)]
     tokens[9], tokens[11] = "7", "x\r"
     (tmp_path / "shared_vocabulary.json").write_text(json.dumps(tokens))
-    source = _understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
+    source = _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
     folder = tmp_path / "text"
     folder.mkdir()
     with pytest.raises(TokenizerError, match="the vocabulary has no <unk>"):
@@ -367,7 +367,7 @@ def test_words_are_looked_up_as_ctranslate2_does(tmp_path: Path) -> None:
     (tmp_path / "shared_vocabulary.json").write_text(json.dumps(tokens))
     described = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**described, "unk_token": "<unk>"}))
-    tokenizer = written(_understand(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")), folder)
+    tokenizer = written(_inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")), folder)
     assert tokenizer.encode("7 8 nothing") == [7, 8, 3]
     assert tokenizer.decode([9, 11, 12]) == "7 x\r 12"
     found = greedy(checkpoint.model, [[7, 8, 3]], 24)

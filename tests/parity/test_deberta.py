@@ -1,4 +1,4 @@
-"""DeBERTa, v1 and v2, as transformers writes it, imported: states and heads of PyTorch and of graphs."""
+"""Imported DeBERTa v1 and v2: states and heads, in PyTorch and in graphs, against transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=40, hidden_act="gelu", layer_norm_eps=1e-7, relative_attention=True,
 )  # fmt: skip
 BOTH = ["c2p", "p2c"]
-# What deberta-v3-base says, smaller: buckets end where positions do.
+# The settings of deberta-v3-base with smaller sizes: buckets end at the last position.
 V3 = dict(
     SIZES, position_buckets=12, share_att_key=True, norm_rel_ebd="layer_norm", pos_att_type="p2c|c2p",
     position_biased_input=False,
@@ -109,7 +109,7 @@ def test_imported_graphs_are_transformers_model(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("span", "longest"), [(256, 512), (32, 128), (9, 40), (4, 8)])
 def test_rows_of_logarithmic_buckets_are_those_of_transformers(span: int, longest: int) -> None:
-    """Where a bucket ends, float32 rounding decides: every distance must fall where the original's does."""
+    """float32 rounding decides at the ends of buckets; every distance must be in the same bucket as the original's."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
     distances = torch.arange(-2 * longest, 2 * longest + 1)
@@ -118,7 +118,7 @@ def test_rows_of_logarithmic_buckets_are_those_of_transformers(span: int, longes
 
 
 def test_a_checkpoint_as_its_authors_store_it_is_read(tmp_path: Path) -> None:
-    """Their files hold a table of absolute positions that nothing reads, and the discriminator of v3's training."""
+    """The authors' files have an unused table of absolute positions, and the discriminator of v3's training."""
     case = CASES["v3_legacy_off"]
     original = write(case, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -135,7 +135,7 @@ def test_a_checkpoint_as_its_authors_store_it_is_read(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_sentencepiece_model_alone_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
-    """Most checkpoints of v2 and v3 have no tokenizer.json; [MASK] is no piece of their model."""
+    """Most checkpoints of v2 and v3 have no tokenizer.json; [MASK] is not in their SentencePiece model."""
     special: dict[str, Any] = dict(pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([f"the small cat and a big dog ran {number}" for number in range(60)]),
@@ -163,7 +163,7 @@ def test_texts_of_a_sentencepiece_model_alone_are_read_as_transformers_reads_the
         ("v3_masked", dict(conv_kernel_size=3), "conv_kernel_size is 3"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(CASES[name], tmp_path)

@@ -1,4 +1,4 @@
-"""Decoders alone: exported graphs against PyTorch, imported checkpoints against transformers, token for token."""
+"""Decoder-only models: exported graphs against PyTorch, imported checkpoints against transformers' tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_decoder_alone_is_refused_by_other_lowerings(tmp_path: Path, lowering: s
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A checkpoint as transformers runs it, and what serves its bundle."""
+    """A checkpoint's model in transformers, and the imported bundle with its engine."""
 
     theirs: Any
     tokenizer: Any
@@ -80,7 +80,7 @@ def threads() -> Iterator[None]:
 
 
 def imported_from(folder: Path, name: str, rewrite: Callable[[Path], None] | None = None) -> Imported:
-    """rewrite: changes the checkpoint's files before they are imported, and nothing that they mean."""
+    """Write and import a checkpoint; rewrite: changes its files before the import, but not their meaning."""
     theirs = write_decoder(folder / "checkpoint", name)
     if rewrite is not None:
         rewrite(folder / "checkpoint")
@@ -107,7 +107,7 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, target: tuple[int, ...] = ()) -> Request:
-    """As the servicer asks a decoder alone; a target is judged."""
+    """Return a request as the servicer makes it for a decoder-only model; a target is scored."""
     return Request(
         request_id=name,
         source_ids=(),
@@ -122,7 +122,7 @@ def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, target:
 
 
 def theirs_of(imported: Imported, prompt: tuple[int, ...], **options: Any) -> list[int]:
-    """What transformers' `generate` adds to a prompt, up to and without the end token."""
+    """Return the tokens that transformers' `generate` adds to a prompt, without the end token."""
     config = imported.bundle.manifest.model
     made = imported.theirs.generate(
         torch.tensor([prompt]),
@@ -147,23 +147,23 @@ CONTROLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), CONTROLS, ids=str)
-def test_prompts_together_go_on_as_in_transformers_alone(
+def test_prompts_in_a_batch_get_the_tokens_of_transformers(
     imported: Imported, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
-    """Penalties read the prompt as well as what was generated."""
+    """Penalties apply to tokens of the prompt and to generated tokens."""
     check_together(imported, SamplingParams(max_new_tokens=12, **ours), **theirs)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_relatives_of_llama_go_on_as_in_transformers(tmp_path: Path, name: str) -> None:
-    """Mistral within its window, the longest prompt to its last position; Qwen2 with biases here and none there."""
+def test_mistral_and_qwen2_get_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
+    """Mistral within its window, the longest prompt up to its last position; Qwen2 with only some biases."""
     check_together(imported_from(tmp_path, name), SamplingParams(max_new_tokens=12))
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama_linear"])
 @pytest.mark.parametrize("is_old", [False, True], ids=["rope_parameters", "rope_scaling"])
-def test_scaled_rotary_positions_go_on_as_in_transformers(tmp_path: Path, name: str, is_old: bool) -> None:
-    """Written by transformers 5, and as Llama 3.1's own config.json has it."""
+def test_scaled_rotary_positions_get_the_tokens_of_transformers(tmp_path: Path, name: str, is_old: bool) -> None:
+    """Settings as written by transformers 5, and as in Llama 3.1's own config.json."""
     imported = imported_from(tmp_path, name, said_as_before_version_5 if is_old else None)
     kept = kept_rates(imported.theirs)
     assert kept == ([1.0, "between", 1 / 8, 1 / 8, 1 / 8] if name == "llama3" else [1 / 4] * 5)
@@ -172,7 +172,7 @@ def test_scaled_rotary_positions_go_on_as_in_transformers(tmp_path: Path, name: 
 
 
 def said_as_before_version_5(folder: Path) -> None:
-    """rope_theta and rope_scaling beside each other; linear's kind was named `type`."""
+    """Rewrite config.json as before transformers 5: rope_theta and rope_scaling, with the linear kind as `type`."""
     settings = json.loads((folder / "config.json").read_text())
     rotation = settings.pop("rope_parameters")
     settings["rope_theta"] = rotation.pop("rope_theta")
@@ -182,7 +182,7 @@ def said_as_before_version_5(folder: Path) -> None:
 
 
 def kept_rates(theirs: Any) -> list[float | str]:
-    """Of each angle's rate the share that transformers' scaling leaves, `between` what some other angles have."""
+    """Return transformers' scaling factor of each angle's rate: 1, 1 / factor, or "between" for any other value."""
     unscaled = theirs.config.rope_parameters["rope_theta"] ** (-torch.arange(0, 10, 2) / 10)
     shares: list[float] = (theirs.model.rotary_emb.inv_freq / unscaled).tolist()
     ends = 1.0, 1 / theirs.config.rope_parameters["factor"]
@@ -236,7 +236,7 @@ def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> N
     assert len({event.token_ids for events in together.values() for event in events}) > len(requests)
 
 
-def test_preempted_prompts_go_on_with_the_same_bits(bundle: Bundle) -> None:
+def test_preempted_prompts_get_bit_identical_outputs(bundle: Bundle) -> None:
     model, dice = bundle.manifest.model, random.Random(0)
     longest = blocks_for(model.max_target_len, BLOCK_SIZE)
     tight = NativeRunner(bundle, max_rows=8, threads=2, num_blocks=2 * longest)
@@ -281,7 +281,7 @@ FACTORS: dict[str, Any] = dict(short_factor=[1.0] * 5, long_factor=[2.0] * 5)
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     ],
 )
-def test_what_the_model_does_not_compute_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, name: str, settings: dict[str, object], message: str
 ) -> None:
     write_decoder(tmp_path / "checkpoint", name, **settings)
@@ -294,8 +294,8 @@ TEXTS = ("the cat sat on", "a cold", "eine kühle Brücke", " the", "")
 
 
 async def test_served_text_continues_the_prompt_as_in_transformers(imported: Imported) -> None:
-    """The text is what decoding all adds to decoding the prompt, leading space included; deltas join to it."""
-    # Of bytes that are no character transformers makes other signs; those of word-marked vocabularies are tokens.
+    """The text is the decoded output without the decoded prompt, with its leading space; deltas concatenate to it."""
+    # transformers decodes invalid UTF-8 differently; in vocabularies with word marks such bytes are tokens.
     byte_ids = [index for piece, index in imported.tokenizer.get_vocab().items() if piece.startswith("<0x")]
     options = Options(max_new_tokens=8, ignore_eos=True, suppressed_ids=byte_ids)
     async with serving_bundle(imported.bundle.path) as served:

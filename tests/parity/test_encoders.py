@@ -1,4 +1,4 @@
-"""Encoders alone: exported graphs against PyTorch, of states and of every head, at any lengths and in any company."""
+"""Encoder-only models: exported graphs against PyTorch, for states and all heads, any lengths and any batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_encoder_alone_agrees_with_pytorch(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_states_and_outputs_of_a_source_do_not_depend_on_its_neighbours(bundle: Bundle, precision: Precision) -> None:
-    """Bit for bit, whatever stands before and behind it in the run."""
+    """States and outputs are bit-identical for any sources before and after it in the packed batch."""
     config, encoder = bundle.manifest.model, encoder_of(bundle, precision)
     random = np.random.default_rng(3)
     sources = [random.integers(0, config.vocab_size, length) for length in SOURCE_LENS]
@@ -105,7 +105,7 @@ def test_graphs_of_an_encoder_name_their_tensors_as_the_contract_says(bundle: Bu
 
 
 def test_weights_that_are_shared_are_stored_once(bundle: Bundle) -> None:
-    """Tied embeddings and shared layers: the file holds what the model has parameters for, and padding."""
+    """With tied embeddings and shared layers the file has each parameter once, and padding."""
     config = bundle.manifest.model
     held = bundle.file("weights.native.float32.bin").stat().st_size
     parameters = 4 * random_transformer(config).num_parameters
@@ -123,7 +123,7 @@ def test_encoder_alone_is_refused_by_other_lowerings(tmp_path: Path, lowering: s
 def test_export_refuses_graphs_that_disagree_with_the_encoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """A fault of the exporter, played by tracing another model than the checkpoint's."""
+    """The test simulates an exporter fault: it traces another model than that of the checkpoint."""
     config = small_config(**ALONE | dict(encoder_layers=1), heads=[dict(task="tag", labels=LABELS)])
     checkpoint, other = write_checkpoint(tmp_path / "checkpoint", config), random_transformer(config, seed=1)
 
@@ -149,7 +149,7 @@ def test_profile_of_an_encoder_measures_its_graph(bundle: Bundle) -> None:
 
 
 def test_heads_and_token_types_reach_the_gradient() -> None:
-    """Training reads the same module: every parameter of an encoder takes part in its heads' outputs."""
+    """Every parameter of an encoder has a gradient through its heads, as training needs."""
     config = small_config(**ALONE, **ENCODERS["bert"])
     model = Transformer(config)
     ids = torch.randint(4, config.vocab_size, (2, 9))

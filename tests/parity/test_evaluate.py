@@ -1,4 +1,4 @@
-"""`antiphon evaluate`: three systems with the same weights say the same, and scores are sacreBLEU's."""
+"""`antiphon evaluate`: three systems with the same weights give equal outputs, and scores are sacreBLEU's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_recorded_quality_is_what_each_precision_scores(
 ) -> None:
     copy = copy_of(bundle, tmp_path / "copy")
     before = load_bundle(copy).manifest
-    for _ in range(2):  # the second time replaces what the first one wrote
+    for _ in range(2):  # the second run replaces the output of the first
         recorded = evaluate(capsys, str(copy), *files, "--record")
     after = load_bundle(copy).manifest
     assert after.model_copy(update={"quality": ()}) == before

@@ -1,4 +1,4 @@
-"""Whole models of public encoder-decoder families as transformers builds them, against ours of the same weights."""
+"""Our models of public encoder-decoder families against transformers' models with the same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.transformer.random_model import random_transformer
 from tests.parity.exports import small_config
 
-# Of each family its settings as transformers calls them, and the choices of ModelConfig that say the same.
+# For each family its settings in transformers, and the equivalent fields of ModelConfig.
 FAMILIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "Marian": (
         dict(activation_function="swish", scale_embedding=True),
@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 def theirs_like(name: str, config: ModelConfig, settings: dict[str, object]) -> Any:
-    """Their model with the sizes of ours, random."""
+    """Return a random model of transformers with the sizes of ours."""
     sizes = dict(
         vocab_size=config.vocab_size, d_model=config.d_model, max_position_embeddings=config.max_source_len,
         pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
@@ -60,7 +60,7 @@ def theirs_like(name: str, config: ModelConfig, settings: dict[str, object]) -> 
 
 
 def pairs(theirs: Any, ours: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each of their tensors beside ours, which is copied into it."""
+    """Yield each tensor of transformers' model with the tensor of ours that is copied into it."""
     yield theirs.model.shared.weight, ours.decoder.embedding.weight
     if ours.output.bias is not None:
         yield theirs.final_logits_bias[0], ours.output.bias
@@ -92,7 +92,7 @@ def layer_pairs(theirs: Any, ours: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def split(theirs: Sequence[Any], ours: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Their products, which ours holds as one."""
+    """Yield each projection of transformers with its part of our concatenated projection."""
     for name in ("weight", "bias"):
         for projection, part in zip(theirs, getattr(ours, name).chunk(len(theirs)), strict=True):
             yield getattr(projection, name), part

@@ -1,7 +1,7 @@
-"""Exported graphs against PyTorch, against each other, and against themselves in other company.
+"""Exported graphs against PyTorch, against each other, and alone against other batches.
 
-Tolerances: float32 graphs add in another order than PyTorch, 1e-4 on logits covers it many times over. int8 is
-compared with the tolerance that export enforces.
+Tolerances: float32 graphs add in another order than PyTorch, and 1e-4 on logits is many times the difference. int8
+has the tolerance of the check after the export.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_eager_graphs_equal_contrib_graphs(bundle: Bundle, precision: Precision)
     fused = step_through(stepper(bundle, precision, "contrib"), sources, target)
     plain = step_through(stepper(bundle, precision, "eager"), sources, target)
     comparison = compare(*(logits.reshape(-1, logits.shape[-1]) for logits in (fused, plain)))
-    # An int8 activation on the edge between two levels may fall either way: one level of many, once in a while.
+    # An int8 activation between two levels can be rounded either way. This is rare and changes one level of many.
     assert comparison.rms_error < (1e-5 if precision == "float32" else 5e-3)
 
 
@@ -77,13 +77,13 @@ def test_int8_stays_near_float32(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle, precision: Precision) -> None:
-    """int8 by construction; float32 because ONNX Runtime packs constant weights and then has one kernel for any rows.
+    """int8 products are exact. float32 is equal because ONNX Runtime uses one kernel for packed constant weights.
 
-    (With session.disable_prepacking a product of a single row takes another kernel and differs in the last bits.)
+    With session.disable_prepacking a product of a single row uses another kernel and differs in the last bits.
     """
     random = np.random.default_rng(3)
     lens = random.integers(1, 45, 9).tolist()
-    lens[4:7] = [lens[3]] * 3  # some rows share an encoder run
+    lens[4:7] = [lens[3]] * 3  # some rows are encoded together
     sources, target = draw(bundle, lens)
     single = alone(stepper(bundle, precision, threads=1), sources, target)
     for threads in (1, 2):
@@ -100,7 +100,7 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def test_native_graphs_equal_contrib_graphs_at_either_precision(bundle: Bundle, tmp_path: Path) -> None:
-    """Both quantise alike, so with a cache in float32 int8 differs no more than float32 does."""
+    """Both quantise in the same way, so with a float32 cache int8 graphs differ no more than float32 graphs."""
     sources, target = draw(bundle, [3, 9, 17, 40])
     config = bundle.manifest.model
     for graphs in write_graphs(random_transformer(config), tmp_path, ("float32", "int8"), ("native",), "float32"):
@@ -110,7 +110,7 @@ def test_native_graphs_equal_contrib_graphs_at_either_precision(bundle: Bundle, 
 
 
 def test_float16_cache_costs_less_than_int8_weights(bundle: Bundle) -> None:
-    """A key rounded to float16 moves activations over the edge between two of their levels, here and there."""
+    """Rounding of keys to float16 moves a few activations to another int8 level."""
     sources, target = draw(bundle, [3, 9, 17, 40])
     found, exact, coarse = (
         log_softmax(step_through(runner, sources, target)).reshape(-1, bundle.manifest.model.vocab_size)
@@ -121,7 +121,7 @@ def test_float16_cache_costs_less_than_int8_weights(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_native_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle, precision: Precision) -> None:
-    """Sources packed into one encoder run, rows at different positions, one thread and two."""
+    """Packed batches of sources, rows at different positions, one thread and two threads."""
     random = np.random.default_rng(3)
     sources, target = draw(bundle, random.integers(1, 45, 9).tolist())
     runner = native_stepper(bundle, precision)
@@ -136,7 +136,7 @@ def test_native_rows_are_bit_identical_alone_and_in_any_batch(bundle: Bundle, pr
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_native_prefixes_fed_at_once_equal_tokens_fed_one_by_one(bundle: Bundle, precision: Precision) -> None:
-    """Bit for bit, prefixes of several lengths beside rows that decode; a token fed again changes nothing."""
+    """Prefixes of several lengths are bit-identical, also beside decoding rows; repeating a token has no effect."""
     sources, target = draw(bundle, [5, 30, 1, 12])
     runner = native_stepper(bundle, precision)
     single = step_through(runner, sources, target)
@@ -174,7 +174,7 @@ def test_self_cache_is_written_only_at_the_new_position(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("lens", [(40,), (1, 48, 30, 17)])
 def test_native_encoder_works_in_no_more_than_its_widest_moment(bundle: Bundle, lens: tuple[int, ...]) -> None:
-    """Either attention, with x, q, k, v and its result, or the feed-forward: whatever the layers and the lengths."""
+    """The peak is in attention (x, q, k, v and the result) or in the feed-forward, for any layers and lengths."""
     config, graphs, workspace = bundle.manifest.model, bundle.graph_set("float32", "native"), Workspace()
     encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
     tables = np.arange(4 * len(lens), dtype=np.int32).reshape(len(lens), 4)

@@ -1,4 +1,4 @@
-"""BERT's relatives as transformers writes them, imported: states and every head's outputs, of PyTorch and of graphs."""
+"""Imported BERT-like models: states and outputs of heads, in PyTorch and in graphs, against transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.parity.encoder_checkpoints import SPECIAL, read_checkpoint, write_che
 LENS = (13, 1, 29, 6)
 CLOSE: dict[str, Any] = dict(atol=2e-5, rtol=1e-4)
 
-# Odd on purpose: a padded vocabulary, widths that no power of two divides, every activation once.
+# Uncommon sizes on purpose: a padded vocabulary, widths that are not powers of two, every activation once.
 BERT = dict(
     vocab_size=83, hidden_size=36, num_hidden_layers=2, num_attention_heads=3, intermediate_size=50,
     max_position_embeddings=40, hidden_act="gelu_new", layer_norm_eps=1e-7,
@@ -38,7 +38,7 @@ LABELS = {0: "cat", 1: "dog", 2: "bird"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One checkpoint: a class of transformers, its settings, and which outputs are which heads'."""
+    """One checkpoint: a class of transformers, its settings, and the output names of the heads."""
 
     family: str
     kind: str
@@ -110,13 +110,13 @@ CASES: dict[str, Case] = {
     "albert_tag": Case(family="Albert", kind="ForTokenClassification", settings=ALBERT, outputs={"tag": "logits"}),
     "albert_base": Case(family="Albert", kind="Model", settings=ALBERT, outputs={"pool": "pooler_output"}),
 }  # fmt: skip
-# Of each family one that is exported too, with as many heads as there may be.
+# One checkpoint of each family is exported too: the one with the most heads.
 EXPORTED = ("bert_pretraining", "roberta_masked", "distilbert_classify", "albert_pretraining")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Random tokens [B, S] with their types, valid up to `lens`; none of them is padding."""
+    """Random tokens [B, S] with token types, valid up to `lens`; none of them is the padding token."""
 
     ids: Tensor
     types: Tensor
@@ -127,7 +127,7 @@ class Batch:
         return torch.arange(self.ids.shape[1])[None] < self.lens[:, None]
 
     def rows(self, tensor: Tensor) -> list[Any]:
-        """The valid part of each row, as numpy."""
+        """Return the valid part of each row as a NumPy array."""
         return [row[:length].numpy() for row, length in zip(tensor, self.lens.tolist(), strict=True)]
 
 
@@ -150,7 +150,7 @@ def write(case: Case, folder: Path) -> Any:
 
 @torch.no_grad()
 def run_theirs(original: Any, case: Case, config: ModelConfig, batch: Batch) -> dict[str, Tensor]:
-    """States of the valid tokens [N, M], and outputs of each head: of every valid token, or of the first."""
+    """Return states [N, M] of valid tokens, and outputs of each head for all valid tokens or for the first one."""
     types = dict(token_type_ids=batch.types) if config.token_types else {}
     made = original(batch.ids, attention_mask=batch.mask.long(), output_hidden_states=True, **types)
     found: dict[str, Tensor] = {"states": made.hidden_states[-1][batch.mask]}
@@ -177,7 +177,7 @@ def test_encoder_and_heads_are_those_of_transformers(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_imported_graphs_are_transformers_model(name: str, tmp_path: Path) -> None:
-    """The whole command: weights, text files and graphs; int8 within what its verification allows."""
+    """The whole command is tested: weights, text files and graphs; int8 within the tolerance of the verification."""
     case = CASES[name]
     original = write(case, tmp_path / "theirs")
     bundle = import_checkpoint(ImportOptions(source=str(tmp_path / "theirs"), target=tmp_path / "ours"))
@@ -253,7 +253,7 @@ def test_a_tied_output_stored_under_both_names_is_one(tmp_path: Path) -> None:
         ("albert_base", dict(num_hidden_groups=2), "num_hidden_groups is 2"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     case: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(CASES[case], tmp_path)

@@ -1,4 +1,4 @@
-"""Encoder-decoders of public families, imported by the command, answer as transformers' originals do."""
+"""Imported encoder-decoder models of public families give the same outputs as the originals in transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """A checkpoint, its model in transformers as it is read back, and the bundle made of it."""
+    """A checkpoint, its model loaded by transformers, and its imported bundle."""
 
     theirs: Any
     folder: Path
@@ -38,7 +38,7 @@ class Imported:
 
     @property
     def sources(self) -> list[Ids]:
-        """Random sources, end token included, without padding's token: M2M-100 gives it no position."""
+        """Return random sources with end token and without the padding token, which has no position in M2M-100."""
         config = self.bundle.manifest.model
         dice = np.random.default_rng(5)
         return [
@@ -47,12 +47,12 @@ class Imported:
 
 
 def import_to(folder: Path, target: Path, *options: str) -> Bundle:
-    """Run the command, which must succeed."""
+    """Run the import command and check that it succeeds."""
     assert cli.main(["import", str(folder), str(target), "--no-explain", "--precision", "float32", *options]) == 0
     return load_bundle(target)
 
 
-# These differ from others in tokenizers alone, and are imported below, from files of other kinds.
+# These differ from others only in their tokenizers. Tests below import them from other kinds of files.
 RELATIVES = {"mbart50", "nllb", "byt5"}
 
 
@@ -65,7 +65,7 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def encoder_states(bundle: Bundle, sources: Sequence[Ids]) -> list[NDArray[np.float32]]:
-    """States [S, M] of each source, all encoded in one run of the graph."""
+    """Return the states [S, M] of each source, all encoded in one packed batch."""
     lens = [len(source) for source in sources]
     stepper = native_stepper(bundle, "float32")
     sequences = stepper.encode(sources, 1)
@@ -91,7 +91,7 @@ def test_encoder_states_are_those_of_transformers(imported: Imported) -> None:
 
 
 def test_logprobs_are_those_of_transformers(imported: Imported) -> None:
-    """Teacher forcing over targets of random tokens, all rows together."""
+    """The test uses teacher forcing over random targets, with all rows in one batch."""
     config = imported.bundle.manifest.model
     targets = np.random.default_rng(6).integers(3, config.vocab_size, (len(SOURCE_LENS), 8))
     stepper = native_stepper(imported.bundle, "float32")
@@ -108,7 +108,7 @@ def test_logprobs_are_those_of_transformers(imported: Imported) -> None:
 def answers(
     bundle: Bundle, sources: Sequence[Ids], params: SamplingParams, precision: Precision = "float32"
 ) -> list[list[int]]:
-    """Ids that our engine answers with, all sources in one batch."""
+    """Return the ids that our engine generates, with all sources in one batch."""
     runner = NativeRunner(bundle, max_rows=4 * len(sources), threads=1, precision=precision)
     requests = [
         Request(request_id=str(index), source_ids=tuple(source.tolist()), params=params, arrival_s=0.0)
@@ -119,7 +119,7 @@ def answers(
 
 
 def generated(theirs: Any, source: Ids) -> list[int]:
-    """Ids that transformers generates, without begin and end token."""
+    """Return the ids that transformers generates, without begin and end token."""
     config = theirs.generation_config
     ids = theirs.generate(torch.from_numpy(source)[None])[0].tolist()
     return list(itertools.takewhile(lambda index: index != config.eos_token_id, ids[1:]))
@@ -132,11 +132,11 @@ def test_greedy_ids_are_those_of_transformers(imported: Imported, monkeypatch: p
     monkeypatch.setattr(imported.theirs, "generation_config", plain(max_length=12, **kept))
     expected = [generated(imported.theirs, source) for source in imported.sources]
     assert answers(imported.bundle, imported.sources, SamplingParams(max_new_tokens=11)) == expected
-    assert len({index for ids in expected for index in ids}) > 2  # no model that says one thing only
+    assert len({index for ids in expected for index in ids}) > 2  # the model does not repeat one token only
 
 
 def test_beam_ids_by_the_checkpoints_own_settings_are_those_of_transformers(imported: Imported) -> None:
-    """generation_config.json says four beams and what is forced or forbidden: `generate` reads it, and so do we."""
+    """generation_config.json has four beams and forced and suppressed tokens; both `generate` and we use it."""
     manifest = imported.bundle.manifest
     params = SamplingParams(**own_defaults(manifest.generation))
     assert params.beam_width == 4

@@ -1,4 +1,4 @@
-"""Pruned models against unpruned ones with the dropped heads' gates shut, and importance against brute force."""
+"""Pruned models against unpruned ones with the removed heads' gates at 0, and importance against brute force."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRUNABLE = {"paper": {}, **{name: given for name, given in VARIANTS.items() if n
 
 
 def random_kept(model: Transformer, num_heads: int, seed: int = 0) -> dict[str, list[int]]:
-    """Heads drawn for each module; those of one stack's self-attention alike where T5's bias asks for it."""
+    """Return random heads for each module; with T5's bias the same for the self-attention of one stack."""
     generator = torch.Generator().manual_seed(seed)
     importance = {
         name: torch.rand(model.config.num_heads, generator=generator).to(torch.float32) for name in attentions(model)
@@ -36,7 +36,7 @@ def random_kept(model: Transformer, num_heads: int, seed: int = 0) -> dict[str, 
 
 
 def as_gates(model: Transformer, kept: dict[str, list[int]]) -> dict[str, Tensor]:
-    """1 for each head kept, 0 for the others."""
+    """Return gates that are 1 for kept heads and 0 for the others."""
     gates = {name: torch.zeros(model.config.num_heads) for name in kept}
     for name, heads in kept.items():
         gates[name][heads] = 1
@@ -62,7 +62,7 @@ def drawn(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("overrides", PRUNABLE.values(), ids=PRUNABLE)
-def test_pruned_model_computes_what_the_model_does_with_the_dropped_heads_silent(
+def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
     overrides: dict[str, object], num_heads: int
 ) -> None:
     model = random_transformer(small_config(**overrides))
@@ -108,8 +108,8 @@ def test_heads_that_share_a_relative_bias_are_kept_in_every_layer_alike() -> Non
     }
 
 
-def test_importance_ranks_heads_as_shutting_each_one_does(checkpoint: Checkpoint) -> None:
-    """Heads made to matter by orders of magnitude more than each other: there a first-order estimate cannot err."""
+def test_importance_ranks_heads_like_closing_each_gate(checkpoint: Checkpoint) -> None:
+    """The effects of the heads differ by orders of magnitude, so that a first-order estimate ranks them correctly."""
     model = random_transformer(checkpoint.config).double()
     scales = torch.tensor([1e-2, 1.0, 1e-6, 1e-4], dtype=torch.float64)
     for number, attention in enumerate(attentions(model).values()):
@@ -130,7 +130,7 @@ def test_importance_ranks_heads_as_shutting_each_one_does(checkpoint: Checkpoint
 
 
 def test_importance_is_the_mean_over_pairs_of_the_gates_gradient(checkpoint: Checkpoint) -> None:
-    """Against central differences of each pair's loss, the pairs one at a time."""
+    """The reference is central differences of each pair's loss, one pair at a time."""
     model = random_transformer(checkpoint.config).double()
     name, step = "decoder.layers.1.cross_attention", 1e-4
     batch = sample_batch(checkpoint)
@@ -171,7 +171,7 @@ def parse(*arguments: object) -> argparse.Namespace:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> tuple[Path, Path]:
-    """The pairs as two files."""
+    """Write the pairs to two files."""
     paths = tmp_path / "source.txt", tmp_path / "reference.txt"
     for side, path in enumerate(paths):
         path.write_text("".join(f"{pair[side]}\n" for pair in PAIRS))
@@ -181,7 +181,7 @@ def texts(tmp_path: Path) -> tuple[Path, Path]:
 def test_prune_command_writes_a_checkpoint_that_exports(
     checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Export verifies every graph against the pruned model."""
+    """The export verifies all graphs against the pruned model."""
     folder = checkpoint.text_folder
     code = prune.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
     printed = capsys.readouterr()
@@ -202,7 +202,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     [
         (["--heads", 4], "--heads is 4; it must be from 1 to 3"),
         (["--heads", 0], "--heads is 0; it must be from 1 to 3"),
-        (["--heads", 2], "give --data, with --recipe where the checkpoint names none, or --source with --reference"),
+        (["--heads", 2], "give --data (with --recipe if the checkpoint names none), or --source with --reference"),
         (["--heads", 2, "--pairs", 0], "--pairs is 0; it must be at least 1"),
         (["--heads", 2, "--data", "nowhere", "--recipe", "no-such"], "recipe 'no-such' not found"),
     ],
@@ -222,15 +222,15 @@ def test_prune_command_refuses_with_one_line(
     assert not (tmp_path / "pruned").exists()
 
 
-def test_prune_command_keeps_what_lies_where_it_would_write(
+def test_prune_command_refuses_an_existing_output(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     assert prune.run(parse(checkpoint.text_folder, tmp_path, "--heads", 2)) == 2
-    assert "exists; name a new directory" in capsys.readouterr().err
+    assert "exists; give a new directory" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").exists()
 
 
 def test_prune_refuses_slopes_that_follow_from_the_number_of_heads() -> None:
-    with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: slopes follow from the number of heads"):
+    with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: the slopes of the kept heads"):
         prune.check_prunable(small_config(**VARIANTS["alibi"]), 2)

@@ -1,4 +1,4 @@
-"""Tokenizers of public families as transformers runs them, against ours of the files that it saves."""
+"""Our tokenizers of public families against transformers', from the files that transformers saves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(Hea
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same tokenizer twice."""
+    """The same tokenizer in transformers and in our code."""
 
     theirs: Any
     ours: Tokenizer
@@ -66,7 +66,7 @@ class Pair:
 
     @property
     def languages(self) -> LanguageIds:
-        """What transformers takes where nothing is asked for: the source's default."""
+        """Return the default source language, as in transformers."""
         return LanguageIds(source=language_id(self.text, "", self.text.default_source_language))
 
 
@@ -81,7 +81,7 @@ def pair_of(name: str, folder: Path) -> Pair:
     theirs = KINDS[name].build(trained)
     theirs.save_pretrained(saved)
     text = KINDS[name].describe(saved)
-    # As a bundle's manifest holds it.
+    # As in a bundle's manifest.
     return Pair(theirs, open_tokenizer(saved, TextFormat.model_validate_json(text.model_dump_json())), text)
 
 
@@ -91,7 +91,7 @@ def their_text(theirs: Any, ids: list[int]) -> str:
 
 
 def check_text(pair: Pair, text: str) -> None:
-    """Ids, offsets and what ids decode to, where special tokens in a text are text."""
+    """Compare ids, offsets and decoded text; special tokens inside the text are ordinary text."""
     expected = pair.theirs(text, add_special_tokens=False, **SPECIALS_AS_TEXT).input_ids
     found = pair.ours.encode_source(text)
     assert found.ids == expected
@@ -103,7 +103,7 @@ def check_text(pair: Pair, text: str) -> None:
 
 
 def has_source_of_its_own(pair: Pair) -> bool:
-    """transformers decodes with the target's vocabulary only, where there are two."""
+    """Return whether the source has a separate vocabulary; transformers decodes only with the target's."""
     return pair.text.target_vocabulary not in (None, pair.text.source_vocabulary)
 
 
@@ -126,8 +126,8 @@ def test_known_words_become_the_same_tokens(pair: Pair, words: list[str]) -> Non
 
 @given(data=st.data())
 @RANDOM
-def test_any_ids_decode_to_the_same_text_however_they_come(pair: Pair, data: st.DataObject) -> None:
-    """But for bytes that are no text: how many U+FFFD a run of them gets."""
+def test_any_ids_decode_to_the_same_text_for_any_split(pair: Pair, data: st.DataObject) -> None:
+    """The only exception are invalid UTF-8 bytes: the number of U+FFFD for a sequence of them."""
     ids = data.draw(st.lists(st.integers(0, len(pair.theirs) - 1), max_size=12))
     text = pair.ours.decode(ids)
     assert_streams(pair.ours, ids, text, data.draw(st.lists(st.integers(0, 3), max_size=12)))
@@ -138,12 +138,12 @@ def test_any_ids_decode_to_the_same_text_however_they_come(pair: Pair, data: st.
 
 @pytest.mark.parametrize("text", ["the cat sat on the mat.", "Größe und Übung", "naïve café", "日本語 テキスト"])
 def test_prefix_and_the_text_behind_it_are_the_whole_with_one_space_between(pair: Pair, text: str) -> None:
-    """Cut between tokens, within words too; where a space follows, the prefix may end in it."""
+    """The text is split between tokens, also within words; if a space follows, the prefix can end with it."""
     ids = pair.ours.encode_target(text)
     whole, num_spaced = pair.ours.decode(ids), 0
     for cut in range(1, len(ids)):
         prefix = pair.ours.decode(ids[:cut])
-        if "\ufffd" in prefix:  # cut within a character
+        if "\ufffd" in prefix:  # split within a character
             continue
         behind = whole.removeprefix(prefix)
         assert continuation(pair.ours, prefix, ids[:cut], ids[cut:]) == behind
@@ -155,7 +155,7 @@ def test_prefix_and_the_text_behind_it_are_the_whole_with_one_space_between(pair
 
 
 def continuation(tokenizer: Tokenizer, prefix_text: str, prefix_ids: list[int], ids: list[int]) -> str:
-    """The text of an output behind a prefix, at once; token by token it must be the same."""
+    """Return the text of an output after a prefix, after a check that decoding token by token gives the same."""
     wording = Wording(tokenizer, prefix_ids=prefix_ids, prefix_text=prefix_text, stop_strings=())
     at_once, streamed = wording.text(), wording.text()
     text = at_once.push(ids) + at_once.finish()
@@ -207,7 +207,7 @@ def test_special_ids_are_those_that_decode_to_nothing(pair: Pair) -> None:
 
 
 def test_mask_token_typed_in_a_text_is_one(pair: Pair) -> None:
-    """Also the white space around it, which some families drop."""
+    """The white space around the mask token is compared too, because some families remove it."""
     mask = pair.theirs.mask_token
     if mask is None or pair.text.mask_id is None:
         assert pair.text.mask_id is None
@@ -249,8 +249,8 @@ def test_m2m100_languages_follow_the_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_offsets_tell_where_tokens_stand(name: str, tmp_path: Path) -> None:
-    """transformers gives none: each token's part of the text, decoded, is the token."""
+def test_offsets_are_the_positions_of_tokens(name: str, tmp_path: Path) -> None:
+    """transformers has no offsets here, so the test encodes each token's part of the text and compares the token."""
     pair = pair_of(name, tmp_path)
     for text in ("the cat  sat", "Größe 日本語", "naïve café 👩‍👩‍👧 x", " ﬁ ㎏"):
         found = pair.ours.encode_source(text)
@@ -299,7 +299,9 @@ def test_pegasus_alone_has_the_ids_of_its_original(tmp_path: Path) -> None:
     theirs = transformers.PegasusTokenizer.from_pretrained(tmp_path)
     text = sentencepiece_format(tmp_path, "spiece.model", **SHIFTED["PEGASUS"])
     ours = open_tokenizer(tmp_path, text)
-    shift = 103 if theirs.convert_tokens_to_ids("▁") < 103 else 0  # transformers 5 leaves the ids of a bare model alone
+    shift = (
+        103 if theirs.convert_tokens_to_ids("▁") < 103 else 0
+    )  # transformers 5 does not change the ids of a SentencePiece model without other files
     for words in ("the cat sat on the mat.", "hello world", "naïve café"):
         assert ours.encode(words) == [index + shift for index in theirs(words, add_special_tokens=False).input_ids]
     assert text.template == ("$text", 1)
@@ -336,11 +338,11 @@ def test_tokenizer_that_is_none_is_named(defect: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"<unk>": "x"}', '{"<unk>": -1}'])
-def test_vocabulary_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+def test_invalid_vocabulary_is_refused_by_name(content: str, tmp_path: Path) -> None:
     KINDS["Marian"].build(tmp_path)
     text = KINDS["Marian"].describe(tmp_path)
     (tmp_path / "vocab.json").write_text(content)
-    with pytest.raises(TokenizerError, match=r"vocab\.json is no vocabulary"):
+    with pytest.raises(TokenizerError, match=r"vocab\.json: expected a JSON object"):
         open_tokenizer(tmp_path, text)
 
 

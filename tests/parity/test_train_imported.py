@@ -1,4 +1,4 @@
-"""Training goes on from other people's checkpoints: a BERT of transformers, its tokenizer and its heads."""
+"""Further training of imported checkpoints: a BERT of transformers with its tokenizer and heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from antiphon.model.export.export import export_bundle
 from antiphon.model.text.template import fill
 from tests.parity.encoder_checkpoints import write_checkpoint
 
-torch.set_num_threads(1)  # arrays this small lose time to threads
+torch.set_num_threads(1)  # arrays this small are slower with several threads
 
 TEXTS = ["the cat sat on the mat", "a big dog ran", "small red cats", "the dog", "blue mat a cat sat", "dogs ran on"]
 CONFIG = dict(
@@ -29,13 +29,13 @@ CONFIG = dict(
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A random BERT with a vocabulary padded beyond its tokenizer's, and the model itself."""
+    """Write a random BERT whose vocabulary is padded beyond its tokenizer's, and return the model."""
     folder = tmp_path_factory.mktemp("bert")
     return folder, write_checkpoint(folder, transformers.BertConfig(**CONFIG), "BertForPreTraining")  # type: ignore[arg-type]
 
 
 def write_recipe(folder: Path, task: str) -> Path:
-    """Which animal a text is about, or masked tokens of the same texts."""
+    """Write a recipe that classifies texts by animal, or that pre-trains on the same texts."""
     lines = "".join(f"{text}\t{'dog' if 'dog' in text else 'cat'}\n" for text in TEXTS * 40)
     (folder / "texts.tsv").write_text(lines)
     file = f'{{ path = "texts.tsv", format = "tsv", sha256 = "{hashlib.sha256(lines.encode()).hexdigest()}" }}'
@@ -58,7 +58,7 @@ def train(folder: Path, init: Path, task: str, *flags: str) -> Path:
 
 
 def test_fine_tuned_bert_reads_as_the_original_did(original: tuple[Path, Any], tmp_path: Path) -> None:
-    """With the encoder frozen, its states after training, saving and loading are those of transformers."""
+    """The states of a frozen encoder after training, saving and loading are equal to those of transformers."""
     folder, model = original
     checkpoint = load_checkpoint(train(tmp_path, folder, "classify", "--freeze-encoder"))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -76,15 +76,15 @@ def test_fine_tuned_bert_learns_and_is_exported(original: tuple[Path, Any], tmp_
     averaged = train(tmp_path, original[0], "classify")
     assert json.loads((averaged / "scores.json").read_text())["accuracy"] == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own
+        warnings.simplefilter("ignore")  # the exporter's tolerance
         bundle = export_bundle(load_checkpoint(averaged), tmp_path / "bundle", precisions=("float32",))
     (head,) = bundle.manifest.model.heads
     assert head.labels == ("cat", "dog")
     assert bundle.manifest.text == load_checkpoint(averaged).text
 
 
-def test_pretraining_of_bert_goes_on(original: tuple[Path, Any], tmp_path: Path) -> None:
-    """Its own vocabulary, mask token and fill_mask head, whatever the recipe's model."""
+def test_pretraining_of_bert_continues(original: tuple[Path, Any], tmp_path: Path) -> None:
+    """The model keeps its vocabulary, mask token and fill_mask head instead of those of the recipe."""
     averaged = train(tmp_path, original[0], "pretrain")
     checkpoint = load_checkpoint(averaged)
     assert [head.task for head in checkpoint.config.heads] == ["fill_mask", "next_sentence"]

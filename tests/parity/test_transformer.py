@@ -1,4 +1,4 @@
-"""The eager Transformer against independent implementations with the same weights: PyTorch's own and transformers'."""
+"""The eager Transformer against PyTorch's and transformers' implementations with the same weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ from antiphon.model.transformer.positions import (
 )
 from antiphon.model.transformer.transformer import Transformer
 
-TOLERANCE = 2e-5  # float32, a dozen products deep; the order of additions differs
+TOLERANCE = 2e-5  # float32 with about a dozen matrix products in sequence; the order of additions differs
 
 
 def randomised(module: nn.Module, seed: int) -> nn.Module:
@@ -119,7 +119,7 @@ def t5_config(config: ModelConfig) -> T5Config:
         relative_attention_num_buckets=config.relative_buckets,
         relative_attention_max_distance=config.relative_max_distance, dropout_rate=0.0,
         layer_norm_epsilon=config.norm_eps, feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,  # in transformers 5: tied all the same, but logits unscaled
+        tie_word_embeddings=False,  # transformers 5 still ties the weights, but does not scale the logits
     )  # type: ignore[call-arg]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def t5_layer_pairs(parts: Any, layer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def test_t5_shape_equals_transformers() -> None:
-    """RMSNorm, gated GELU, relative bias, no biases, no attention scale, head width apart from the model's."""
+    """T5 has RMSNorm, gated GELU, relative bias, no biases, no attention scale and a separate head width."""
     config = preset(
         "tiny", norm="rmsnorm", norm_placement="pre", norm_eps=1e-6, gated=True, activation="gelu_tanh", bias=False,
         positions="t5_relative", relative_buckets=8, relative_max_distance=20, attention_scale=1.0, head_dim=6,
@@ -240,13 +240,13 @@ def test_fairseq_sinusoids_behind_an_offset_equal_those_of_m2m_100() -> None:
     theirs = M2M100SinusoidalPositionalEmbedding(300, 32, padding_idx=1)
     expected = theirs(torch.full((1, 300), 5))[0]
     ours = AbsolutePositions(config, 300)(torch.zeros(1, 300, 32), torch.arange(300)[None])[0]
-    # Their angles are float32: off by half a unit in the last place of 300.
+    # The angles of transformers are float32: their error is half a unit in the last place of 300.
     torch.testing.assert_close(ours, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "t5_relative", "alibi", "rope"])
 def test_pytorchs_fused_attention_equals_the_eager_reference(positions: str) -> None:
-    """The training backend for GPUs: causal, padded and cross attention, with and without a bias."""
+    """The fused kernel is the training backend for GPUs: causal, padded and cross attention, with and without bias."""
     config = preset("tiny", positions=positions)
     eager, fused = Transformer(config), Transformer(config, attention_backend="sdpa")
     fused.load_state_dict(randomised(eager, seed=8).state_dict())

@@ -1,6 +1,6 @@
-"""Small tokenizers of public families as transformers saves them, and our formats of their files.
+"""Small tokenizers of public families, saved by transformers, and our text formats of their files.
 
-They are trained here on a few sentences: vocabularies are tiny, files and rules are those of the real ones.
+They are trained here on a few sentences. The vocabularies are tiny; files and rules are those of the real tokenizers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Build = Callable[[Path], Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A family's tokenizer: `build` trains one in an empty folder, `describe` makes its format once it is saved."""
+    """Functions of a family: `build` trains a tokenizer in an empty folder, `describe` returns its text format."""
 
     build: Build
     describe: Callable[[Path], TextFormat] = tokenizers_format
@@ -59,7 +59,7 @@ def pieces(path: Path, kind: str = "unigram", **settings: Any) -> None:
 
 
 def of_pieces(name: str, file: str, kind: str = "unigram", load: Any = None, **settings: Any) -> Build:
-    """What builds the tokenizer that transformers makes of a SentencePiece model."""
+    """Return a function that builds the transformers tokenizer of a SentencePiece model."""
 
     def build(folder: Path) -> Any:
         pieces(folder / file, kind, **settings)
@@ -99,7 +99,7 @@ def byte_level(name: str) -> Build:
 
 
 def marian(folder: Path) -> Any:
-    """Two SentencePiece models and one vocabulary, which holds what either knows."""
+    """Build two SentencePiece models and one vocabulary with the pieces of both."""
     spelled: dict[str, None] = {}
     for side, size in (("source", 120), ("target", 160)):
         pieces(folder / f"{side}.spm", vocab_size=size)
@@ -110,7 +110,7 @@ def marian(folder: Path) -> Any:
 
 
 def marian_apart(folder: Path) -> Any:
-    """Each side with a vocabulary of its own."""
+    """Build two SentencePiece models, each with a separate vocabulary."""
     for side, size in (("source", 120), ("target", 160)):
         pieces(folder / f"{side}.spm", vocab_size=size)
         held = sorted(name for name in spellings(folder / f"{side}.spm") if name[0] != "<")

@@ -1,7 +1,7 @@
-"""`generate` of transformers over any function from a target to logits: the live reference of every decoding control.
+"""`generate` of transformers with any function from a target to logits: the reference for sampling and beam search.
 
-The model is a shell: it has an encoder that encodes nothing and a decoder that calls the function, without a cache,
-one row at a time, so that the search and the processors are all that is compared.
+The model has an encoder that does nothing and a decoder that calls the function, without a cache, one row at a time. So
+tests compare only the search and the logits processors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Encoder(nn.Module):
 
 
 class Reference(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """A sequence-to-sequence model whose logits a function gives."""
+    """A sequence-to-sequence model whose logits are the result of a function."""
 
     config_class = _Config
     main_input_name = "input_ids"
@@ -75,9 +75,9 @@ def generate(
     processors: Sequence[LogitsProcessor] = (),
     **options: Any,
 ) -> list[tuple[list[int], float | None]]:
-    """What `generate` returns for one source: ids after the prefix, up to and without the end token, and scores.
+    """Return the result of `generate` for one source: ids after the prefix, without the end token, and scores.
 
-    permits: as `prefix_allowed_tokens_fn`. processors: come after transformers' own.
+    permits: see `prefix_allowed_tokens_fn` of transformers. processors: run after transformers' own.
     """
     eos_id = reference.generation_config.eos_token_id
     asked = {"max_new_tokens": max_new_tokens, "do_sample": False} | options
@@ -90,7 +90,7 @@ def generate(
 
 
 def next_scores(reference: Reference, prefix: Sequence[int], **options: Any) -> Tensor:
-    """Scores [V] that transformers would draw the token after a prefix from: every processor and warper applied."""
+    """Return the scores [V] from which transformers samples the token after a prefix, after all logits processors."""
     asked = {"max_new_tokens": 2, "do_sample": True} | options  # 2: so that min_new_tokens may be 2
     made = _generate(reference, prefix, asked, logits_processor=())
     return cast(Tensor, made.scores[0][0])

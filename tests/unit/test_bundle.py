@@ -1,4 +1,4 @@
-"""What a bundle is verified for before anything of it is loaded: each way in which it may be damaged or escape."""
+"""Verification of a bundle before it is loaded: damaged files, and files outside the directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def relist(copy: Path, name: str) -> None:
-    """Put a changed file into the manifest, as whoever forges a bundle would."""
+    """Update the manifest for a changed file, as the author of a forged bundle would."""
     edit_manifest(copy, lambda manifest: manifest["files"].update({name: entry_of(copy / name)}))
 
 
@@ -52,8 +52,8 @@ def _flip_a_bit(copy: Path) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
-def _list_twin(name: str) -> Callable[[Path], None]:
-    """List a file of another name, with what the tokenizer's file holds."""
+def _list_second_name(name: str) -> Callable[[Path], None]:
+    """List a file of another name with the contents of the tokenizer's file."""
 
     def spoil(copy: Path) -> None:
         edit_manifest(copy, lambda manifest: manifest["files"].update({name: manifest["files"]["tokenizer.json"]}))
@@ -72,7 +72,7 @@ def _leave_out_weights(copy: Path) -> None:
 
 
 def _name_weights(location: str) -> Callable[[Path], None]:
-    """Make a graph read its weights elsewhere, and list it as it is then."""
+    """Make a graph read its weights from another file, and update the manifest for the graph."""
 
     def spoil(copy: Path) -> None:
         graph = onnx.load(copy / GRAPH, load_external_data=False)
@@ -104,29 +104,32 @@ def _write_manifest(content: bytes) -> Callable[[Path], None]:
         (_truncate, rf"{WEIGHTS} is damaged: 1000 bytes, the manifest says \d+$"),
         (_flip_a_bit, rf"{WEIGHTS} is damaged: \d+ bytes with sha256 \w+\.\.\., the manifest says"),
         (lambda copy: (copy / WEIGHTS).unlink(), rf"{WEIGHTS} is missing$"),
-        (_list_twin("../tokenizer.json"), r"files names '../tokenizer.json'; only plain file names are allowed$"),
-        (_list_twin("/etc/hostname"), r"files names '/etc/hostname'; only plain"),
-        (_list_twin(".."), r"files names '..'; only plain"),
-        (_list_twin("a\0b"), r"files names 'a\\x00b'; only plain"),
+        (
+            _list_second_name("../tokenizer.json"),
+            r"files names '../tokenizer.json'; only plain file names are allowed$",
+        ),
+        (_list_second_name("/etc/hostname"), r"files names '/etc/hostname'; only plain"),
+        (_list_second_name(".."), r"files names '..'; only plain"),
+        (_list_second_name("a\0b"), r"files names 'a\\x00b'; only plain"),
         (_link_out, rf"{WEIGHTS} is a link out of the bundle$"),
         (_leave_out_weights, rf"{GRAPH} keeps weights in '{WEIGHTS}', which files of manifest.json does not list$"),
         (_name_weights("../secret.bin"), r"keeps weights in '../secret.bin', which files of manifest"),
         (_name_weights("/dev/zero"), r"keeps weights in '/dev/zero', which files of manifest"),
         (_name_weights("*/_ORT_MEM_ADDR_/*"), r"keeps weights in '\*/_ORT_MEM_ADDR_/\*', which"),
-        (_replace_graph, rf"{GRAPH} is no ONNX graph$"),
+        (_replace_graph, rf"{GRAPH} is not an ONNX graph$"),
         (_write_manifest(b"[" * 100_000), r"manifest.json cannot be read: "),
         (_write_manifest(b" " * (2**24 + 1)), r"manifest.json cannot be read: it is larger than 16777216 bytes$"),
         (_write_manifest(b"[]"), r"format_version is None"),
     ],
 )
-def test_bundle_that_is_not_what_it_says_is_refused(spoil: Callable[[Path], None], message: str, copy: Path) -> None:
+def test_damaged_bundle_is_refused(spoil: Callable[[Path], None], message: str, copy: Path) -> None:
     spoil(copy)
     with pytest.raises(BundleError, match=message):
         load_bundle(copy)
 
 
 def test_links_inside_a_bundle_are_followed(copy: Path) -> None:
-    """As orchestrators mount files: each a link into a hidden folder beside it."""
+    """Orchestrators mount files like this: each file is a link into a hidden folder of the bundle."""
     (copy / "..data").mkdir()
     for file in [path for path in copy.iterdir() if path.is_file()]:
         file.rename(copy / "..data" / file.name)
@@ -143,7 +146,7 @@ def _external(location: str) -> onnx.TensorProto:
     return tensor
 
 
-def test_external_data_is_found_wherever_a_graph_may_hide_it(tmp_path: Path) -> None:
+def test_external_data_is_found_at_every_place_of_a_graph(tmp_path: Path) -> None:
     inner = helper.make_graph([], "inner", [], [], [_external("in-a-subgraph")])
     node = helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
     constant = helper.make_node("Constant", [], ["z"], value=_external("in-a-constant"))
@@ -187,11 +190,11 @@ def test_numbers_of_the_fields_are_onnx_own() -> None:
             for field in kinds[name].DESCRIPTOR.fields
             if field.message_type is not None and field.message_type.name in names
         }
-        # Metadata are entries too, and never opened.
+        # Metadata are key-value entries too, but ONNX Runtime does not open them.
         assert fields == {number: kind for number, kind in theirs.items() if kind != "Entry" or number == 13}
 
 
-def test_file_that_is_no_graph_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_a_graph_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff")
     with pytest.raises(NotAGraph):
         external_files(tmp_path / "model.onnx")

@@ -13,7 +13,7 @@ DATA = os.environ.get("ANTIPHON_DATA")
 
 
 def made_up_pairs(count: int, seed: int) -> list[Pair]:
-    """Pairs that share sentences often, in spellings that differ only in case and punctuation."""
+    """Return pairs that often share sentences, with differences only in case and punctuation."""
     chance = random.Random(seed)
 
     def sentence(side: str) -> str:

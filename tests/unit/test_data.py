@@ -48,7 +48,7 @@ def test_collate_shifts_targets_and_ignores_padding() -> None:
 
 
 def test_batch_within_the_models_limits_loses_padding_only() -> None:
-    """A limit that is no multiple of LENGTH_STEP: the padding must not reach positions the model does not have."""
+    """If a limit is not a multiple of LENGTH_STEP, padding must not use positions that the model does not have."""
     longest = Example(source=[7] * 9 + [2], target=[8] * 9)
     batch = collate([longest, Example(source=[7, 2], target=[8])], TOKENIZER)
     cut = batch.within(10, 10)
@@ -59,7 +59,7 @@ def test_batch_within_the_models_limits_loses_padding_only() -> None:
 
 
 def test_batches_come_in_few_shapes() -> None:
-    """Every new shape costs a compilation; there are about as many as (length steps of targets) x (of sources)."""
+    """Every new shape costs a compilation; there are about (length steps of targets) x (of sources) shapes."""
     made = examples(3000, seed=2)
     batches = (
         collate(chosen, TOKENIZER, rows_of(max(len(e.target) for e in chosen) + 1, 200))

@@ -1,4 +1,4 @@
-"""Pre-training and fine-tuning of an encoder small enough to learn a made-up language in seconds."""
+"""Pre-training and fine-tuning of an encoder that learns an artificial language in seconds."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from antiphon.model.training.training_task import Batches, RunFolders
 from antiphon.model.training.word_tags import first_tags, token_tags, words_of_tokens
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
-torch.set_num_threads(1)  # arrays this small lose time to threads
+torch.set_num_threads(1)  # arrays this small are slower with several threads
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Killed(Exception):
-    """Stands for SIGKILL: training stops between two statements and nothing is tidied up."""
+    """Simulation of SIGKILL: training stops between two statements without any clean-up."""
 
 
 def test_pretraining_learns_masked_tokens(base: Path) -> None:
-    """The language leaves a few words to choose from for each place, of a vocabulary of 330."""
+    """At each position of the language only a few words of the vocabulary of 330 are possible."""
     checkpoint = load_checkpoint(base)
     folder = base.parents[1]
     task = PretrainTask(pretrain_recipe(folder), RunFolders(data=folder, run=base.parent, group=GROUP))
@@ -53,7 +53,7 @@ def test_pretraining_learns_masked_tokens(base: Path) -> None:
 
 
 def test_resumed_pretraining_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at step 17, it goes on from step 10: the same pairs, masks and dropout, and so the same weights."""
+    """A run killed at step 17 resumes from step 10 with the same pairs, masks and dropout, so weights are equal."""
     whole = pretrained(tmp_path)
     step = Trainer.train_step
 
@@ -77,7 +77,7 @@ def test_resumed_pretraining_equals_an_uninterrupted_one(tmp_path: Path, monkeyp
 
 
 def test_losses_are_those_of_the_heads_outputs(tmp_path: Path) -> None:
-    """Against plain cross entropy over every output, text by text and without padding."""
+    """The reference is cross entropy over all outputs, text by text, without padding."""
     trainer = Trainer(pretrain_recipe(tmp_path), tmp_path, tmp_path / "run", GROUP)
     assert isinstance(trainer.task, PretrainTask)
     model = trainer.model.eval()
@@ -125,7 +125,7 @@ def test_frozen_encoder_reads_without_dropout(base: Path, tmp_path: Path) -> Non
 
 
 def test_classification_is_learned_and_scored(base: Path, tmp_path: Path) -> None:
-    """The accuracy that training reports is that of the checkpoint's answers, text by text."""
+    """The accuracy that training reports is equal to the accuracy of the checkpoint's outputs, text by text."""
     recipe = fine_tune_recipe(tmp_path, "classify", max_steps=40, checkpoint_every_steps=40)
     averaged = Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base)).run()
     assert averaged is not None
@@ -145,7 +145,7 @@ def test_classification_is_learned_and_scored(base: Path, tmp_path: Path) -> Non
 
 
 def test_tagging_is_learned_and_scored(base: Path, tmp_path: Path) -> None:
-    """Its F1 is that of tags read off first tokens, which are found here by tokenising word by word."""
+    """The reported F1 is that of the tags of first tokens, which this test finds by tokenising word by word."""
     recipe = fine_tune_recipe(tmp_path, "tag", max_steps=80, peak_lr=1e-2, checkpoint_every_steps=80)
     averaged = Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base)).run()
     assert averaged is not None
@@ -192,7 +192,7 @@ def test_texts_beyond_the_model_are_cut_and_scored_as_outside(base: Path, tmp_pa
     ],
 )
 def test_words_of_tokens(words: list[str], offsets: list[tuple[int, int]], expected: list[int | None]) -> None:
-    """With the space before a word in its token or not; words and tokens without each other; a token over two words."""
+    """Tokens with and without the leading space, words without token, tokens without word, a token over two words."""
     assert words_of_tokens(words, offsets) == expected
 
 
@@ -259,7 +259,7 @@ def test_random_weights_take_shape_and_tokenizer_only(base: Path, tmp_path: Path
     [
         (["snips"], "--init must name the encoder"),
         (["snips", "--random-weights"], "--random-weights needs --init"),
-        (["mlm-small", "--freeze-encoder"], "classify or tag; 'mlm-small' is 'pretrain'"),
+        (["mlm-small", "--freeze-encoder"], "classify or tag; the task of 'mlm-small' is 'pretrain'"),
         (["snips", "--init", "nowhere"], "nowhere is not a checkpoint"),
     ],
 )

@@ -1,4 +1,4 @@
-"""generation_config.json of a checkpoint as a bundle's defaults; beams are compared in tests/parity."""
+"""Conversion of generation_config.json to a bundle's defaults; tests/parity compares beam search."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ def defaults_of(folder: Path, **stated: Any) -> GenerationDefaults:
         ({"max_length": 40}, {"max_new_tokens": 39}),
         ({"max_length": 512, "min_length": 11}, {"max_new_tokens": 64, "min_new_tokens": 10}),
         ({"max_new_tokens": 7}, {"max_new_tokens": 7}),
-        ({"length_penalty": 2.0, "early_stopping": True}, {}),  # of beams that there are none of
+        ({"length_penalty": 2.0, "early_stopping": True}, {}),  # settings of beam search without beams
         ({"num_beams": 5, "early_stopping": "never"}, {"beam_width": 5, "early_stopping": "never"}),
         ({"do_sample": True, "top_p": 0.9}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}),
-        ({"temperature": 0.6, "top_p": 0.9}, {}),  # not asked to sample
+        ({"temperature": 0.6, "top_p": 0.9}, {}),  # do_sample is not set
         ({"bad_words_ids": [[3], [4, 5]], "suppress_tokens": [8, 2, 500]}, {"suppressed_ids": (3, 8)}),
-        ({"eos_token_id": [2, 41, 40, 41, 960]}, {"stop_ids": (41, 40)}),  # 2 is the end token, 960 no token
+        ({"eos_token_id": [2, 41, 40, 41, 960]}, {"stop_ids": (41, 40)}),  # 2 is the end token, 960 is not a token
         ({"eos_token_id": 2}, {}),
         ({"forced_bos_token_id": 9}, {}),  # a language
         ({"forced_bos_token_id": 7}, {"forced_first_id": 7}),
     ],
 )
-def test_settings_become_what_absent_options_take(
-    stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_settings_become_generation_defaults(stated: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     assert defaults_of(tmp_path, **stated) == GenerationDefaults(**expected)
 
 
@@ -53,7 +51,7 @@ def test_an_old_checkpoint_has_its_settings_in_config_json(tmp_path: Path) -> No
     assert found == GenerationDefaults(beam_width=6, max_new_tokens=19)
 
 
-def test_what_no_server_takes_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_left_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"num_beams": 40, "repetition_penalty": 1.2}))
     assert generation_defaults(tmp_path, {}, CONFIG, TEXT) == GenerationDefaults(repetition_penalty=1.2)
     assert "beam_width of its generation settings is left out" in capsys.readouterr().err

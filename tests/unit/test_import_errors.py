@@ -1,4 +1,4 @@
-"""What the import command refuses: one line that says why and what to do, exit code 2, and nothing left behind."""
+"""Errors of the import command: one line with reason and remedy, exit code 2, and no files left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(_made: Path, tmp_path: Path) -> Path:
-    """A small BART that a test may spoil."""
+    """Return a small BART checkpoint that a test can change."""
     folder = tmp_path / "in" / "checkpoint"
     folder.mkdir(parents=True)
     for file in _made.iterdir():
@@ -36,7 +36,7 @@ def checkpoint(_made: Path, tmp_path: Path) -> Path:
 
 
 def refused(source: Path | str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What the command says when it refuses; it must leave nothing behind."""
+    """Return the command's error message, after a check that the command left no files."""
     target = tmp_path / "out" / "bundle"
     target.parent.mkdir(exist_ok=True)
     assert cli.main(["import", str(source), str(target), "--no-explain", "--precision", "float32", *options]) == 2
@@ -76,7 +76,7 @@ def test_tensors_of_another_shape_are_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_config(checkpoint, encoder_ffn_dim=48, decoder_ffn_dim=48)
-    assert "of another shape: decoder.layers.0.fc1.bias [[44]] where [48]" in refused(checkpoint, tmp_path, capsys)
+    assert "of another shape: decoder.layers.0.fc1.bias [[44]], expected [48]" in refused(checkpoint, tmp_path, capsys)
 
 
 def test_values_that_are_no_numbers_are_refused(
@@ -91,9 +91,9 @@ def test_values_that_are_no_numbers_are_refused(
     ("settings", "expected"),
     [
         ({"model_type": "nllb-moe"}, r"model_type is 'nllb-moe'.*BART \(bart\).*Marian \(marian\)"),
-        ({"auto_map": {"AutoModel": "modeling.Own"}}, "auto_map asks for code of the checkpoint's own"),
+        ({"auto_map": {"AutoModel": "modeling.Own"}}, "auto_map needs code from the checkpoint"),
         ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'; supported are gelu"),
-        ({"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads 4"),
+        ({"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads is 4"),
         ({"d_model": "36"}, "d_model is '36', expected int"),
         ({"encoder_layers": 0}, "encoder_layers=0 does not fit"),
     ],
@@ -113,12 +113,12 @@ def test_settings_that_are_not_supported_are_named(
 def test_a_model_that_computes_something_else_than_the_original_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers reads a table of sines where one is stored, whatever it holds; ours is computed."""
+    """transformers uses a stored table of sinusoids, whatever its values are; our model computes the table."""
     save(tmp_path / "marian", "marian")
     tables = {f"model.{side}.embed_positions.weight": torch.zeros(40, 36) for side in ("encoder", "decoder")}
     change_tensors(tmp_path / "marian", lambda held: held.update(tables))
     said = refused(tmp_path / "marian", tmp_path, capsys)
-    assert re.search(r"not the original: its (encoder states|logits) are off by .*, at most 1e-04", said)
+    assert re.search(r"differs from the original: the error of its (encoder states|logits) is .*, at most 1e-04", said)
 
 
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path, capsys: p
 
 
 class _Code:
-    """What a pickle may hold: a call, made when it is read."""
+    """An object whose pickle calls a function when it is read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -148,7 +148,7 @@ def test_code_in_a_pickle_is_never_run(
     else:
         (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(held, protocol=2))
     said = refused(checkpoint, tmp_path, capsys)
-    assert "pytorch_model.bin holds more than tensors" in said
+    assert "pytorch_model.bin contains objects other than tensors" in said
     assert not (tmp_path / "was_here").exists()
 
 
@@ -176,7 +176,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: py
     assert "has no config.json" in refused(tmp_path / "empty", tmp_path, capsys)
 
 
-def test_a_hub_name_offline_says_so(
+def test_hub_name_is_refused_when_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import huggingface_hub.constants
@@ -184,7 +184,10 @@ def test_a_hub_name_offline_says_so(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     said = refused("someone/something", tmp_path, capsys)
-    assert "someone/something is no directory here, is not whole in the cache, and the hub gives no answer" in said
+    assert (
+        "someone/something is not a local directory, is not complete in the cache, and the hub cannot be reached"
+        in said
+    )
 
 
 def test_lengths_beyond_learned_positions_are_refused(
@@ -194,10 +197,10 @@ def test_lengths_beyond_learned_positions_are_refused(
     assert "--max-source-len is 41; the checkpoint has learned 40 positions" in said
 
 
-def test_a_full_disk_leaves_nothing_behind(
+def test_import_leaves_no_files_when_the_disk_is_full(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No file may grow beyond 20 kB: writing the weights fails as on a full disk."""
+    """With a file size limit of 20 kB writing the weights fails like on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:

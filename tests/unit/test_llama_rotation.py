@@ -1,4 +1,4 @@
-"""What a Llama's config.json says of its rotary positions, wherever it may stand: read as transformers reads it."""
+"""Settings of rotary positions in a Llama's config.json, in all places where transformers reads them."""
 
 import copy
 from typing import Any
@@ -39,7 +39,7 @@ LENGTH = "original_max_position_embeddings"
     ids=str,
 )
 def test_rotation_is_read_as_by_transformers(settings: dict[str, Any]) -> None:
-    """Each place a value may stand in leads to rates of its own here: heads of 8 at lengths of 32, 64 and 128."""
+    """Each place of a value gives different rates here, for head width 8 and lengths of 32, 64 and 128."""
     config: Any = LlamaConfig.from_dict(copy.deepcopy(SIZES | settings))
     found = llama.configure(SIZES | settings)
     rates = rotary_rates(8, found.rope_theta, found.rope_scaling, torch.device("cpu"))

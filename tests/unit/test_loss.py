@@ -21,7 +21,7 @@ def test_loss_and_gradients_equal_pytorchs(smoothing: float, rows: int, has_bias
     theirs = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
     leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
-    # An upstream factor other than 1: the gradient is computed ahead and must still be scaled.
+    # The upstream factor is not 1, because the gradient is computed in the forward pass and must still be scaled.
     torch.testing.assert_close(
         torch.autograd.grad(0.3 * ours, leaves),
         torch.autograd.grad(0.3 * theirs, leaves),
@@ -31,7 +31,7 @@ def test_loss_and_gradients_equal_pytorchs(smoothing: float, rows: int, has_bias
 
 
 def test_autocast_reaches_the_products() -> None:
-    """In bfloat16 the gradient is coarser than float32's but points the same way."""
+    """The gradient in bfloat16 is less exact than in float32, but has the same direction."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 24, generator=generator, requires_grad=True)
     weight = torch.randn(70, 24, generator=generator, requires_grad=True)

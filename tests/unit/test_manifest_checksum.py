@@ -1,4 +1,4 @@
-"""A manifest that is not byte for byte what was written, or whose ids no vocabulary holds, is refused by name."""
+"""Refusal of a manifest with a changed byte, or with token ids outside the vocabulary; the message names the field."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusal(bundle: Path) -> str:
 
 
 def without_checksum(bundle: Path) -> None:
-    """As Antiphon wrote manifests of version 2."""
+    """Return the manifest as Antiphon wrote it in version 2."""
     manifest = json.loads((bundle / MANIFEST_NAME).read_bytes())
     manifest.pop("checksum", None)
     manifest["format_version"] = 2
@@ -42,7 +42,7 @@ def without_checksum(bundle: Path) -> None:
 
 def test_a_bit_flipped_in_any_byte_of_the_manifest_is_refused_with_its_name(copy: Path) -> None:
     rng = random.Random(7)
-    # Every bit of the version too: flipped in its last one, 3 is 2, which may come without a checksum.
+    # The bits of the version too: 3 with its last bit flipped is 2, and version 2 needs no checksum.
     flips = [(at, rng.randrange(8)) for at in range(len(WHOLE))] + [(VERSION_AT, bit) for bit in range(8)]
     for at, bit in flips:
         (copy / MANIFEST_NAME).write_bytes(WHOLE[:at] + bytes([WHOLE[at] ^ 1 << bit]) + WHOLE[at + 1 :])
@@ -55,7 +55,7 @@ def test_white_space_counts_too(copy: Path, content: bytes) -> None:
     assert f"{copy / MANIFEST_NAME} is damaged" in refusal(copy)
 
 
-def test_an_edited_manifest_is_refused_with_what_to_do(copy: Path) -> None:
+def test_edited_manifest_is_refused_with_a_remedy(copy: Path) -> None:
     (copy / MANIFEST_NAME).write_bytes(WHOLE.replace(b'"num_heads": 8', b'"num_heads": 4'))
     message = refusal(copy)
     assert f"{copy / MANIFEST_NAME} is damaged" in message

@@ -1,4 +1,4 @@
-"""The 80/10/10 rule: what holds for every draw, and what holds of many."""
+"""The 80/10/10 rule of masking: properties of every sample, and frequencies over many samples."""
 
 import math
 
@@ -21,17 +21,17 @@ def masking(**settings: float) -> Masking:
 
 
 def texts(rows: int, length: int, seed: int) -> Tensor:
-    """Random texts with special tokens among ordinary ones, as a begin, an end and padding are."""
+    """Return random texts of ordinary tokens and special ones, such as begin, end and padding."""
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def within(found: int, trials: int, share: float) -> bool:
-    """Whether a count lies within five standard deviations of a binomial's mean."""
+    """Return whether a count is within five standard deviations of a binomial distribution's mean."""
     return abs(found - trials * share) < 5 * math.sqrt(trials * share * (1 - share)) + 1e-9
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 10_000), st.floats(0.01, 1.0))
-def test_masking_changes_only_what_is_predicted(rows: int, length: int, seed: int, rate: float) -> None:
+def test_masking_changes_only_predicted_tokens(rows: int, length: int, seed: int, rate: float) -> None:
     ids = texts(rows, length, seed)
     inputs, labels = masking(rate=rate).apply(ids, seed)
     chosen = labels != IGNORED_LABEL
@@ -53,7 +53,7 @@ def test_masking_of_a_text_without_ordinary_tokens_predicts_nothing() -> None:
 
 
 def test_masking_follows_the_80_10_10_rule() -> None:
-    """Of predicted tokens 80 % are masked, 10 % random and 10 % kept; a random one is the same token at times."""
+    """Of predicted tokens 80 % are masked, 10 % random and 10 % unchanged; a random token can be the same token."""
     ids = texts(2000, 100, seed=5)
     inputs, labels = masking().apply(ids, seed=6)
     chosen = labels != IGNORED_LABEL
@@ -66,7 +66,7 @@ def test_masking_follows_the_80_10_10_rule() -> None:
         assert within(int((drawn == token).sum()), len(drawn), 1 / ordinary), token
 
 
-def test_masking_chooses_every_place_alike() -> None:
+def test_masking_chooses_all_positions_equally_often() -> None:
     ids = torch.full((4000, 20), 9)
     labels = masking().apply(ids, seed=3)[1]
     for place in (labels != IGNORED_LABEL).sum(dim=0).tolist():

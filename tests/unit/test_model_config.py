@@ -8,7 +8,7 @@ from antiphon.model.transformer.transformer import Transformer
 
 @pytest.mark.parametrize(("name", "millions"), [("base", 65), ("big", 213)])
 def test_preset_has_the_papers_size(name: str, millions: int) -> None:
-    """Table 3 of the paper, rounded there; ours share one embedding."""
+    """The paper's table 3 has rounded sizes; all embeddings of our models are tied."""
     with torch.device("meta"):
         parameters = Transformer(preset(name)).num_parameters
     assert parameters / 1e6 == pytest.approx(millions, rel=0.04)
@@ -41,7 +41,7 @@ def test_rope_needs_an_even_head_width() -> None:
 
 
 def test_relative_distances_must_reach_beyond_their_exact_buckets() -> None:
-    """At half the buckets and below, the logarithm that spreads the rest is of 1 or less: no bucket at all."""
+    """At or below half of the buckets the logarithm for the other buckets is at most 0, so there would be none."""
     preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
     with pytest.raises(ValidationError, match="relative_max_distance=16"):
         preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)
@@ -90,7 +90,7 @@ def test_unknown_preset_is_named_with_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["encoder", "decoder"])
-def test_half_a_transformer_stands_alone(architecture: str) -> None:
+def test_encoder_only_and_decoder_only_models_are_valid(architecture: str) -> None:
     other = {"encoder": "decoder_layers", "decoder": "encoder_layers"}[architecture]
     model = Transformer(preset("tiny", architecture=architecture, **{other: 0})).eval()
     ids = torch.arange(4, 10)[None]
@@ -118,15 +118,15 @@ def test_config_survives_json() -> None:
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_parts_of_encoders_are_refused_elsewhere() -> None:
+def test_options_of_encoders_are_refused_in_other_architectures() -> None:
     for name, value in dict(token_types=2, embedding_width=16, share_layers=True).items():
         with pytest.raises(ValidationError, match=f"{name}={value} does not fit architecture='encoder-decoder'"):
             preset("tiny", **{name: value})
 
 
-def test_a_tied_head_reads_what_is_as_wide_as_the_embeddings() -> None:
+def test_tied_head_needs_the_width_of_the_embeddings() -> None:
     encoder = dict(architecture="encoder", decoder_layers=0, embedding_width=16)
     head = dict(task="fill_mask", tied=True)
     preset("tiny", **encoder, heads=[{**head, "transform_width": 16}])
-    with pytest.raises(ValidationError, match=r"fill_mask is tied to embeddings of width 16, .* is 32 wide"):
+    with pytest.raises(ValidationError, match=r"fill_mask is tied to embeddings of width 16, .* has width 32"):
         preset("tiny", **encoder, heads=[head])

@@ -64,7 +64,7 @@ def test_fit_never_predicts_less_than_nothing() -> None:
 
 
 def test_fit_refuses_too_few_lengths() -> None:
-    with pytest.raises(ValueError, match=r"needs 3 lengths; measured were \[16, 64\]"):
+    with pytest.raises(ValueError, match=r"needs at least 3 different lengths; measured: \[16, 64\]"):
         fit_memory([Measurement(rows=1, length=length, peak_bytes=1) for length in (16, 64)])
 
 

@@ -1,4 +1,4 @@
-"""Kinds of text that need no other library: words and bytes; templates; tables of tokens; bounds on lengths."""
+"""Segmenters that need no other library (words, bytes), templates, token tables and lower bounds of lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from antiphon.model.text.format import TextFormat, TokenizerError
 from antiphon.model.text.segmenters import Backend as BackendSegmenter
-from antiphon.model.text.segmenters import Bytes, Segmenter, Typed, Words
+from antiphon.model.text.segmenters import Bytes, Segmenter, WholeTokens, Words
 from antiphon.model.text.template import LanguageIds, UnknownLanguageError, fill, language_id, num_before
 from antiphon.model.text.token_table import IncrementalDecoder, Strips, table_of
 from antiphon.model.text.tokenizer import open_tokenizer
@@ -64,13 +64,13 @@ def test_bytes_that_form_no_character_are_left_out(tmp_path: Path) -> None:
 
 
 def test_typed_tokens_are_whole_and_the_longest_wins() -> None:
-    typed = Typed({"<a>": 1, "<a>b": 2})
+    typed = WholeTokens({"<a>": 1, "<a>b": 2})
     assert list(typed.split("x<a>b<a><a")) == [(0, "x", None), (1, "<a>b", 2), (5, "<a>", 1), (8, "<a", None)]
-    assert list(Typed({}).split("")) == []
+    assert list(WholeTokens({}).split("")) == []
 
 
 def whole_words() -> BackendSegmenter:
-    """Every word is unknown, and one token."""
+    """Every word becomes one unknown token."""
     backend = Backend(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -79,7 +79,7 @@ def whole_words() -> BackendSegmenter:
 
 @pytest.mark.parametrize("segmenter", [BYTES, Words({"a": 1}, 0), whole_words()], ids=["bytes", "words", "backend"])
 @pytest.mark.parametrize("text", ["", "a", " ", "a b " * 30, "<extra_id_0>" * 9, "wort " * 30_000, "x" * 60_000])
-def test_min_tokens_is_never_above_what_a_text_takes(segmenter: Segmenter, text: str) -> None:
+def test_min_tokens_is_a_lower_bound_of_the_tokens(segmenter: Segmenter, text: str) -> None:
     assert segmenter.min_tokens(text) <= len(segmenter.ids(text))
 
 
@@ -91,7 +91,7 @@ def test_min_tokens_of_a_long_text_is_that_of_many_words_at_least() -> None:
     ("strips", "expected"),
     [("nothing", "  a  b "), ("one space", " a  b "), ("leading spaces", "a  b "), ("white space", "a  b")],
 )
-def test_white_space_goes_from_the_ends_however_a_text_comes(strips: Strips, expected: str) -> None:
+def test_white_space_at_the_ends_is_removed_for_any_deltas(strips: Strips, expected: str) -> None:
     table = table_of({" ": 0, "a": 1, "b": 2, "<s>": 3}.items(), str.encode, {3}, strips=strips)
     ids = [3, 0, 0, 1, 0, 0, 2, 3, 0]
     assert table.decode(ids) == expected
@@ -122,7 +122,7 @@ def test_template_of_pairs_gives_the_second_its_type() -> None:
 
 
 @pytest.mark.parametrize("ids", [[8], [7, 50, 8], [8, 2, 51], [7, 50, 8, 2, 51]])
-def test_ids_keep_what_they_carry_of_the_template(ids: list[int]) -> None:
+def test_partly_filled_ids_keep_tokens_of_the_template(ids: list[int]) -> None:
     languages = LanguageIds(50, 51)
     assert fill(LANGUAGES, ids, None, languages, is_partly_filled=True)[0] == (7, 50, 8, 2, 51)
 
@@ -133,7 +133,7 @@ def test_ids_with_a_part_of_it_are_ids_like_others(ids: list[int]) -> None:
     assert filled == (7, 50, *ids, 2, 51)
 
 
-def test_unknown_language_is_told_with_those_there_are() -> None:
+def test_unknown_language_error_lists_known_languages() -> None:
     assert [language_id(LANGUAGES, code, "en") for code in ("", "de")] == [50, 51]
     with pytest.raises(UnknownLanguageError, match="one of de, en"):
         language_id(LANGUAGES, "fr", None)

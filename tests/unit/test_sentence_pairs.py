@@ -11,7 +11,7 @@ Documents = list[list[list[int]]]
 
 
 def documents(count: int, seed: int, max_sentences: int = 8) -> Documents:
-    """Documents in which every token is a number of its own, so that each says where it came from."""
+    """Return documents whose tokens are all different, so that a test can find the origin of each."""
     chance = random.Random(seed)
     numbers = iter(range(10**9))
     return [
@@ -29,7 +29,7 @@ def test_pairs_keep_to_the_length_and_have_two_parts(count: int, seed: int, max_
 
 
 @given(st.integers(2, 12), st.integers(0, 1000), st.integers(40, 200))
-def test_second_part_follows_exactly_where_the_pair_says_so(count: int, seed: int, max_tokens: int) -> None:
+def test_second_part_follows_the_first_only_if_is_next(count: int, seed: int, max_tokens: int) -> None:
     made = documents(count, seed)
     home = {token: index for index, document in enumerate(made) for sentence in document for token in sentence}
     for pair in sentence_pairs(made, max_tokens, seed):
@@ -41,7 +41,7 @@ def test_second_part_follows_exactly_where_the_pair_says_so(count: int, seed: in
 
 
 def test_every_document_is_read_once_through() -> None:
-    """Uncut, first parts and following second parts together are each document but a last sentence left alone."""
+    """Without truncation first and following second parts are the whole document, except a last sentence alone."""
     made = documents(40, seed=3)
     used = []
     for pair in sentence_pairs(made, 10_000, seed=4):

@@ -12,7 +12,7 @@ SENTENCE = st.lists(st.sampled_from(TAGS), max_size=9)
 
 
 def spans_by_definition(tags: Sequence[str]) -> set[Span]:
-    """Every stretch and label for which each sentence of the definition holds, tried one by one."""
+    """Return the spans by brute force: every range and label that satisfies the definition."""
 
     def holds(start: int, end: int, label: str) -> bool:
         begins = tags[start] == f"B-{label}" or (

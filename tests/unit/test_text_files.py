@@ -62,11 +62,11 @@ def test_conll_sentences_end_at_blank_lines_even_with_a_tab(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        (b"no label\n", dict(format="tsv"), r"a: line 1 is not text, tab and label"),
-        (b"x\tO\ny\tX-place\n", dict(format="conll"), r"a: line 2 is not word, tab and one of O"),
-        (b"y\tB-\n", dict(format="conll"), r"a: line 1 is not word"),
-        (b'{"intent": [{"texts": 1}]}', dict(format="snips"), r"a is not intent, items, data, text in JSON"),
-        (b"[1]", dict(format="snips"), r"a is not intent"),
+        (b"no label\n", dict(format="tsv"), r"a: line 1 must be text, tab and label"),
+        (b"x\tO\ny\tX-place\n", dict(format="conll"), r"a: line 2 must be word, tab and one of O"),
+        (b"y\tB-\n", dict(format="conll"), r"a: line 1 must be word"),
+        (b'{"intent": [{"texts": 1}]}', dict(format="snips"), r"a must be JSON of the form"),
+        (b"[1]", dict(format="snips"), r"a must be JSON"),
         (b"x\n", dict(format="lines"), r"a: format='lines' has no labels"),
     ],
 )

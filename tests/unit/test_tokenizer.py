@@ -30,7 +30,7 @@ AWKWARD = [
 
 
 def expected_normal_form(text: str) -> str:
-    """What the docstring promises, written without the library."""
+    """Return the normal form that the docstring of byte_bpe.py describes, computed without the library."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -50,7 +50,7 @@ def test_decode_inverts_encode(text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_min_tokens_is_never_above_what_encode_takes(text: str) -> None:
+def test_min_tokens_is_a_lower_bound_of_encode(text: str) -> None:
     assert TOKENIZER.min_tokens(text) <= len(TOKENIZER.encode(text))
 
 
@@ -60,14 +60,14 @@ def test_min_tokens_grows_with_the_text_and_not_with_its_spaces() -> None:
 
 
 @pytest.mark.parametrize("text", ["\u1112\u1161\u11ab", "\u037e", "\u1fef", "\u212a", "\u1fbe\u0308\u0301"])
-def test_min_tokens_holds_of_texts_that_become_shorter_by_composition(text: str) -> None:
+def test_min_tokens_is_a_lower_bound_when_normalisation_shortens_a_text(text: str) -> None:
     assert len(unicodedata.normalize("NFC", text).encode()) < len(text.encode())
     repeated = text * 3000
     assert 0 < TOKENIZER.min_tokens(repeated) <= len(TOKENIZER.encode(repeated))
 
 
 def test_min_tokens_of_combining_marks_takes_time_in_proportion_to_the_text() -> None:
-    """Unordered marks were sorted in quadratic time, with the interpreter's lock held: 0.6 s for 64 KiB, 10 for 256."""
+    """Unordered marks were sorted in quadratic time under the interpreter lock: 0.6 s for 64 KiB, 10 s for 256 KiB."""
 
     def cpu_s(num_bytes: int) -> float:
         text = "a" + "\u0301\u0316" * (num_bytes // 4)
@@ -80,7 +80,7 @@ def test_min_tokens_of_combining_marks_takes_time_in_proportion_to_the_text() ->
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.lists(st.integers(1, 5), max_size=40))
 def test_streamed_deltas_join_to_the_whole_text(ids: list[int], sizes: list[int]) -> None:
-    """Any ids, cut anywhere: also bytes that are no UTF-8, special tokens and split characters."""
+    """Random ids, split anywhere, with invalid UTF-8, special tokens and split characters."""
     stream, deltas, rest = TOKENIZER.stream(), [], list(ids)
     for size in sizes:
         deltas.append(stream.push(rest[:size]))
@@ -98,8 +98,8 @@ def test_stream_holds_back_half_a_character() -> None:
 
 
 @pytest.mark.parametrize("text", ["I don't know", "Straße 12", "🎼 ä"])
-def test_pieces_show_what_each_token_stands_for(text: str) -> None:
-    """Readable pieces are the text itself; the others name the bytes that they are a part of a character with."""
+def test_pieces_show_the_text_or_bytes_of_each_token(text: str) -> None:
+    """A piece is the token's text; a part of a character is shown as its bytes."""
     ids = TOKENIZER.encode(text)
     shown = b"".join(
         bytes.fromhex(piece.replace("<0x", "").replace(">", "")) if piece.startswith("<0x") else piece.encode()
@@ -155,8 +155,8 @@ def test_mask_token_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_vocabulary_with_a_mask_token_reads_other_texts_alike(text: str) -> None:
-    """Beside one trained the same way without: every id is one higher, for the vocabulary has one token more."""
+def test_mask_token_does_not_change_the_tokens_of_other_texts(text: str) -> None:
+    """Compared with a vocabulary without mask token, every id is one higher, because there is one token more."""
     plain = Tokenizer.train(SENTENCES, vocab_size=339)
     assert MASKED.encode(text) == [index + 1 for index in plain.encode(text)]
     assert MASKED.decode(MASKED.encode(text)) == MASKED.normalize(text)
@@ -164,8 +164,8 @@ def test_vocabulary_with_a_mask_token_reads_other_texts_alike(text: str) -> None
 
 @pytest.mark.parametrize("word", ["weather", "The", "12"])
 @pytest.mark.parametrize("text", ["The weather is nice, 12 of them.", "is it the weather?", "weather"])
-def test_typed_mask_token_stands_in_a_words_place(text: str, word: str) -> None:
-    """The tokens around it are those that are there when nothing is masked."""
+def test_mask_token_in_a_text_replaces_a_word(text: str, word: str) -> None:
+    """The tokens before and after the mask are the same as in the text without a mask."""
     expected: list[int | None] = []
     for piece in re.split(rf"( ?\b{word}\b)", " " + text):
         expected += [MASKED.mask_id] if piece.strip() == word else pieces_of(piece)
@@ -173,7 +173,7 @@ def test_typed_mask_token_stands_in_a_words_place(text: str, word: str) -> None:
 
 
 def pieces_of(piece: str) -> list[int]:
-    """Tokens of a stretch that begins with a space or goes on with a text: those behind a letter that is cut off."""
+    """Return the tokens of a text inside another text: they are computed after a letter, whose token is removed."""
     if piece.startswith(" ") or not piece:
         return MASKED.encode(piece)
     return MASKED.encode("q" + piece)[len(MASKED.encode("q")) :]

@@ -1,4 +1,4 @@
-"""Training on a made-up language of a few dozen words: small enough to learn in seconds."""
+"""Training on an artificial language of a few dozen words, which a model learns in seconds."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from antiphon.model.training.train import Trainer, learning_rate
 from antiphon.model.training.translation_task import TranslationTask
 from antiphon.model.transformer.greedy import greedy
 
-torch.set_num_threads(1)  # arrays this small lose time to threads
+torch.set_num_threads(1)  # arrays this small are slower with several threads
 
 WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree": "Baum", "old": "alt", "new": "neu"}
 
@@ -94,11 +94,11 @@ def train(folder: Path, run: str, **settings: object) -> Path:
 
 
 class Killed(Exception):
-    """Stands for SIGKILL: training stops between two statements and nothing is tidied up."""
+    """Simulation of SIGKILL: training stops between two statements without any clean-up."""
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at step 27, it goes on from step 20 and ends with the same weights, bit for bit, dropout included."""
+    """A run killed at step 27 resumes from step 20 and ends with bit-identical weights, also with dropout."""
     whole = train(tmp_path, "whole")
     step = Trainer.train_step
 
@@ -122,7 +122,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: py
 
 
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
-    """torchrun with two processes: both see their own batches, validate together and agree on the weights."""
+    """With torchrun two processes train on different batches, validate together and end with equal weights."""
     recipe = make_recipe(tmp_path, max_steps=60, checkpoint_every_steps=30)
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     script = tmp_path / "worker.py"
@@ -155,17 +155,17 @@ def test_training_learns_the_language(tmp_path: Path) -> None:
 
 
 def test_training_that_ends_with_its_epochs_keeps_their_last_step(tmp_path: Path) -> None:
-    """It once ended without a checkpoint: the steps since the last interval, here all of them, were lost."""
+    """Earlier the run ended without a checkpoint, and the steps since the last interval (here all) were lost."""
     averaged = train(tmp_path, "run", max_epochs=2, max_steps=1000, checkpoint_every_steps=500, batch_tokens=2048)
     (kept,) = (tmp_path / "run/checkpoints").iterdir()
     assert json.loads((kept / "state.json").read_text())["step"] == int(kept.name.removeprefix("step-"))
     assert load_checkpoint(averaged).config.d_model == 32
 
 
-def test_training_without_a_full_batch_says_so(tmp_path: Path) -> None:
+def test_training_without_a_full_batch_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     recipe = recipe.model_copy(update=dict(model={**recipe.model, "max_source_len": 1}))
-    with pytest.raises(RecipeError, match="fills no batch"):
+    with pytest.raises(RecipeError, match="has too few texts"):
         Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
 
 
@@ -218,7 +218,7 @@ def test_learning_rate_is_the_papers_schedule() -> None:
     assert learning_rate(50, TrainConfig(warmup_steps=50, peak_lr=0.005), 512) == pytest.approx(0.005)
 
 
-def test_cool_down_ends_the_schedule_at_nearly_nothing() -> None:
+def test_cool_down_ends_with_a_learning_rate_near_zero() -> None:
     plain = TrainConfig(warmup_steps=10, max_steps=1000)
     cooled = TrainConfig(warmup_steps=10, max_steps=1000, cooldown_steps=100)
     ratios = [learning_rate(step, cooled, 512) / learning_rate(step, plain, 512) for step in (1, 900, 901, 951, 1000)]
@@ -247,8 +247,8 @@ def test_wrong_argument_ends_with_exit_code_2(
     assert not (tmp_path / "run").exists()
 
 
-def test_training_goes_on_from_a_pruned_checkpoint(tmp_path: Path) -> None:
-    """--init takes shape, tokenizer and weights, whatever the recipe's model: what pruning cost is learned again."""
+def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path) -> None:
+    """--init gives shape, tokenizer and weights instead of the recipe; training recovers the loss of pruning."""
     recipe = make_recipe(tmp_path, max_steps=200, peak_lr=1e-2, checkpoint_every_steps=100)
     group = Group(rank=0, size=1, device=torch.device("cpu"))
     averaged = Trainer(recipe, tmp_path, tmp_path / "run", group).run()
@@ -270,5 +270,5 @@ def test_training_from_an_encoder_alone_is_refused(tmp_path: Path) -> None:
     init = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
     config = init.config.model_copy(update={"architecture": "encoder", "decoder_layers": 0})
     group = Group(rank=0, size=1, device=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match=r"architecture='encoder'.* only encoder-decoders"):
+    with pytest.raises(CheckpointError, match=r"architecture='encoder'.* only encoder-decoder models"):
         Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", group, init=replace(init, config=config))

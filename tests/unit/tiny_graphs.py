@@ -1,7 +1,7 @@
-"""A bundle small enough to check by hand: graphs built node by node, and the same network in NumPy.
+"""A tiny bundle: graphs built node by node, and the same network in NumPy as reference.
 
-One encoder block without norms, decoder layers of cached self-attention and cross-attention, random weights. Follows
-the contract of bundle.GraphSet, so that the runner is tested without training or exporting anything.
+One encoder block without norms, decoder layers with cached self-attention and cross-attention, random weights. The
+graphs follow the contract of manifest.GraphSet, so that tests of the runner need no training and no export.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def tiny_config(max_len: int = 24) -> ModelConfig:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Weights by name, and the reference computed from scratch for one sequence."""
+    """Weights by name, and reference outputs for one sequence, computed without caches."""
 
     config: ModelConfig
     weights: dict[str, Array]
 
     def memory(self, source: Sequence[int]) -> Array:
-        """The encoder's states [S, M]."""
+        """Return the encoder's states [S, M] of a source."""
         w = self.weights
         embedded = w["embedding"][list(source)]
         return embedded + self._attend(embedded @ w["enc_q"], embedded @ w["enc_k"], embedded @ w["enc_v"])
 
     def logits(self, source: Sequence[int], targets: Sequence[int]) -> Array:
-        """Logits [V] after the last of targets."""
+        """Return the logits [V] of the token after targets."""
         w, width, memory = self.weights, self.config.d_model, self.memory(source)
         hidden = w["embedding"][list(targets)]
         causal = np.where(np.tri(len(targets), dtype=bool), 0, -np.inf).astype(np.float32)
@@ -77,7 +77,7 @@ def tiny_model(config: ModelConfig, seed: int = 0) -> TinyModel:
 
 
 def write_bundle(path: Path, model: TinyModel, lowerings: Sequence[Lowering] = ("contrib",)) -> Bundle:
-    """Write float32 graphs of each lowering and load the bundle; lowerings differ in the encoder only."""
+    """Write float32 graphs of each lowering and load the bundle; lowerings differ only in the encoder."""
     path.mkdir(exist_ok=True)
     (path / "tokenizer.json").write_text("{}")
     decoder = _decoder(model)
@@ -104,7 +104,7 @@ def write_bundle(path: Path, model: TinyModel, lowerings: Sequence[Lowering] = (
 
 
 class _Nodes(list[onnx.NodeProto]):
-    """Nodes in order; each call appends one and returns its first output."""
+    """List of nodes; each call appends one node and returns its first output."""
 
     def add(self, kind: str, inputs: Sequence[str], *outputs: str, domain: str = "", **attributes: Any) -> str:
         outputs = outputs or (f"t{len(self)}",)

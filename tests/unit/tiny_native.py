@@ -1,7 +1,7 @@
-"""The network of tiny_graphs.py by the native operators: packed tokens, a block pool, sampling in the graph.
+"""The network of tiny_graphs.py with native operators: packed batches, a block pool, sampling in the graph.
 
-Built node by node after the contract of bundle.GraphSet, so that the runner and the operators are tested together
-without training or exporting anything.
+It is built node by node and follows the contract of manifest.GraphSet, so that tests of runner and operators need no
+training and no export.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_native_bundle(path: Path, model: TinyModel, cache: CacheType = "float3
 
 
 class _Graph:
-    """Nodes of the antiphon domain, and the packed weights they name."""
+    """Nodes of the antiphon operator domain, with their packed weights."""
 
     def __init__(self, model: TinyModel, cache: CacheType) -> None:
         self.config = model.config
@@ -86,7 +86,7 @@ class _Graph:
         return outputs[0]
 
     def weight(self, name: str, matrix: NDArray[np.float32]) -> str:
-        """A [O, K] matrix, packed to [Op / 16, K, 16]."""
+        """Add a matrix [O, K], packed to [Op / 16, K, 16], and return its name."""
         outputs, inner = matrix.shape
         padded = np.zeros((-(-outputs // PANEL) * PANEL, inner), np.float32)
         padded[:outputs] = matrix
@@ -94,7 +94,7 @@ class _Graph:
         return name
 
     def linear(self, source: str, *names: str) -> str:
-        """source times the weights [K, O] of the names, side by side."""
+        """Add the product of source and the concatenated weights [K, O] of these names; return the output's name."""
         matrix = np.concatenate([self.weights[name] for name in names], axis=1).T
         weight = self.weight("+".join(names), matrix)
         return self.add("Linear", [source, weight], width=len(matrix), activation="none")
@@ -168,7 +168,7 @@ def _tensor(name: str, shape: list[Any], kind: int) -> onnx.ValueInfoProto:
 
 
 def tiny_native_config(max_len: int = 40) -> ModelConfig:
-    """Head width 8, below the 16 that the pool rounds up to, and sequences of up to three blocks."""
+    """Return a shape with head width 8, which the pool rounds up to 16, and sequences of up to three blocks."""
     return ModelConfig(
         vocab_size=24, d_model=16, encoder_layers=1, decoder_layers=2, num_heads=2, d_ff=16,
         positions="none", max_source_len=max_len, max_target_len=max_len,

@@ -1,4 +1,5 @@
-"""Public model families, one file each: how a checkpoint of theirs becomes one of ours.
+"""Public model families, one file each: conversion of their checkpoints to our model.
 
-family.py says what a family is. A new one is a file beside the others with a FAMILY in it: no list names them.
+family.py defines the interface. To add a family, add a file with a module variable FAMILY to this package; family.py
+finds it without a list.
 """

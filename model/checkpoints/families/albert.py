@@ -1,4 +1,4 @@
-"""ALBERT (Lan et al. 2020): narrow embeddings, and one layer for all."""
+"""ALBERT (Lan et al. 2020): BERT with narrow embeddings and one set of weights for all layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _NAMES = EncoderNames(
             output="predictions.decoder",
             output_biases=("predictions.decoder.bias", "predictions.bias"),
         ),
-        # Pairs are told from the same two texts in the other order, section 3.1, where BERT's are from unrelated ones.
+        # Sentence order prediction (section 3.1): are two texts in their original order or swapped? BERT's task is to
+        # recognise unrelated texts.
         HeadNames(
             task="next_sentence",
             transform="pooler",
@@ -44,7 +45,7 @@ _NAMES = EncoderNames(
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """BERT with what ALBERT shares; more than one group of layers, which no published model has, is refused."""
+    """Return BERT's shape with shared layers. More than one group of layers is refused; no published model has it."""
     for name in ("num_hidden_groups", "inner_group_num"):
         refuse_unless(settings, name, only=1, default=1)
     return encoder_only.configure(
@@ -60,7 +61,7 @@ FAMILY = Family(
     name="ALBERT",
     model_types=("albert",),
     configure=configure,
-    settle=partial(encoder_only.settle, names=_NAMES),
+    resolve=partial(encoder_only.resolve, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
     text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",

@@ -15,7 +15,7 @@ _UNKNOWN_ID = 3
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Learned positions from row 2 on, a norm behind the embeddings, norms behind the layers."""
+    """Return the shape: learned positions from row 2 on, a norm after the embeddings, post-norm layers."""
     ids = encoder_decoder.special_ids(settings, pad=1, begin=2, eos=2, unk=_UNKNOWN_ID)
     return encoder_decoder.configure(
         settings, **ids, positions="learned", positions_offset=2, embedding_norm=True, output_bias=True
@@ -23,7 +23,7 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
-    """The begin token before a text and the end token behind it, as tokenizer.json says."""
+    """Return the text format of tokenizer.json: begin token, text, end token."""
     return tokenizers_format(folder)
 
 
@@ -31,7 +31,7 @@ FAMILY = Family(
     name="BART",
     model_types=("bart",),
     configure=configure,
-    settle=encoder_decoder.settle_ties,
+    resolve=encoder_decoder.resolve_ties,
     load=encoder_decoder.load,
     text=text,
     reference="AutoModelForSeq2SeqLM",

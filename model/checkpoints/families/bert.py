@@ -35,7 +35,7 @@ _NAMES = EncoderNames(
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Learned positions and token types, a norm behind them, norms behind the layers."""
+    """Return the shape: learned positions and token types, a norm after the embeddings, post-norm layers."""
     return encoder_only.configure(settings, _NAMES, **encoder_only.bert_fields(settings))
 
 
@@ -43,7 +43,7 @@ FAMILY = Family(
     name="BERT",
     model_types=("bert",),
     configure=configure,
-    settle=partial(encoder_only.settle, names=_NAMES),
+    resolve=partial(encoder_only.resolve, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
     text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",

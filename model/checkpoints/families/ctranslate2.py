@@ -1,7 +1,8 @@
-"""CTranslate2 directories: encoder-decoder Transformers, in float32, float16, bfloat16 or with integer weights.
+"""CTranslate2 directories: encoder-decoder Transformers in float32, float16, bfloat16 or with integer weights.
 
-What config.json says elsewhere, scalars of model.bin say here (CTranslate2's python/ctranslate2/specs): its file
-version and the specification's revision decide where. Beside it lie vocabularies, and maybe SentencePiece models.
+Scalars in model.bin hold the settings that other families have in config.json (CTranslate2's python/ctranslate2/specs).
+Newer file versions have some of them in config.json. The directory also has vocabularies and sometimes SentencePiece
+models.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from antiphon.model.checkpoints.settings import Settings, describe
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.config import Activation, ModelConfig
 
-_HEADS = {"TransformerBase": 8, "TransformerBig": 16, "TransformerSpec": 8}  # of revisions that do not say
+_HEADS = {"TransformerBase": 8, "TransformerBig": 16, "TransformerSpec": 8}  # for revisions without num_heads
 _NEWEST_REVISION = 7
-_HEADS_SAID, _CONFIG_FILE = 3, 6  # the revision that brought num_heads; the file version that brought config.json
+_CONFIG_FILE = 6  # first file version with a config.json
 
-# ops::ActivationType of CTranslate2, in its order; the others are none of ours.
+# Values of CTranslate2's ops::ActivationType; our model does not have the other activations.
 _ACTIVATIONS: dict[int, Activation] = {0: "relu", 1: "gelu_tanh", 2: "silu", 3: "gelu"}
-# Computed or relative positions have no end: these lengths are what a bundle takes.
+# Sinusoidal and relative positions have no maximum, so these are the maximum lengths of a bundle, in tokens.
 _SOURCE_LEN, _TARGET_LEN = 1024, 512
-# The logit of a begin token that is in no vocabulary: too small to be chosen or to count in a softmax.
-_NEVER = -64.0
+# Logit of a begin token outside the vocabulary: too small to be sampled or to change a softmax.
+_BEGIN_LOGIT = -64.0
 
 _SIDES = r"(?:encoder|decoder)/"
 _PARTS = (
@@ -44,7 +45,7 @@ _PARTS = (
 )
 _TENSOR = re.compile(_SIDES + f"(?:{_PARTS})")
 _STRINGS = ("unk_token", "bos_token", "eos_token")
-# Scalars: those that are read below, those that change nothing here, and those that must have one value.
+# Scalars that are read below, scalars without effect here, and scalars with only one supported value.
 _READ = {
     "pre_norm", "activation", "num_heads", "scale_embeddings", "multiply_by_sqrt_depth", "start_from_zero_embedding",
     "queries_scale", "relative_attention_max_distance", "head_dim", "rotary_base", "scale_outputs",
@@ -55,15 +56,17 @@ _ONLY = {"alibi": 0, "multi_query_attention": 0, "rotary_interleave": 0}
 
 
 def recognises(folder: Path) -> bool:
-    """A directory with a model.bin that begins as CTranslate2's do."""
+    """Return whether a directory has a model.bin in CTranslate2's format."""
     return is_model_file(folder / "model.bin")
 
 
 def read_settings(folder: Path) -> Settings:
-    """config.json, where there is one, and what model.bin says of the model but for its tensors' numbers.
+    """Return the settings of config.json, if it exists, and of model.bin, without the tensors' data.
 
-    scalars: every value that the scalars of one name have, whichever layer or side they are of.
-    shapes: of the tensors. tokens: of each side's vocabulary, with those that CTranslate2 adds when it loads.
+    scalars: for each name all values in all layers of encoder and decoder.
+    shapes: shape of each tensor.
+    tokens: source and target vocabulary, with the tokens that CTranslate2 adds when it loads a model.
+    Raises SourceError naming the file.
     """
     file = _open(folder)
     scalars: dict[str, set[float]] = {}
@@ -83,27 +86,27 @@ def read_settings(folder: Path) -> Settings:
         "tie_source_target": _is_source_tied(folder, file),
         "tie_output": _is_embedding(file, "decoder/projection/weight") and "scale_outputs" not in scalars,
         "tokens": (tokens := read_vocabularies(folder, described, adds_begin=starts_from_zero)),
-        # What CTranslate2 does unless told otherwise, and what it can never choose.
+        # CTranslate2's default min_decoding_length, and the begin token that it can never generate.
         "min_new_tokens": 1,
         "suppress_tokens": [len(tokens[1]) - 1] if starts_from_zero else [],
     }
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """What the scalars and the shapes of tensors say. Raises SourceError naming what our model has no part for."""
+    """Return the shape from the scalars and the tensors' shapes. Raises SourceError naming what is not supported."""
     _refuse_unknown(settings)
-    shapes, one = settings["shapes"], _Scalars(settings)
+    shapes, scalars = settings["shapes"], _Scalars(settings)
     width = _shape(settings, "decoder/embeddings/weight")[1]
     layer = "encoder/layer_0"
-    heads = int(one.of("num_heads", settings["heads"]))
+    heads = int(scalars.of("num_heads", settings["heads"]))
     head_dim = _shape(settings, f"{layer}/self_attention/linear_0/weight")[0] // (3 * heads)
-    if (kv_heads := one.of("num_heads_kv", heads)) != heads:
+    if (kv_heads := scalars.of("num_heads_kv", heads)) != heads:
         raise SourceError(f"{settings['path']}: num_heads_kv is {kv_heads:g}; only num_heads, {heads}, is supported")
     has_norm_bias = f"{layer}/self_attention/layer_norm/beta" in shapes
     gated = f"{layer}/ffn/linear_0_noact/weight" in shapes
-    if (kind := int(one.of("activation", 0))) not in _ACTIVATIONS:
+    if (kind := int(scalars.of("activation", 0))) not in _ACTIVATIONS:
         raise SourceError(f"{settings['path']}: activation is {kind}; supported are {sorted(_ACTIVATIONS)}")
-    begins_with_zeros = one.of("start_from_zero_embedding", 0) == 1
+    begins_with_zeros = scalars.of("start_from_zero_embedding", 0) == 1
     return describe(
         **_vocabularies(settings),
         d_model=width,
@@ -113,24 +116,24 @@ def configure(settings: Settings) -> ModelConfig:
         head_dim=None if head_dim * heads == width else head_dim,
         d_ff=_shape(settings, f"{layer}/ffn/linear_0/weight")[0],
         norm="layernorm" if has_norm_bias else "rmsnorm",
-        norm_placement="pre" if one.of("pre_norm", 1) else "post",
+        norm_placement="pre" if scalars.of("pre_norm", 1) else "post",
         norm_eps=settings.get("layer_norm_epsilon") or (1e-5 if has_norm_bias else 1e-6),
         activation=_ACTIVATIONS[kind],
         gated=gated,
-        **_positions(settings, one, head_dim),
+        **_positions(settings, scalars, head_dim),
         tie_source_target=settings["tie_source_target"],
         tie_output=settings["tie_output"],
         output_bias=begins_with_zeros or "decoder/projection/bias" in shapes,
-        scale_embeddings=_scales_embeddings(settings, one, width),
+        scale_embeddings=_scales_embeddings(settings, scalars, width),
         embedding_norm="encoder/layernorm_embedding/gamma" in shapes,
-        attention_scale=one.of("queries_scale", 0) or None,
+        attention_scale=scalars.of("queries_scale", 0) or None,
         bias=f"{layer}/self_attention/linear_0/bias" in shapes,
         dropout=0.0,
     )
 
 
 def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
-    """The tensors in float32, each made when it is taken; those of a vocabulary with the begin token's row."""
+    """Return the tensors as float32, each converted when it is taken; a missing row of the begin token is added."""
     file = _open(folder)
     adds_row = any(_scalar(file, name) for name in file if name.endswith("start_from_zero_embedding"))
     names = {_renamed(name): name for name in _tensors(file)}
@@ -139,13 +142,13 @@ def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
     factor = file.scalar("decoder/scale_outputs", 1.0)
     readers: dict[str, Callable[[], Tensor]] = {}
     for renamed, name in names.items():
-        extra = None if not adds_row or renamed not in longer else _NEVER if renamed.endswith("bias") else 0.0
+        extra = None if not adds_row or renamed not in longer else _BEGIN_LOGIT if renamed.endswith("bias") else 0.0
         readers[renamed] = _reader(
             file, name, extra, factor if renamed == "decoder/projection/weight" else 1.0, on_meta
         )
     if adds_row and "decoder/projection/bias" not in names:
         rows = file.shape(names["decoder/projection/weight"])[0]
-        readers["decoder/projection/bias"] = lambda: torch.cat([torch.zeros(rows), torch.tensor([_NEVER])])
+        readers["decoder/projection/bias"] = lambda: torch.cat([torch.zeros(rows), torch.tensor([_BEGIN_LOGIT])])
     return SourceWeights(readers, ExitStack(), on_meta=on_meta)
 
 
@@ -172,7 +175,7 @@ def _config_file(folder: Path, file: ModelFile) -> dict[str, Any]:
 
 
 def _tokens(file: ModelFile, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json, with what older files say in its place: special tokens and which of them stand around texts."""
+    """Return config.json, completed from the scalars of older files: special tokens and where they are added."""
     names = {
         key: config.get(key) or file.text(key, default)
         for key, default in zip(_STRINGS, ("<unk>", "<s>", "</s>"), strict=True)
@@ -193,24 +196,24 @@ def _tensors(file: ModelFile) -> list[str]:
 
 
 def _is_source_tied(folder: Path, file: ModelFile) -> bool:
-    """Whether both sides embed the same tokens with the same vectors."""
+    """Return whether source and target share one vocabulary and one embedding."""
     names = ("encoder/embeddings_0/weight", "encoder/embeddings/weight")
     return is_shared(folder) and any(_is_embedding(file, name) for name in names)
 
 
 def _is_embedding(file: ModelFile, name: str) -> bool:
-    """Whether a tensor is the target's embedding."""
+    """Return whether a tensor is equal to the target embedding."""
     embedding = "decoder/embeddings/weight"
     return name in file and embedding in file and file.is_same(name, embedding)
 
 
 def _renamed(name: str) -> str:
-    """One name for all revisions: the only embedding of a list is the embedding."""
+    """Return the tensor name of newer revisions; some revisions number the only source embedding."""
     return name.replace("encoder/embeddings_0/", "encoder/embeddings/")
 
 
 def _scalar(file: ModelFile, name: str) -> float:
-    """A scalar; a flag that says to scale by the root of the width is not the factor 1, but -1."""
+    """Return a scalar; a flag to scale embeddings by sqrt(d_model) becomes -1, since 1 is a factor."""
     value = file.scalar(name, 0)
     is_flag = name.endswith(("scale_embeddings", "multiply_by_sqrt_depth")) and file.dtype(name) == "int8"
     return -value if is_flag else value
@@ -230,14 +233,14 @@ def _reader(file: ModelFile, name: str, extra: float | None, factor: float, on_m
 
 
 class _Scalars:
-    """Scalars that the whole model must agree on."""
+    """Scalars that must have the same value in the whole model."""
 
     def __init__(self, settings: Settings) -> None:
         self._values: Mapping[str, set[float]] = settings["scalars"]
         self._path = settings["path"]
 
     def of(self, name: str, default: float) -> float:
-        """The only value of a name. Raises SourceError where layers or sides differ."""
+        """Return the only value of a name, or `default` without one. Raises SourceError if layers differ."""
         values = self._values.get(name, {default})
         if len(values) > 1:
             raise SourceError(f"{self._path}: {name} is {sorted(values)}; only one value for all layers is supported")
@@ -254,7 +257,8 @@ def _refuse_unknown(settings: Settings) -> None:
         if name not in _READ | _UNUSED | _ONLY.keys():
             raise SourceError(f"{settings['path']}: {name} is {sorted(values)}, which is not supported")
     if settings.get("quantization_type"):
-        raise SourceError(f"config.json: quantization_type is {settings['quantization_type']!r}; none is supported")
+        kind = settings["quantization_type"]
+        raise SourceError(f"config.json: quantization_type is {kind!r}; no value of it is supported")
 
 
 def _shape(settings: Settings, name: str) -> tuple[int, ...]:
@@ -270,7 +274,7 @@ def _count_layers(shapes: Mapping[str, object], side: str) -> int:
 
 
 def _vocabularies(settings: Settings) -> dict[str, Any]:
-    """Sizes of the vocabularies, and the target's special tokens."""
+    """Return the vocabulary sizes and the target's special token ids."""
     source, target = settings["tokens"]
     rows = {side: _shape(settings, f"{side}/embeddings/weight")[0] for side in ("encoder", "decoder")}
     begins_with_zeros = settings["scalars"].get("start_from_zero_embedding") == {1.0}
@@ -284,8 +288,8 @@ def _vocabularies(settings: Settings) -> dict[str, Any]:
     begin, end = settings["decoder_start_token"], settings["eos_token"]
     if begin is None:
         raise SourceError(
-            "the begin token is the caller's to give (decoder_start_token is null), which is not supported: "
-            "import the checkpoint that was converted"
+            "decoder_start_token is null, so each caller must give the begin token, which is not supported: "
+            "import the original checkpoint from before the conversion"
         )
     for token in (begin, end):
         if token not in ids:
@@ -301,34 +305,34 @@ def _vocabularies(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _positions(settings: Settings, one: _Scalars, head_dim: int) -> dict[str, Any]:
+def _positions(settings: Settings, scalars: _Scalars, head_dim: int) -> dict[str, Any]:
     shapes, names = settings["shapes"], ("encoder", "decoder")
     tables = [shapes.get(f"{side}/position_encodings/encodings") for side in names]
     lengths = dict(max_source_len=_SOURCE_LEN, max_target_len=_TARGET_LEN)
     bias = shapes.get("encoder/layer_0/self_attention/relative_attention_bias")
     if bias is not None:
-        reach = int(one.of("relative_attention_max_distance", 128))
+        reach = int(scalars.of("relative_attention_max_distance", 128))
         return dict(positions="t5_relative", relative_buckets=bias[0], relative_max_distance=reach, **lengths)
     if "rotary_dim" in settings["scalars"]:
-        if (width := one.of("rotary_dim", 0)) not in (0, head_dim):
-            raise SourceError(f"{settings['path']}: rotary_dim is {width:g}; only the heads' width is supported")
-        return dict(positions="rope", rope_theta=one.of("rotary_base", 10000), **lengths)
+        if (width := scalars.of("rotary_dim", 0)) not in (0, head_dim):
+            raise SourceError(
+                f"{settings['path']}: rotary_dim is {width:g}; only the head width {head_dim} is supported"
+            )
+        return dict(positions="rope", rope_theta=scalars.of("rotary_base", 10000), **lengths)
     if all(table is not None for table in tables):
         return dict(positions="learned", max_source_len=tables[0][0], max_target_len=tables[1][0])
     if any(table is not None for table in tables):
-        raise SourceError(f"{settings['path']}: one side has position_encodings, the other has none")
+        raise SourceError(f"{settings['path']}: only one of encoder and decoder has position_encodings, expected both")
     # layers/common.cc of CTranslate2 counts positions from 1.
     return dict(positions="sinusoidal", sinusoids="fairseq", positions_offset=1, **lengths)
 
 
-def _scales_embeddings(settings: Settings, one: _Scalars, width: int) -> bool:
-    factor = one.of("scale_embeddings", one.of("multiply_by_sqrt_depth", -1))
+def _scales_embeddings(settings: Settings, scalars: _Scalars, width: int) -> bool:
+    factor = scalars.of("scale_embeddings", scalars.of("multiply_by_sqrt_depth", -1))
     if factor in (0, 1):
         return False
     if factor != -1 and not math.isclose(factor, math.sqrt(width), rel_tol=1e-6):
-        raise SourceError(
-            f"{settings['path']}: scale_embeddings is {factor:g}; only 1 and the root of the width are supported"
-        )
+        raise SourceError(f"{settings['path']}: scale_embeddings is {factor:g}; only 1 and sqrt(d_model) are supported")
     return True
 
 

@@ -1,4 +1,4 @@
-"""From the names of CTranslate2's Transformer specification to the parts of our model."""
+"""Loading of CTranslate2 tensors into our model, by the names of CTranslate2's Transformer specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.model.transformer.transformer import Stack, Transformer
 
 
 def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
-    """Fill the model."""
+    """Fill the model with the tensors of a model.bin."""
     assert model.encoder is not None
     assert model.decoder is not None
     config = model.config
@@ -28,7 +28,7 @@ def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
     weights.fill_tied(model.decoder.embedding.weight, *target)
     if config.output_bias:
         weights.fill(model.output.bias, "decoder/projection/bias")
-    # Every layer may hold the bias table; the first one's is used.
+    # Every layer can have the bias table; the first layer's table is used.
     weights.ignore("*/layer_[1-9]*/self_attention/relative_attention_bias")
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         _load_stack(stack, weights, name, config)

@@ -1,7 +1,7 @@
-"""Vocabularies of a CTranslate2 directory: which files there are, and how texts become their ids.
+"""Vocabularies and text format of a CTranslate2 directory.
 
-A vocabulary is a text file of a token a line, or a JSON list; CTranslate2 adds the unknown token where it is missing
-(src/vocabulary.cc). Texts are tokens between spaces, or are cut by SentencePiece models that lie beside.
+A vocabulary is a text file with one token a line, or a JSON list. CTranslate2 adds the unknown token if it is missing
+(src/vocabulary.cc). Texts are tokens between spaces, or are segmented by SentencePiece models in the directory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _PIECES = (".spm", ".model")
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether sources and targets have one vocabulary."""
+    """Return whether sources and targets share one vocabulary."""
     return _path(folder, "shared_vocabulary") is not None
 
 
 def read_vocabularies(folder: Path, settings: Settings, *, adds_begin: bool) -> Tokens:
-    """Tokens of sources and of targets, one list where they share it.
+    """Return source and target tokens; the same list if they share it.
 
-    adds_begin: the model begins with a vector of zeros, so a token that no text has is added for it.
+    adds_begin: the decoder starts with a zero vector instead of a begin token, so a token that no text contains is
+        added for it.
+    Raises SourceError naming the missing or damaged file.
     """
     unknown = settings["unk_token"]
     if (shared := _read(folder, "shared_vocabulary", unknown)) is not None:
@@ -48,7 +50,7 @@ def read_vocabularies(folder: Path, settings: Settings, *, adds_begin: bool) -> 
 
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """SentencePiece models where there are any, or else tokens between spaces."""
+    """Return the text format: SentencePiece if the directory has models, otherwise tokens between spaces."""
     source, target = settings["tokens"]
     names = _written(settings, "json" if (pieces := _pieces(folder)) else "txt")
     common: dict[str, Any] = dict(
@@ -60,12 +62,14 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
         return TextFormat(kind="sentencepiece", source=pieces[0], target=pieces[-1], **common)
     for token in (*source, *target):
         if "\n" in token:
-            raise SourceError(f"{folder}: the token {token!r} cannot stand in a text of tokens between spaces")
+            raise SourceError(
+                f"{folder}: the token {token!r} has a line break, so it cannot be in a list of one a line"
+            )
     return TextFormat(kind="words", source=names[0], target=names[-1], **common)
 
 
 def write_text(folder: Path, settings: Settings, to: Path) -> None:
-    """The vocabularies as TextFormat knows them: a token a line, or of SentencePiece models the id of each piece."""
+    """Write the vocabularies for TextFormat: one token a line, or JSON from piece to id for SentencePiece models."""
     is_json = bool(_pieces(folder))
     names = _written(settings, "json" if is_json else "txt")
     for name, tokens in zip(names, settings["tokens"], strict=False):
@@ -91,11 +95,13 @@ def _template(source: Sequence[str], settings: Settings) -> Template:
 
 
 def _pieces(folder: Path) -> list[str]:
-    """SentencePiece models beside model.bin: the one of both sides, or the source's and the target's."""
+    """Return the SentencePiece models of the directory: one for both sides, or source and target, or none."""
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _PIECES)
     if len(found) <= 1 or (len(found) == 2 and found[0].startswith("source") and found[1].startswith("target")):
         return found
-    raise SourceError(f"{folder} has several SentencePiece models: {', '.join(found)}; leave one, or source and target")
+    raise SourceError(
+        f"{folder} has several SentencePiece models: {', '.join(found)}; keep one for both sides, or source and target"
+    )
 
 
 def _path(folder: Path, stem: str) -> Path | None:
@@ -117,6 +123,6 @@ def _read(folder: Path, stem: str, unknown: str) -> list[str] | None:
 
 
 def _lines(held: str) -> list[str]:
-    """Lines of a text; a carriage return at the end of each is none of a token's."""
+    """Return the lines of a text; if all lines end with a carriage return, it is removed."""
     lines = held.removesuffix("\n").split("\n")
     return [line[:-1] for line in lines] if all(line.endswith("\r") for line in lines) else lines

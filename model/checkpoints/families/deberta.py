@@ -16,7 +16,7 @@ from antiphon.model.transformer.layers import SelfAttention
 from antiphon.model.transformer.transformer import Transformer
 
 TABLE = "encoder.rel_embeddings.weight"
-# The head of masked tokens as its authors store it, and as transformers' own class of that name does.
+# Names of the fill-mask head in the authors' checkpoints, and in those of transformers' class.
 _AUTHORS = HeadNames(
     task="fill_mask",
     transform="lm_predictions.lm_head.dense",
@@ -34,7 +34,7 @@ _LEGACY = HeadNames(
 
 
 def names(settings: Settings | None = None) -> EncoderNames:
-    """Where its tensors are; the activation of the classifier's transform is a setting."""
+    """Return the tensor names; the settings give the activation of the classifier's transform."""
     pooling = setting(settings or {}, "pooler_hidden_act", str, default="gelu")
     return EncoderNames(
         prefix="deberta.",
@@ -53,13 +53,13 @@ def names(settings: Settings | None = None) -> EncoderNames:
     )
 
 
-def settle(settings: Settings, weights: SourceWeights) -> Settings:
-    """See encoder_only."""
-    return encoder_only.settle(settings, weights, names(settings))
+def resolve(settings: Settings, weights: SourceWeights) -> Settings:
+    """Add to the settings what the tensors show, see encoder_only.resolve."""
+    return encoder_only.resolve(settings, weights, names(settings))
 
 
 def describe(settings: Settings, **choices: Any) -> ModelConfig:
-    """BERT's parts with relative positions; absolute ones are added to the embeddings only by some."""
+    """Return BERT's shape with disentangled attention; only some checkpoints also have absolute positions."""
     refuse_unless(settings, "relative_attention", only=True, default=False)
     for name in ("embedding_size", "pooler_hidden_size"):
         refuse_unless(settings, name, only=setting(settings, "hidden_size", int), default=settings["hidden_size"])
@@ -76,13 +76,13 @@ def describe(settings: Settings, **choices: Any) -> ModelConfig:
 
 
 def max_distance(settings: Settings) -> int:
-    """Where relative positions end; none named, or -1, is the longest source."""
+    """Return the largest relative distance; the longest source if config.json has none or -1."""
     longest = setting(settings, "max_relative_positions", int, default=-1)
     return longest if longest >= 1 else setting(settings, "max_position_embeddings", int)
 
 
 def _kinds(settings: Settings) -> list[str]:
-    """Terms of a score beside content to content."""
+    """Return the terms of a score beside content-to-content: "c2p", "p2c" or both."""
     named = settings.get("pos_att_type") or []
     kinds = [kind.strip() for kind in named.lower().split("|")] if isinstance(named, str) else list(named)
     if not kinds or not {*kinds} <= {"c2p", "p2c"}:
@@ -91,19 +91,19 @@ def _kinds(settings: Settings) -> list[str]:
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Every distance has a row of its own, and positions projections of their own."""
+    """Return the shape: one table row for each distance, and separate projections for positions."""
     refuse_unless(settings, "talking_head", only=False, default=False)
     return describe(settings, span=max_distance(settings))
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
-    """Fill the model."""
+    """Fill the model with the checkpoint's tensors."""
     encoder_only.load(model, weights, settings, names(settings), _load_attention)
     load_table(model, weights)
 
 
 def load_table(model: Transformer, weights: SourceWeights) -> None:
-    """Fill the table of relative positions, and its norm."""
+    """Fill the table of relative positions and its norm."""
     assert model.encoder is not None
     table = model.encoder.relative_positions
     assert table is not None
@@ -113,7 +113,10 @@ def load_table(model: Transformer, weights: SourceWeights) -> None:
 
 
 def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: str) -> None:
-    """Their products lie head by head, query, key and value of each together; keys and position keys have no bias."""
+    """Fill one attention layer.
+
+    The checkpoint's matrix stores query, key and value of each head together. Keys and position keys have no bias.
+    """
     theirs = f"{prefix}.attention.self"
     heads, width = attention.heads
     parts = attention.qkv.weight.detach().view(3, heads, width, -1)
@@ -135,7 +138,7 @@ FAMILY = Family(
     name="DeBERTa",
     model_types=("deberta",),
     configure=configure,
-    settle=settle,
+    resolve=resolve,
     load=load,
     text=lambda folder, _, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",

@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3 (He et al. 2021, 2023): logarithmic buckets of distances, positions projected as contents."""
+"""DeBERTa v2 and v3 (He et al. 2021, 2023): logarithmic buckets of distances, projections shared with the content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECES = "spm.model"
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """v1 with what v2 adds. The convolution of the largest v2 models is not among it."""
+    """Return the shape of v1 with the additions of v2. The convolution of the largest v2 models is not supported."""
     refuse_unless(settings, "conv_kernel_size", only=0, default=0)
     longest, buckets = deberta.max_distance(settings), setting(settings, "position_buckets", int, default=-1)
     norms = setting(settings, "norm_rel_ebd", str, default="none").lower().split("|")
@@ -32,7 +32,7 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
-    """Fill the model."""
+    """Fill the model with the checkpoint's tensors."""
     encoder_only.load(model, weights, settings, deberta.names(settings), _load_attention)
     deberta.load_table(model, weights)
 
@@ -48,7 +48,7 @@ def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: st
 
 
 def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
-    """tokenizer.json, or the SentencePiece model that most of these checkpoints have alone."""
+    """Return the text format of tokenizer.json, or of the SentencePiece model; most have only the latter."""
     if (folder / "tokenizer.json").is_file() or not (folder / _PIECES).is_file():
         return encoder_only.text(folder, config, "[MASK]")
     return sentencepiece_format(
@@ -64,7 +64,7 @@ FAMILY = Family(
     name="DeBERTa v2",
     model_types=("deberta-v2",),
     configure=configure,
-    settle=deberta.settle,
+    resolve=deberta.resolve,
     load=load,
     text=text,
     reference="AutoModel",

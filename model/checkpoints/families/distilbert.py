@@ -28,7 +28,7 @@ _NAMES = EncoderNames(
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """BERT without token types and pooler. Sinusoidal positions are stored as learned ones are."""
+    """Return BERT's shape without token types and pooler. Sinusoidal positions are stored like learned ones."""
     return encoder_only.configure(
         settings,
         _NAMES,
@@ -47,7 +47,7 @@ FAMILY = Family(
     name="DistilBERT",
     model_types=("distilbert",),
     configure=configure,
-    settle=partial(encoder_only.settle, names=_NAMES),
+    resolve=partial(encoder_only.resolve, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
     text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",

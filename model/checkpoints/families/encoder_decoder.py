@@ -1,7 +1,7 @@
-"""What BART's relatives share: the names of their tensors, and which settings of config.json mean what.
+"""Common code of BART-like families: tensor names and settings of config.json.
 
-Marian, BART, mBART, PEGASUS and M2M-100 are one architecture (Lewis et al. 2020, section 2) with a choice of positions,
-norm placement and activation; a family's file says its choices.
+Marian, BART, mBART, PEGASUS and M2M-100 have one architecture (Lewis et al. 2020, section 2) with different positions,
+norm placements and activations. The family's file selects these.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SHARED = "shared.weight"
 OUTPUT = "lm_head.weight"
 
 
-def settle_ties(settings: Settings, weights: SourceWeights) -> Settings:
-    """Which embeddings are one, as the tensors say: a file may hold a tied tensor once, or under every name.
+def resolve_ties(settings: Settings, weights: SourceWeights) -> Settings:
+    """Return the settings with tied embeddings as the tensors show: tied ones are stored once or are equal.
 
-    transformers ties by equality too; what config.json says of it is often wrong.
+    transformers also ties equal tensors. config.json is often wrong here.
     """
     weights.strip_prefix("model.")
     source, target = (weights.first_of(f"{side}.embed_tokens.weight", SHARED) for side in ("encoder", "decoder"))
@@ -33,7 +33,7 @@ def settle_ties(settings: Settings, weights: SourceWeights) -> Settings:
 
 
 def common_fields(settings: Settings) -> dict[str, Any]:
-    """Fields of ModelConfig that these families name alike."""
+    """Return the fields of ModelConfig for settings that have the same names in all these families."""
     refuse_unequal(settings, "encoder_attention_heads", "decoder_attention_heads")
     refuse_unequal(settings, "encoder_ffn_dim", "decoder_ffn_dim")
     longest = setting(settings, "max_position_embeddings", int)
@@ -55,7 +55,7 @@ def common_fields(settings: Settings) -> dict[str, Any]:
 
 
 def special_ids(settings: Settings, *, pad: int | None, begin: int | None, eos: int, unk: int) -> dict[str, int]:
-    """Special tokens as config.json says them, or as the family has them; `begin` is the first decoder input."""
+    """Return special token ids of config.json, or the family's defaults; `begin` is the first decoder input."""
     ends = settings.get("eos_token_id", eos)
     end = ends[0] if isinstance(ends, list) and ends else ends
     return dict(
@@ -67,12 +67,12 @@ def special_ids(settings: Settings, *, pad: int | None, begin: int | None, eos: 
 
 
 def configure(settings: Settings, **choices: Any) -> ModelConfig:
-    """ModelConfig of the common settings and a family's choices."""
+    """Return a ModelConfig from the common settings and a family's choices, which take precedence."""
     return describe(**{**common_fields(settings), **choices})
 
 
 def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
-    """Fill the model; names as BartForConditionalGeneration's, with or without `model.` before them."""
+    """Fill the model; tensor names are those of BartForConditionalGeneration, with or without the prefix `model.`."""
     assert model.encoder is not None
     assert model.decoder is not None
     config = model.config
@@ -88,7 +88,7 @@ def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
         weights.fill(model.output.weight, OUTPUT)
     if config.output_bias and "final_logits_bias" in weights:
         weights.fill(model.output.bias[None], "final_logits_bias")
-    weights.ignore("*coder.version")  # fairseq's mark in old files
+    weights.ignore("*coder.version")  # fairseq's version number in old files
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         _load_stack(stack, weights, name, config)
 
@@ -97,7 +97,7 @@ def _load_stack(stack: Stack, weights: SourceWeights, name: str, config: ModelCo
     if config.positions == "learned" and stack.positions.table is not None:
         weights.fill_start(stack.positions.table, f"{name}.embed_positions.weight")
     else:
-        weights.ignore(f"{name}.embed_positions.weight*")  # sines and cosines, which some files store
+        weights.ignore(f"{name}.embed_positions.weight*")  # some files store the sines and cosines
     if config.embedding_norm:
         weights.fill_module(stack.embedding_norm, f"{name}.layernorm_embedding")
     if config.norm_placement == "pre":

@@ -1,7 +1,7 @@
-"""What BERT's relatives share: how their parts, and what they are read out for, become ours.
+"""Common code of BERT-like families: encoder and heads.
 
-A family says where its tensors are (EncoderNames) and which heads its checkpoints may have (HeadNames). Which of them
-one has, its tensors tell: a checkpoint of masked tokens may keep the head of sentence pairs beside it.
+A family gives the names of its tensors (EncoderNames) and of all heads that its checkpoints can have (HeadNames). The
+tensors of a checkpoint show which heads it has: a fill-mask checkpoint can also have the next-sentence head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.layers import EncoderLayer, SelfAttention
 from antiphon.model.transformer.transformer import Transformer
 
-# Under this name settings hold which of EncoderNames.heads tensors are there for; no config.json has it.
+# Key that `resolve` adds to the settings: indices of those EncoderNames.heads whose tensors exist.
 _FOUND = "antiphon_heads"
 _OUTPUTS: Mapping[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "tag"}
 _REFUSED = ("ForQuestionAnswering", "ForMultipleChoice", "ForCausalLM", "LMHeadModel")
@@ -46,10 +46,11 @@ LoadAttention = Callable[[SelfAttention, SourceWeights, str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadNames:
-    """One head by the names of its modules.
+    """Module names of one head.
 
-    activation None: the one of the encoder's layers. output_biases: names of the output's bias, where it is not the
-    output module's. labels: of a task whose labels no config.json names.
+    activation: activation of the transform; None: that of the encoder's layers.
+    output_biases: names of the output bias, if it is not in the output module.
+    labels: labels of a task with fixed labels; empty: config.json has them.
     """
 
     task: Task
@@ -61,16 +62,20 @@ class HeadNames:
     labels: tuple[str, ...] = ()
 
     @property
-    def evidence(self) -> str:
-        """The tensor that is there where the head is; an output may be tied, and another head's transform shared."""
+    def marker(self) -> str:
+        """Name of the tensor that exists exactly if the checkpoint has this head.
+
+        The output of fill_mask can be tied, and other heads can share a transform.
+        """
         return f"{self.output if self.task not in ('fill_mask', 'pool') else self.transform}.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderNames:
-    """Modules of a family's checkpoints, without `prefix`, by default named as BERT's.
+    """Module names of a family's checkpoints, without `prefix`; the defaults are BERT's names.
 
-    heads: what there may be, of a task the first that is. ignored: tensors that nobody needs.
+    heads: all heads that a checkpoint can have; for each task the first existing one is used.
+    ignored: patterns of tensors that our model does not need.
     """
 
     prefix: str
@@ -90,19 +95,22 @@ class EncoderNames:
     norm: str = "output.LayerNorm"
 
 
-def settle(settings: Settings, weights: SourceWeights, names: EncoderNames) -> Settings:
-    """Note which heads there are, and whether the output over the vocabulary is the embedding."""
+def resolve(settings: Settings, weights: SourceWeights, names: EncoderNames) -> Settings:
+    """Return the settings with the existing heads, and whether the output over the vocabulary is the embedding.
+
+    Raises SourceError if config.json names an architecture with an unsupported head.
+    """
     _rename(weights, names)
     architecture = str((settings.get("architectures") or [""])[0])
     if architecture.endswith(_REFUSED):
         raise SourceError(
-            f"config.json: architectures names {architecture}, whose head is not supported; masked tokens, next "
-            "sentences, and classification of texts and tokens are, and models without a head"
+            f"config.json: architectures names {architecture}, whose head is not supported; supported are heads for "
+            "masked tokens, next sentences, and classification of texts or tokens, and models without a head"
         )
     asked = next((task for ending, task in _OUTPUTS.items() if architecture.endswith(ending)), None)
     found: dict[Task, int] = {}
     for index, head in enumerate(names.heads):
-        if head.evidence in weights and (head.task not in _OUTPUTS.values() or head.task == asked):
+        if head.marker in weights and (head.task not in _OUTPUTS.values() or head.task == asked):
             found.setdefault(head.task, index)
     outputs = [head.output for head in names.heads if head.task == "fill_mask"]
     tied = not any(weights.differ(f"{names.words}.weight", f"{output}.weight") for output in outputs)
@@ -114,14 +122,14 @@ def _heads_in(settings: Settings, names: EncoderNames) -> list[HeadNames]:
 
 
 def _rename(weights: SourceWeights, names: EncoderNames) -> None:
-    """Names without prefix, and of norms as PyTorch says them: TensorFlow's are gamma and beta."""
+    """Remove the prefix from names, and replace TensorFlow's gamma and beta of norms by PyTorch's names."""
     weights.strip_prefix(names.prefix)
     weights.rename_ending("LayerNorm.gamma", "LayerNorm.weight")
     weights.rename_ending("LayerNorm.beta", "LayerNorm.bias")
 
 
 def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelConfig:
-    """ModelConfig of what these families' settings call alike, and of a family's choices."""
+    """Return a ModelConfig from the common settings and a family's choices, which take precedence."""
     refuse_unless(settings, "position_embedding_type", only="absolute", default="absolute")
     refuse_unless(settings, "is_decoder", only=False, default=False)
     offset: int = choices.get("positions_offset", 0)
@@ -133,7 +141,7 @@ def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelC
         embedding_norm=True,
         scale_embeddings=False,
         pad_id=pad,
-        # What opens and closes a source stands in its template; these play no part, but are to be tokens.
+        # The template adds begin and end tokens to a source. These fields have no effect, but must be valid ids.
         bos_id=setting(settings, "bos_token_id", int, default=pad),
         eos_id=setting(settings, "eos_token_id", int, default=pad),
         unk_id=pad,
@@ -147,7 +155,7 @@ def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelC
 
 
 def bert_fields(settings: Settings) -> dict[str, Any]:
-    """Sizes as BERT's config.json names them."""
+    """Return the fields of ModelConfig for the setting names of BERT's config.json."""
     return dict(
         vocab_size=setting(settings, "vocab_size", int),
         d_model=setting(settings, "hidden_size", int),
@@ -161,13 +169,13 @@ def bert_fields(settings: Settings) -> dict[str, Any]:
 
 
 def _token_types(settings: Settings, positions: str) -> int:
-    """Rows of the type table; a single type is part of the positions where there are any, see `load_embeddings`."""
+    """Return the rows of the token type table; a single type is added to learned positions by `_load_embeddings`."""
     types = setting(settings, "type_vocab_size", int, default=0)
     return 0 if types == 1 and positions == "learned" else types
 
 
 def _head(names: HeadNames, settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """HeadConfig's fields of a head."""
+    """Return the fields of HeadConfig for a head."""
     labels = names.labels or (_labels(settings) if names.task in _OUTPUTS.values() else ())
     width: int = fields["d_model"]
     if names.task == "fill_mask":
@@ -184,18 +192,21 @@ def _head(names: HeadNames, settings: Settings, fields: Mapping[str, Any]) -> di
 
 
 def _labels(settings: Settings) -> tuple[str, ...]:
-    """Names of the classes, in order; transformers names what config.json does not."""
+    """Return the labels in order; labels that config.json lacks have transformers' names LABEL_0, LABEL_1, ..."""
     named = settings.get("id2label") or {}
     count = len(named) or setting(settings, "num_labels", int, default=2)
     try:
         labels = {int(index): str(label) for index, label in named.items()}
     except (AttributeError, ValueError):
-        raise SourceError(f"config.json: id2label is {named!r}, expected names by number") from None
+        raise SourceError(f"config.json: id2label is {named!r}, expected an object from numbers to names") from None
     return tuple(labels.get(index, f"LABEL_{index}") for index in range(count))
 
 
 def _scores(settings: Settings, count: int) -> Scores:
-    """How transformers' pipelines read such a head: one output alone is a number, or one label's own probability."""
+    """Return the function from logits to scores, as transformers' pipelines choose it.
+
+    A single output is a regression unless problem_type says otherwise. Raises SourceError for an unknown problem_type.
+    """
     problem = settings.get("problem_type") or ("regression" if count == 1 else "single_label_classification")
     if problem not in _SCORES:
         raise SourceError(f"config.json: problem_type is {problem!r}; supported are {', '.join(_SCORES)}")
@@ -209,7 +220,7 @@ def load(
     names: EncoderNames,
     load_attention: LoadAttention | None = None,
 ) -> None:
-    """Fill encoder and heads; load_attention fills what an attention layer has in place of `names.qkv`."""
+    """Fill encoder and heads; load_attention replaces the filling of queries, keys and values from `names.qkv`."""
     _rename(weights, names)
     assert model.encoder is not None
     for pattern in names.ignored:
@@ -228,7 +239,7 @@ def load(
 
 
 def _load_embeddings(model: Transformer, weights: SourceWeights, settings: Settings, names: EncoderNames) -> None:
-    """Fill tables of words, positions and types and the norm behind them. A type all tokens have goes to positions."""
+    """Fill the tables of words, positions and types, and the norm. A single type is added to the positions."""
     stack = model.encoder
     assert stack is not None
     tied = [head.output for head in names.heads if head.task == "fill_mask" and settings["tie_word_embeddings"]]
@@ -245,7 +256,7 @@ def _load_embeddings(model: Transformer, weights: SourceWeights, settings: Setti
 
 
 def _load_layer(layer: EncoderLayer, weights: SourceWeights, names: EncoderNames, prefix: str) -> None:
-    """Fill one layer but for its queries, keys and values."""
+    """Fill one layer except its queries, keys and values."""
     modules: list[tuple[nn.Module, str]] = [
         (layer.self_attention.out, names.out),
         (layer.self_residual.norm, names.attention_norm),
@@ -258,7 +269,7 @@ def _load_layer(layer: EncoderLayer, weights: SourceWeights, names: EncoderNames
 
 
 def _load_head(model: Transformer, weights: SourceWeights, names: HeadNames) -> None:
-    """Fill one head; a tied output has the embedding's weight already."""
+    """Fill one head; a tied output already has the embedding's weight."""
     head = model.heads[names.task]
     assert isinstance(head, Head)
     for module, theirs in ((head.transform, names.transform), (head.norm, names.norm)):
@@ -272,7 +283,7 @@ def _load_head(model: Transformer, weights: SourceWeights, names: HeadNames) -> 
 
 
 def text(folder: Path, config: ModelConfig, mask: str) -> TextFormat:
-    """The format of a tokenizer.json; `mask` is the token to be filled where no file says which."""
+    """Return the text format of a tokenizer.json; `mask` is the mask token if no file names one."""
     found = tokenizers_format(folder)
     changes: dict[str, Any] = {} if config.token_types else {"pair_start": None}
     if found.mask_id is None:

@@ -1,7 +1,7 @@
-"""What a family of public checkpoints is, and the search for the one that a config.json belongs to.
+"""Interface of a family of public checkpoints, and the search for the family of a checkpoint.
 
-A family is described by three functions: config.json to ModelConfig, source tensors into our model, files and special
-tokens to TextFormat. It neither reads weights files nor writes anything: source_weights.py and importer.py do.
+A family has three main functions: settings of config.json to ModelConfig, tensors into our model, and tokenizer files
+to TextFormat. source_weights.py reads the weight files; importer/importer.py writes the bundle.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Settings = Mapping[str, Any]
 
 
 def read_config(folder: Path) -> Settings:
-    """What config.json says. Raises SourceError naming it."""
+    """Return the settings of config.json. Raises SourceError naming the file."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise SourceError(f"{folder} has no config.json, which says what the model is") from None
+        raise SourceError(f"{folder} has no config.json, which is needed to find the model family") from None
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None
     if not isinstance(settings, dict):
@@ -39,32 +39,32 @@ def read_config(folder: Path) -> Settings:
 
 
 class OpenWeights(Protocol):
-    """source_weights.open_weights, or a family's own way to the tensors of a directory."""
+    """Function that opens the tensors of a directory: source_weights.open_weights, or a family's own."""
 
     def __call__(self, folder: Path, *, on_meta: bool = False) -> SourceWeights:
-        """The tensors; with on_meta their shapes alone. Raises SourceError."""
+        """Return the tensors; with on_meta=True only their names and shapes. Raises SourceError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One family.
+    """Functions and names of one family.
 
-    name: as users know it, "Marian".
-    model_types: what `model_type` in config.json may be.
-    configure: settings of config.json -> our description. Raises SourceError naming the setting.
-    load: fills our model from source tensors by `weights.fill`. It runs twice: first with every tensor on torch's meta
-        device, to compare names and shapes before anything is read; so it may look at no numbers but through the
-        methods of SourceWeights.
-    text: the checkpoint's folder, its settings and our description -> how its texts become ids.
-    reference: the class of transformers that runs the original, where config.json names no architecture; "" where
-        transformers does not.
-    settle: the settings, with what only the tensors can tell put in before anything else reads them: whether an
-        output is tied, say, which config.json gets wrong.
+    name: name for users, such as "Marian".
+    model_types: values of `model_type` in config.json.
+    configure: returns ModelConfig for the settings of config.json. Raises SourceError naming the setting.
+    load: fills our model from the checkpoint's tensors. It runs twice. In the first run all tensors are on torch's meta
+        device, to compare names and shapes before data is read. So it must access values only through the methods of
+        SourceWeights.
+    text: returns TextFormat for the checkpoint's directory, its settings and our ModelConfig.
+    reference: class of transformers that runs the original if config.json names no architecture; "" if transformers
+        cannot run it.
+    resolve: returns the settings with corrections that only the tensors can show, before other functions get them.
+        Example: whether the output is tied, which is often wrong in config.json.
 
-    Of a format that is not transformers' own:
-    recognises: whether a directory is one, whatever its config.json says, if it has one at all.
-    read_settings, open_weights: what config.json and the files of tensors give otherwise.
-    write_text: writes into a folder the files of `text` that the checkpoint's directory holds in another form.
+    For formats other than transformers':
+    recognises: returns whether a directory has this format; checked before config.json is read.
+    read_settings, open_weights: replace the reading of config.json and of the weight files.
+    write_text: writes the files of `text` that the checkpoint has only in another form.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Family:
     load: Callable[[Transformer, SourceWeights, Settings], None]
     text: Callable[[Path, Settings, ModelConfig], TextFormat]
     reference: str = ""
-    settle: Callable[[Settings, SourceWeights], Settings] = lambda settings, _: settings
+    resolve: Callable[[Settings, SourceWeights], Settings] = lambda settings, _: settings
     recognises: Callable[[Path], bool] = lambda _: False
     read_settings: Callable[[Path], Settings] = read_config
     open_weights: OpenWeights = open_weights
@@ -82,7 +82,7 @@ class Family:
 
 @cache
 def all_families() -> tuple[Family, ...]:
-    """Every FAMILY of this package's modules, by name."""
+    """Return the FAMILY of every module of this package, sorted by name."""
     modules = (importlib.import_module(f"{families.__name__}.{found.name}") for found in _modules())
     return tuple(sorted((module.FAMILY for module in modules if hasattr(module, "FAMILY")), key=lambda f: f.name))
 
@@ -92,7 +92,7 @@ def _modules() -> list[pkgutil.ModuleInfo]:
 
 
 def family_in(folder: Path) -> Family:
-    """The family of the checkpoint in a directory. Raises SourceError."""
+    """Return the family of the checkpoint in a directory. Raises SourceError if it is unknown."""
     for family in all_families():
         if family.recognises(folder):
             return family
@@ -100,11 +100,11 @@ def family_in(folder: Path) -> Family:
 
 
 def family_of(settings: Settings) -> Family:
-    """The family that config.json's model_type names. Raises SourceError with those there are."""
+    """Return the family for `model_type` of config.json. Raises SourceError with the list of known families."""
     model_type = settings.get("model_type")
     for family in all_families():
         if model_type in family.model_types:
             return family
     named = [family for family in all_families() if family.model_types]
     known = ", ".join(f"{family.name} ({', '.join(family.model_types)})" for family in named)
-    raise SourceError(f"config.json: model_type is {model_type!r}, which is none of the known families: {known}")
+    raise SourceError(f"config.json: model_type is {model_type!r}; known families are {known}")

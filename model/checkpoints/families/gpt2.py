@@ -1,4 +1,4 @@
-"""GPT-2: a decoder alone with learned positions and norms before its sublayers (Radford et al. 2019)."""
+"""GPT-2 (Radford et al. 2019): decoder-only, with learned positions and pre-norm layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from antiphon.model.transformer.transformer import Transformer
 _EMBEDDING, _OUTPUT = "wte.weight", "lm_head.weight"
 
 
-def settle(settings: Settings, weights: SourceWeights) -> Settings:
-    """Whether the output product is the embedding, as the tensors say."""
+def resolve(settings: Settings, weights: SourceWeights) -> Settings:
+    """Return the settings with tie_word_embeddings as the tensors show."""
     weights.strip_prefix("transformer.")
     return {**settings, "tie_word_embeddings": not weights.differ(_EMBEDDING, _OUTPUT)}
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """A text begins with the token that ends one; there is no padding and nothing unknown."""
+    """Return the shape. Begin and end token are the same; there are no padding and unknown tokens."""
     for name, only in (("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
         refuse_unless(settings, name, only=only, default=only)
     width = setting(settings, "n_embd", int)
@@ -55,12 +55,12 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
-    """Fill the model; names as GPT2LMHeadModel's, with or without `transformer.` before them."""
+    """Fill the model; tensor names are those of GPT2LMHeadModel, with or without the prefix `transformer.`."""
     decoder = model.decoder
     assert decoder is not None
     assert decoder.positions.table is not None
     weights.strip_prefix("transformer.")
-    weights.ignore("h.*.attn.bias")  # the causal mask, which old files store
+    weights.ignore("h.*.attn.bias")  # old files store the causal mask
     weights.ignore("h.*.attn.masked_bias")
     weights.fill_tied(decoder.embedding.weight, _EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
     if not model.config.tie_output:
@@ -81,13 +81,13 @@ def _load_layer(layer: DecoderLayer, weights: SourceWeights, name: str) -> None:
 
 
 def _fill_transposed(ours: nn.Linear, weights: SourceWeights, name: str) -> None:
-    """Their Conv1D holds [inputs, outputs]."""
-    weights.fill(ours.weight.data.T, f"{name}.weight")  # a view: what is copied into it arrives
+    """Fill a linear layer from a Conv1D of transformers, whose weight is [inputs, outputs]."""
+    weights.fill(ours.weight.data.T, f"{name}.weight")  # a view, so the copy changes the parameter
     weights.fill(ours.bias, f"{name}.bias")
 
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """Byte-level BPE; nothing is put around a prompt unless tokenizer.json says so."""
+    """Return the text format of tokenizer.json: byte-level BPE, usually without tokens around a prompt."""
     return tokenizers_format(folder)
 
 
@@ -95,7 +95,7 @@ FAMILY = Family(
     name="GPT-2",
     model_types=("gpt2",),
     configure=configure,
-    settle=settle,
+    resolve=resolve,
     load=load,
     text=text,
     reference="AutoModelForCausalLM",

@@ -1,9 +1,9 @@
-"""Llama and its relatives: a decoder alone with rotary positions, RMSNorm and a gated feed-forward.
+"""Llama (Touvron et al. 2023), Mistral and Qwen2: decoder-only, with rotary positions, RMSNorm, gated feed-forward.
 
-Touvron et al. 2023, with the scaled rotary positions of Llama 3.1 and linear ones; Mistral within its window (Jiang et
-al. 2023), Qwen2 with biases on queries, keys and values.
-Grouped-query attention (Ainslie et al. 2023): each key and value head is repeated for the query heads that share it, so
-that caches and projections take as much as without grouping: heads over key-value heads times what they need.
+Linear scaling and Llama 3.1's scaling of rotary positions are supported. Mistral (Jiang et al. 2023) is limited to the
+length of its sliding window. Qwen2 has biases on queries, keys and values.
+Grouped-query attention (Ainslie et al. 2023): each key and value head is repeated for all query heads of its group. So
+caches and projections are num_attention_heads / num_key_value_heads times as large as necessary.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from antiphon.model.transformer.layers import DecoderLayer
 from antiphon.model.transformer.transformer import Transformer
 
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
-_MAX_LEN = 65536  # the longest that a ModelConfig takes
+_MAX_LEN = 65536  # maximum of ModelConfig.max_target_len
 _DEFAULT_LEN = 2048
 _SCALED: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
 
 
-def settle(settings: Settings, weights: SourceWeights) -> Settings:
-    """Whether the output product is the embedding, and whether any product has a bias, as the tensors say."""
+def resolve(settings: Settings, weights: SourceWeights) -> Settings:
+    """Return the settings with tie_word_embeddings and has_bias (any projection has a bias) as the tensors show."""
     weights.strip_prefix("model.")
     has_bias = any(name.endswith("_proj.bias") for name in weights.names)
     return {**settings, "tie_word_embeddings": not weights.differ(_EMBEDDING, _OUTPUT), "has_bias": has_bias}
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Biases are all or none here: those that a checkpoint lacks beside others are zeros."""
+    """Return the shape. If one projection has a bias, all have one here; missing biases are zeros."""
     rotation = _rotation(settings)
     width, heads = setting(settings, "hidden_size", int), setting(settings, "num_attention_heads", int)
     eos_id = _first(settings, "eos_token_id", default=2)
@@ -70,7 +70,10 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def _rotation(settings: Settings) -> Settings:
-    """`rope_scaling` of older files or `rope_parameters` of transformers 5, which reads the former where both are."""
+    """Return `rope_scaling` of older files, or `rope_parameters` of transformers 5, with rope_theta.
+
+    If both exist, rope_scaling is used, as in transformers. Raises SourceError for another type or partial rotation.
+    """
     found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(found, dict):
         raise SourceError(f"config.json: rope_scaling or rope_parameters is {found!r}, expected an object")
@@ -81,7 +84,7 @@ def _rotation(settings: Settings) -> Settings:
 
 
 def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None:
-    """RopeScaling's fields, as far as they are there; the length trained on first may stand in three places."""
+    """Return the existing fields of RopeScaling; the original training length can be in three places."""
     kind = rotation.get("rope_type", rotation.get("type", "default"))
     if kind == "default":
         return None
@@ -95,7 +98,7 @@ def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None
 
 
 def _longest(settings: Settings) -> int:
-    """Within a sliding window attention is the same with and without one."""
+    """Return the maximum length; it is within the sliding window, where attention is the same as without a window."""
     longest = setting(settings, "max_position_embeddings", int, default=_DEFAULT_LEN)
     window = setting(settings, "sliding_window", int, default=longest)
     is_used = setting(settings, "use_sliding_window", bool, default=True)
@@ -103,13 +106,13 @@ def _longest(settings: Settings) -> int:
 
 
 def _first(settings: Settings, name: str, default: int) -> int:
-    """A special token, or the first of several."""
+    """Return a special token id; the first one if the setting is a list."""
     held = settings.get(name)
     return setting({name: held[0] if isinstance(held, list) and held else held}, name, int, default=default)
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
-    """Fill the model; names as LlamaForCausalLM's, with or without `model.` before them."""
+    """Fill the model; tensor names are those of LlamaForCausalLM, with or without the prefix `model.`."""
     decoder = model.decoder
     assert decoder is not None
     weights.strip_prefix("model.")
@@ -134,14 +137,14 @@ def _load_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_head
     for part, ours in _parts(attention.qkv):
         query, *repeated = ours.chunk(3)
         _fill(query, weights, f"{name}.self_attn.q_proj.{part}")
-        for letter, half in zip("kv", repeated, strict=True):
-            _fill_repeated(half, weights, f"{name}.self_attn.{letter}_proj.{part}", attention.heads, key_heads)
+        for letter, target in zip("kv", repeated, strict=True):
+            _fill_repeated(target, weights, f"{name}.self_attn.{letter}_proj.{part}", attention.heads, key_heads)
     for part, ours in _parts(attention.out):
         _fill(ours, weights, f"{name}.self_attn.o_proj.{part}")
     weights.fill_module(layer.feed_forward_residual.norm, f"{name}.post_attention_layernorm")
     for part, ours in _parts(feed_forward.inner):
-        for theirs, half in zip(("gate", "up"), ours.chunk(2), strict=True):
-            _fill(half, weights, f"{name}.mlp.{theirs}_proj.{part}")
+        for theirs, target in zip(("gate", "up"), ours.chunk(2), strict=True):
+            _fill(target, weights, f"{name}.mlp.{theirs}_proj.{part}")
     for part, ours in _parts(feed_forward.outer):
         _fill(ours, weights, f"{name}.mlp.down_proj.{part}")
 
@@ -151,7 +154,7 @@ def _parts(layer: torch.nn.Linear) -> list[tuple[str, Tensor]]:
 
 
 def _fill(ours: Tensor, weights: SourceWeights, name: str) -> None:
-    """A weight as it is; a bias as it is, or zeros where the checkpoint has none."""
+    """Fill a weight or a bias; a bias that the checkpoint does not have becomes zero."""
     if name.endswith(".bias") and name not in weights:
         ours.zero_()
     else:
@@ -159,7 +162,7 @@ def _fill(ours: Tensor, weights: SourceWeights, name: str) -> None:
 
 
 def _fill_repeated(ours: Tensor, weights: SourceWeights, name: str, heads: tuple[int, int], key_heads: int) -> None:
-    """Each of their key or value heads for every query head of its group; ours [H * D] or [H * D, M]."""
+    """Fill keys or values, [H * D] or [H * D, M]: each head of the checkpoint is repeated for its query heads."""
     num_heads, width = heads
     grouped = torch.empty(key_heads * width, *ours.shape[1:], device=ours.device)
     _fill(grouped, weights, name)
@@ -168,7 +171,7 @@ def _fill_repeated(ours: Tensor, weights: SourceWeights, name: str, heads: tuple
 
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """As tokenizer.json says: most of them put the begin token before a prompt."""
+    """Return the text format of tokenizer.json; most of these models have the begin token before a prompt."""
     return tokenizers_format(folder)
 
 
@@ -176,7 +179,7 @@ FAMILY = Family(
     name="Llama",
     model_types=("llama", "mistral", "qwen2"),
     configure=configure,
-    settle=settle,
+    resolve=resolve,
     load=load,
     text=text,
     reference="AutoModelForCausalLM",

@@ -1,4 +1,4 @@
-"""M2M-100 (Fan et al. 2020) and NLLB (NLLB team 2022), which share an architecture and differ in their tokenizers."""
+"""M2M-100 (Fan et al. 2020) and NLLB (NLLB team 2022): one architecture with different tokenizers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _UNKNOWN_ID = 3
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """fairseq's sines from row 2 on, norms before the layers."""
+    """Return the shape: fairseq's sinusoidal positions from row 2 on, pre-norm layers."""
     ids = encoder_decoder.special_ids(settings, pad=1, begin=2, eos=2, unk=_UNKNOWN_ID)
     return encoder_decoder.configure(settings, **ids, sinusoids="fairseq", positions_offset=2, norm_placement="pre")
 
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """The source's language, the text, the end token; the target's language is its first token."""
+    """Return the text format: source language, text, end token; a target starts with its language token."""
     template, languages = ("$source_language", "$text", "</s>"), Languages(place="first")
     forced = settings.get("forced_bos_token_id")
     if not (folder / "vocab.json").is_file():
@@ -39,7 +39,7 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
 
 
 def _language_tokens(folder: Path) -> list[str]:
-    """M2M-100's, whose ids are those behind vocab.json's, in the order of fairseq's list."""
+    """Return M2M-100's language tokens in the order of fairseq's list; their ids follow those of vocab.json."""
     from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
 
     named = read_json(folder / "tokenizer_config.json").get("language_codes") or "m2m100"
@@ -50,7 +50,7 @@ FAMILY = Family(
     name="M2M-100 and NLLB",
     model_types=("m2m_100",),
     configure=configure,
-    settle=encoder_decoder.settle_ties,
+    resolve=encoder_decoder.resolve_ties,
     load=encoder_decoder.load,
     text=text,
     reference="AutoModelForSeq2SeqLM",

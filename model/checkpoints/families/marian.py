@@ -15,9 +15,9 @@ _UNKNOWN_ID = 1
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Sines in one half and cosines in the other, norms behind; source and target may have vocabularies of their own.
+    """Return the shape: sinusoids "halves", post-norm layers.
 
-    `vocab_size` is the source's then, and `decoder_vocab_size` the target's.
+    With separate vocabularies `vocab_size` is the size of the source's and `decoder_vocab_size` that of the target's.
     """
     fields = encoder_decoder.common_fields(settings)
     target = settings.get("decoder_vocab_size")
@@ -28,9 +28,10 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
-    """A SentencePiece model a side; vocab.json gives the ids of both, or target_vocab.json the target's.
+    """Return the text format: one SentencePiece model for each side, with the ids of vocab.json.
 
-    Models of several target languages have >>xxx<< before the text.
+    With separate vocabularies target_vocab.json has the target's ids. Models with several target languages have >>xxx<<
+    before the text.
     """
     own = "target_vocab.json" if (folder / "target_vocab.json").is_file() else "vocab.json"
     found = sentencepiece_format(
@@ -52,7 +53,7 @@ FAMILY = Family(
     name="Marian",
     model_types=("marian",),
     configure=configure,
-    settle=encoder_decoder.settle_ties,
+    resolve=encoder_decoder.resolve_ties,
     load=encoder_decoder.load,
     text=text,
     reference="AutoModelForSeq2SeqLM",

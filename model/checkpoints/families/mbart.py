@@ -1,4 +1,4 @@
-"""mBART (Liu et al. 2020) and mBART-50 (Tang et al. 2020): BART over many languages, norms before the layers."""
+"""mBART (Liu et al. 2020) and mBART-50 (Tang et al. 2020): multilingual BART with pre-norm layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _UNKNOWN_ID = 3
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """BART's choices with norms before; the first decoder input is a language in mBART, the end token in mBART-50."""
+    """Return BART's shape with pre-norm layers.
+
+    The first decoder input is a language token in mBART and the end token in mBART-50.
+    """
     ids = encoder_decoder.special_ids(settings, pad=1, begin=2, eos=2, unk=_UNKNOWN_ID)
     return encoder_decoder.configure(
         settings,
@@ -29,7 +32,11 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """Where the languages stand: behind text and end, and as the begin token, in mBART; before both in mBART-50."""
+    """Return the text format with its language tokens.
+
+    mBART: text, end token, source language; the target language is the begin token.
+    mBART-50: source language, text, end token; the target language follows the begin token.
+    """
     described = read_json(folder / "tokenizer_config.json")
     is_50 = "50" in str(described.get("tokenizer_class", settings.get("tokenizer_class", "")))
     found = tokenizers_format(
@@ -44,7 +51,7 @@ FAMILY = Family(
     name="mBART",
     model_types=("mbart",),
     configure=configure,
-    settle=encoder_decoder.settle_ties,
+    resolve=encoder_decoder.resolve_ties,
     load=encoder_decoder.load,
     text=text,
     reference="AutoModelForSeq2SeqLM",

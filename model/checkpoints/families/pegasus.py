@@ -11,13 +11,13 @@ from antiphon.model.checkpoints.settings import Settings
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 
-# Before the pieces of its SentencePiece model come padding, end, two masks and 99 tokens without use.
+# Padding, end, two mask tokens and 99 unused tokens come before the pieces of the SentencePiece model.
 _OFFSET = 103
 _UNKNOWN_ID = _OFFSET + 2
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Sines in one half and cosines in the other, norms before the layers."""
+    """Return the shape: sinusoids "halves", pre-norm layers."""
     ids = encoder_decoder.special_ids(settings, pad=0, begin=0, eos=1, unk=0)
     fields = encoder_decoder.common_fields(settings)
     ids["unk_id"] = min(_UNKNOWN_ID, fields["vocab_size"] - 1)
@@ -25,7 +25,7 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
-    """The end token behind a text."""
+    """Return the text format: text, end token."""
     template = ("$text", "</s>")
     if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
         return tokenizers_format(folder, template=template)
@@ -38,7 +38,7 @@ FAMILY = Family(
     name="PEGASUS",
     model_types=("pegasus",),
     configure=configure,
-    settle=encoder_decoder.settle_ties,
+    resolve=encoder_decoder.resolve_ties,
     load=encoder_decoder.load,
     text=text,
     reference="AutoModelForSeq2SeqLM",

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019), and in other languages CamemBERT (Martin et al. 2020) and XLM-R (Conneau et al. 2020)."""
+"""RoBERTa (Liu et al. 2019), CamemBERT (Martin et al. 2020) and XLM-R (Conneau et al. 2020)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = EncoderNames(
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """BERT whose positions begin behind the row of padding."""
+    """Return BERT's shape; the first position is the row after the padding id."""
     pad = setting(settings, "pad_token_id", int, default=_PAD_ID)
     fields = encoder_only.bert_fields(settings)
     return encoder_only.configure(settings, _NAMES, **fields, pad_id=pad, positions_offset=pad + 1)
@@ -40,7 +40,7 @@ FAMILY = Family(
     name="RoBERTa",
     model_types=("roberta", "xlm-roberta", "camembert"),
     configure=configure,
-    settle=partial(encoder_only.settle, names=_NAMES),
+    resolve=partial(encoder_only.resolve, names=_NAMES),
     load=partial(encoder_only.load, names=_NAMES),
     text=lambda folder, settings, config: encoder_only.text(folder, config, "<mask>"),
     reference="AutoModel",

@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020), T5 1.1, FLAN-T5, mT5 and ByT5: relative positions, RMS norms, no biases."""
+"""T5 (Raffel et al. 2020), T5 1.1, FLAN-T5, mT5 and ByT5: relative positions, RMSNorm, no biases."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
 from antiphon.model.transformer.transformer import Stack, Transformer
 
 _UNKNOWN_ID = 2
-# Relative positions have no end. These are what a bundle takes unless the importer is told otherwise.
+# Relative positions have no maximum, so these are the maximum lengths of a bundle unless the importer's options differ.
 _SOURCE_LEN, _TARGET_LEN = 1024, 512
 
 
-def settle(settings: Settings, weights: SourceWeights) -> Settings:
-    """Whether the output is the embedding, as the tensors say, and whether it is scaled, as config.json does.
+def resolve(settings: Settings, weights: SourceWeights) -> Settings:
+    """Return the settings with tie_word_embeddings as the tensors show, and scale_decoder_outputs.
 
-    T5 1.1 and its heirs say `tie_word_embeddings: false` and mean that nothing is scaled; transformers writes that as
-    `scale_decoder_outputs`, and of mT5 does not scale whatever its config.json says.
+    In config.json of T5 1.1 and later models `tie_word_embeddings: false` means that the output is not scaled; newer
+    versions of transformers write `scale_decoder_outputs` for that. transformers never scales the output of mT5.
     """
     scales = setting(settings, "tie_word_embeddings", bool, default=True)
     if settings.get("model_type") == "t5":
@@ -40,7 +40,7 @@ def settle(settings: Settings, weights: SourceWeights) -> Settings:
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Scores unscaled, embeddings unscaled, heads of a width of their own."""
+    """Return the shape: no scaling of scores and embeddings, and a separate setting for the head width."""
     kind, _, name = setting(settings, "feed_forward_proj", str, default="relu").rpartition("-")
     if kind not in ("", "gated"):
         raise SourceError(
@@ -76,14 +76,14 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
-    """Fill the model. The factor d_model ** -0.5 of a scaled output goes into the norm before it."""
+    """Fill the model. The factor d_model ** -0.5 of a scaled output is multiplied into the final norm."""
     assert model.encoder is not None
     assert model.decoder is not None
     names = (SHARED, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     weights.fill_tied(model.decoder.embedding.weight, *names, *((OUTPUT,) if model.config.tie_output else ()))
     if not model.config.tie_output:
         weights.fill(model.output.weight, OUTPUT)
-    weights.ignore("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight")  # in old files; not read
+    weights.ignore("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight")  # unused, in old files
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         _load_stack(stack, weights, name)
     if settings["scale_decoder_outputs"]:
@@ -122,7 +122,7 @@ def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name
 
 
 def text(folder: Path, settings: Settings, _: ModelConfig) -> TextFormat:
-    """The end token behind a text. ByT5's tokens are bytes, behind padding, end and unknown."""
+    """Return the text format: text, end token. ByT5's tokens are bytes, after padding, end and unknown token."""
     described = read_json(folder / "tokenizer_config.json")
     if "ByT5" in str(described.get("tokenizer_class", settings.get("tokenizer_class", ""))):
         return bytes_format(folder)
@@ -144,7 +144,7 @@ FAMILY = Family(
     name="T5",
     model_types=("t5", "mt5"),
     configure=configure,
-    settle=settle,
+    resolve=resolve,
     load=load,
     text=text,
     reference="AutoModelForSeq2SeqLM",

@@ -1,7 +1,7 @@
-"""From the text files of a checkpoint to the TextFormat that describes them: what all families have in common.
+"""TextFormat of a checkpoint's tokenizer files: common code of all families.
 
-Templates, special tokens, added tokens and languages are read from the files where they say them; a family names only
-what they leave open. Ids are those of the files; whether the model's vocabulary holds them is the importer's to check.
+Templates, special tokens, added tokens and languages come from the files; a family gives only what the files do not
+have. Ids are those of the files; the importer checks them against the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, Literal
 from antiphon.model.text.format import NoTokenizersFile, Slot, Template, TextFormat, TokenizerError
 from antiphon.model.text.open_text import read_pieces
 
-# How public checkpoints spell the tokens of languages. A group is the code as users say it.
+# Language tokens of public checkpoints. The named group is the language code for users.
 _LANGUAGE_TOKEN = re.compile(
     r">>(?P<marian>[^<>\s]+)<<|__(?P<m2m>[a-z]{2,3})__|(?P<mbart>[a-z]{2,3}_[A-Z]{2})|(?P<nllb>[a-z]{3}_[A-Z][a-z]{3})"
 )
 _SLOTS: tuple[Slot, ...] = ("$text", "$pair", "$source_language", "$target_language")
-Named = Sequence[str]
+NamedTemplate = Sequence[str]
 _Templates = tuple[tuple[str | int, ...], tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Languages:
-    """What the files do not say of a multilingual model.
+    """Facts about a multilingual model that its files do not have.
 
-    place: where a target's language stands, as TextFormat says.
-    source, target: codes taken where a request names none; None: what tokenizer_config.json says.
+    place: position of the target's language token, see TextFormat.target_language_place.
+    source, target: default language codes; None: those of tokenizer_config.json.
     """
 
     place: Literal["first", "begin"] | None = None
@@ -40,7 +40,7 @@ class Languages:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What a checkpoint's small JSON files say of its tokens."""
+    """Token settings of a checkpoint's small JSON files: merged settings, added tokens by id, special tokens."""
 
     described: Mapping[str, Any]
     added: dict[str, int] = field(default_factory=dict)
@@ -48,18 +48,18 @@ class _Settings:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """Special tokens that play no part with a name."""
+        """Special tokens without a role name."""
         listed = self.described.get("additional_special_tokens") or self.described.get("extra_special_tokens")
         return tuple(filter(None, map(_content, listed))) if isinstance(listed, list) else ()
 
     def token(self, name: str) -> str | None:
-        """The token that plays a part, such as mask_token."""
+        """Return the token with a role name such as "mask_token"; None if the settings have none."""
         return _content(self.described.get(name))
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenizersFile:
-    """What a tokenizer.json says: every token's id, special ids, and templates, single and of pairs."""
+    """Contents of a tokenizer.json: id of each token, special ids, and templates of texts and pairs."""
 
     ids: dict[str, int]
     special: set[int]
@@ -71,12 +71,12 @@ def tokenizers_format(
     folder: Path,
     *,
     languages: Languages | None = None,
-    template: Named | None = None,
-    pair_template: Named | None = None,
+    template: NamedTemplate | None = None,
+    pair_template: NamedTemplate | None = None,
 ) -> TextFormat:
-    """The format of a checkpoint with a tokenizer.json; its post-processor gives the templates.
+    """Return the text format of a checkpoint with a tokenizer.json.
 
-    template, pair_template: instead of the file's, tokens by name and slots, such as ("$text", "</s>").
+    template, pair_template: token names and slots, such as ("$text", "</s>"); None: those of the file's post-processor.
     Raises TokenizerError naming the file.
     """
     path = folder / "tokenizer.json"
@@ -102,8 +102,8 @@ def sentencepiece_format(
     folder: Path,
     model: str,
     *,
-    template: Named,
-    pair_template: Named | None = None,
+    template: NamedTemplate,
+    pair_template: NamedTemplate | None = None,
     target_model: str | None = None,
     vocabulary: str | None = None,
     target_vocabulary: str | None = None,
@@ -112,11 +112,14 @@ def sentencepiece_format(
     special_tokens: Sequence[str] = (),
     languages: Languages | None = None,
 ) -> TextFormat:
-    """The format of a checkpoint with a SentencePiece model, and maybe a vocabulary beside it.
+    """Return the text format of a checkpoint with a SentencePiece model and possibly a separate vocabulary.
 
-    template, pair_template: tokens by name and slots, such as ("$source_language", "$text", "</s>").
-    added_tokens: with id_offset, the ids that are not the model's own and shifted: {"<s>": 0, "<pad>": 1, ...}.
-    special_tokens: those that follow all others in this order, as far as no file says so (M2M-100's languages).
+    model, target_model: file of the SentencePiece model, and of the target's if it is a different one.
+    vocabulary, target_vocabulary: JSON files from piece to id; None: the ids of the model plus id_offset.
+    template, pair_template: token names and slots, such as ("$source_language", "$text", "</s>").
+    added_tokens: tokens whose ids are not those of the model plus id_offset: {"<s>": 0, "<pad>": 1, ...}.
+    special_tokens: special tokens; those without an id in the files get the next free ids in this order (M2M-100's
+        languages).
     Raises TokenizerError naming the file.
     """
     settings = _settings(folder)
@@ -125,7 +128,7 @@ def sentencepiece_format(
         pieces = _read(folder / vocabulary)
     given = added_tokens or {}
     added = {token: index for token, index in settings.added.items() if token not in pieces} | dict(given)
-    _number_the_rest((*settings.listed, *special_tokens), pieces, added)
+    _assign_free_ids((*settings.listed, *special_tokens), pieces, added)
     ids = {**pieces, **added}
     special = {*settings.special, *special_tokens, *given, *control}
     return _format(
@@ -147,7 +150,7 @@ def sentencepiece_format(
 
 
 def bytes_format(folder: Path) -> TextFormat:
-    """The format of ByT5: bytes after three special tokens, sentinels after the bytes. It has no files."""
+    """Return the text format of ByT5, which has no files: three special tokens, 256 bytes, sentinel tokens."""
     settings = _settings(folder)
     special = {"<pad>": 0, "</s>": 1, "<unk>": 2}
     sentinels = {f"<extra_id_{index}>": 259 + index for index in range(125)}
@@ -166,7 +169,10 @@ def bytes_format(folder: Path) -> TextFormat:
 def _format(
     path: Path, settings: _Settings, ids: Mapping[str, int], languages: Languages | None, **fields: Any
 ) -> TextFormat:
-    """Fill in what is alike for every kind: templates by id, languages and the mask token."""
+    """Return a TextFormat with the fields that all kinds share: templates with ids, languages and the mask token.
+
+    Raises TokenizerError naming the file for an unknown default language or template token.
+    """
     special = set(fields["special_ids"])
     codes = {} if languages is None else _languages(ids, special)
     given = languages or Languages()
@@ -175,10 +181,10 @@ def _format(
     target = (given.target or settings.token("tgt_lang")) if codes else None
     for name, code in (("src_lang", source), ("tgt_lang", target)):
         if code is not None and code not in codes:
-            raise TokenizerError(f"{path}: {name} is {code!r}, which is none of the {len(codes)} languages' tokens")
+            raise TokenizerError(f"{path}: {name} is {code!r}, which is not one of the {len(codes)} language codes")
     for name in ("template", "pair_template"):
         if fields[name] is not None:
-            fields[name] = _by_id(path, fields[name], ids, codes)
+            fields[name] = _with_ids(path, fields[name], ids, codes)
     return TextFormat(
         **fields,
         languages=codes,
@@ -190,19 +196,19 @@ def _format(
 
 
 def _languages(ids: Mapping[str, int], special: set[int]) -> dict[str, int]:
-    """Id of each language by the code that users say."""
+    """Return the id of each language token by its language code."""
     found = ((_LANGUAGE_TOKEN.fullmatch(token), index) for token, index in ids.items())
     named = [(match, index) for match, index in found if match is not None]
     codes = {
         match[match.lastgroup or 0]: index
         for match, index in named
-        if index in special or match.lastgroup == "marian"  # ordinary pieces may look like codes, but for Marian's
+        if index in special or match.lastgroup == "marian"  # in other vocabularies ordinary pieces can look like codes
     }
     return dict(sorted(codes.items()))
 
 
-def _by_id(path: Path, template: Sequence[str | int], ids: Mapping[str, int], codes: Mapping[str, int]) -> Template:
-    """A template with ids in place of names; the token of a language stands for whichever is asked for."""
+def _with_ids(path: Path, template: Sequence[str | int], ids: Mapping[str, int], codes: Mapping[str, int]) -> Template:
+    """Return a template with ids instead of names; a language token becomes the slot of the source language."""
     languages = set(codes.values())
     elements: list[int | Slot] = []
     for name in template:
@@ -219,32 +225,32 @@ def _by_id(path: Path, template: Sequence[str | int], ids: Mapping[str, int], co
 def _read_tokenizers(path: Path) -> _TokenizersFile:
     described = _read(path)
     if not described:
-        raise NoTokenizersFile(f"{path.parent} has no tokenizer.json, which its tokenizer needs")
+        raise NoTokenizersFile(f"{path.parent} has no tokenizer.json, which is needed for its tokenizer")
     try:
         templates, pair_start = _templates(described.get("post_processor"), _settings(path.parent))
         special = {token["id"] for token in described.get("added_tokens", ()) if token["special"]}
         return _TokenizersFile(_vocabulary(described), special, templates, pair_start)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise TokenizerError(f"{path} is not what `tokenizers` writes: {error!r}") from None
+        raise TokenizerError(f"{path} is not in the format of the library `tokenizers`: {error!r}") from None
 
 
 def _vocabulary(described: Mapping[str, Any]) -> dict[str, int]:
-    """Every token of a tokenizer.json: of the model's vocabulary, which Unigram lists, and the added ones."""
+    """Return the id of every token of a tokenizer.json, added tokens included; Unigram models have a list."""
     held = described.get("model", {}).get("vocab", {})
     vocabulary = {entry[0]: index for index, entry in enumerate(held)} if isinstance(held, list) else dict(held)
     return vocabulary | {token["content"]: token["id"] for token in described.get("added_tokens", ())}
 
 
 def _own_pieces(path: Path, id_offset: int) -> tuple[dict[str, int], set[str]]:
-    """Pieces of a SentencePiece model with their shifted ids, and those among them that stand for no text."""
+    """Return the pieces of a SentencePiece model with id + id_offset, and the pieces that stand for no text."""
     processor = read_pieces(path)
     names = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
     hidden = {name for index, name in enumerate(names) if processor.is_control(index) or processor.is_unknown(index)}
     return {name: index + id_offset for index, name in enumerate(names)}, hidden
 
 
-def _number_the_rest(listed: Sequence[str], pieces: Mapping[str, int], added: dict[str, int]) -> None:
-    """Special tokens that no file numbers come after all others, in the order in which they are listed."""
+def _assign_free_ids(listed: Sequence[str], pieces: Mapping[str, int], added: dict[str, int]) -> None:
+    """Add listed tokens without an id to `added`, with the next ids after the largest one, in their order."""
     last = max([*pieces.values(), *added.values()], default=-1)
     for token in listed:
         if token not in pieces and token not in added:
@@ -253,7 +259,7 @@ def _number_the_rest(listed: Sequence[str], pieces: Mapping[str, int], added: di
 
 
 def _settings(folder: Path) -> _Settings:
-    """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json, as far as there are any."""
+    """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json, if they exist."""
     described = _read(folder / "tokenizer_config.json")
     described = {**_read(folder / "special_tokens_map.json"), **described}
     added = {token: index for token, index in _read(folder / "added_tokens.json").items() if isinstance(index, int)}
@@ -268,10 +274,10 @@ def _settings(folder: Path) -> _Settings:
 
 
 def _templates(processor: Mapping[str, Any] | None, settings: _Settings) -> tuple[_Templates, int | None]:
-    """Single and pair template, and where in the second one token type 1 begins."""
+    """Return the templates of texts and pairs, and the index in the pair template where token type 1 begins."""
     for step in _steps(processor):
         if step["type"] == "TemplateProcessing":
-            return _processed(step)
+            return _template_processing(step)
         if step["type"] in ("BertProcessing", "RobertaProcessing"):
             cls, sep = step["cls"][1], step["sep"][1]
             if step["type"] == "BertProcessing":
@@ -291,18 +297,18 @@ def _steps(processor: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
             yield processor
 
 
-def _processed(step: Mapping[str, Any]) -> tuple[_Templates, int | None]:
-    """The templates of a TemplateProcessing. Raises TokenizerError where token types do not just go from 0 to 1."""
+def _template_processing(step: Mapping[str, Any]) -> tuple[_Templates, int | None]:
+    """Return the templates of a TemplateProcessing. Raises TokenizerError unless token types are 0s, then 1s."""
     single = [name for name, _ in _elements(step["single"], step["special_tokens"])]
     pair = list(_elements(step["pair"], step["special_tokens"]))
     types = [token_type for _, token_type in pair]
     if types != sorted(types) or not {*types} <= {0, 1}:
-        raise TokenizerError(f"tokenizer.json: token types of pairs are {types}; only 0, then 1 are supported")
+        raise TokenizerError(f"tokenizer.json: token types of pairs are {types}; only zeros, then ones are supported")
     return (tuple(single), tuple(name for name, _ in pair)), types.index(1) if 1 in types else None
 
 
 def _elements(elements: Sequence[Mapping[str, Any]], special: Mapping[str, Any]) -> Iterator[tuple[str | int, int]]:
-    """Slot or id, and token type, of each element of a TemplateProcessing."""
+    """Yield slot or id, and token type, of each element of a TemplateProcessing."""
     for element in elements:
         if "Sequence" in element:
             yield ("$text" if element["Sequence"]["id"] == "A" else "$pair"), element["Sequence"]["type_id"]
@@ -312,14 +318,14 @@ def _elements(elements: Sequence[Mapping[str, Any]], special: Mapping[str, Any])
 
 
 def _content(value: object) -> str | None:
-    """A token's spelling: files hold it bare, or as `content` among its flags."""
+    """Return a token's text, which files store as a string or as `content` of an object; None for other values."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """Return the object of a JSON file; empty if the file does not exist. Raises TokenizerError naming the file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -327,5 +333,5 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise TokenizerError(f"{path} cannot be read: it holds {type(found).__name__}, expected an object")
+        raise TokenizerError(f"{path} cannot be read: it contains a {type(found).__name__}, expected an object")
     return found

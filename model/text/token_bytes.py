@@ -1,6 +1,7 @@
-"""What a token's spelling stands for, as each kind of vocabulary writes it: byte alphabets, word marks, <0xNN>.
+"""Bytes of single tokens, for each notation of vocabularies: byte alphabets, word marks, <0xNN>.
 
-A `tokenizers` decoder is asked token by token instead of imitated; those that look at more than one are refused.
+For a `tokenizers` decoder, the library itself decodes each token once, so its rules are not repeated here. Decoders
+that need more than one token at a time are refused.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ _TOKEN_BY_TOKEN = {"WordPiece", "Metaspace", "Replace", "ByteFallback", "Fuse", 
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """`rest`: bytes of a token behind others; `first`: of one that begins a text, None where that is the same."""
+class TokenDecoding:
+    """Functions from a token to its bytes.
+
+    rest: for a token after other tokens. first: for the first token of a text; None: the same as rest.
+    """
 
     rest: Callable[[str], bytes]
     first: Callable[[str], bytes] | None = None
@@ -31,7 +35,10 @@ class Reading:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Byte of each printable stand-in of byte-level BPE (Radford et al. 2019); printable bytes stand for themselves."""
+    """Return the byte of each character of byte-level BPE (Radford et al. 2019).
+
+    A printable byte is its own character; the other bytes have characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -40,7 +47,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level(token: str) -> bytes:
-    """Bytes of a token of byte-level BPE; one with other characters, added by hand, stands for itself."""
+    """Return the bytes of a token of byte-level BPE; an added token with other characters stands for itself."""
     alphabet = byte_alphabet()
     try:
         return bytes([alphabet[char] for char in token])
@@ -49,34 +56,38 @@ def byte_level(token: str) -> bytes:
 
 
 def byte_piece(token: str) -> bytes | None:
-    """The byte that a <0xNN> token stands for; None for any other."""
+    """Return the byte of a <0xNN> token; None for any other token."""
     found = _BYTE_PIECE.fullmatch(token)
     return bytes([int(found[1], 16)]) if found else None
 
 
-def spaced(token: str) -> bytes:
-    """A word behind others."""
+def space_before(token: str) -> bytes:
+    """Return the bytes of a word with a space before it."""
     return b" " + token.encode()
 
 
 def word_marked(token: str) -> bytes:
-    """Bytes of a SentencePiece piece."""
+    """Return the bytes of a SentencePiece piece: the word mark becomes a space."""
     return token.replace(WORD_MARK, " ").encode()
 
 
-def reading_of(described: Mapping[str, Any] | None) -> Reading:
-    """How the decoder of a tokenizer.json reads tokens. Raises TokenizerError for one that cannot be streamed."""
+def token_decoding_of(described: Mapping[str, Any] | None) -> TokenDecoding:
+    """Return the token decoding of the `decoder` object of a tokenizer.json.
+
+    None means words between spaces. Raises TokenizerError for a decoder that needs more than one token at a time,
+    because its text cannot be streamed.
+    """
     if described is None:
-        return Reading(spaced, str.encode)
+        return TokenDecoding(space_before, str.encode)
     steps = list(_steps(described))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
-        return Reading(byte_level)
+        return TokenDecoding(byte_level)
     for step in steps:
         kind = step.get("type")
         if kind not in _TOKEN_BY_TOKEN or (kind == "Strip" and step["stop"]):
-            raise TokenizerError(f"its decoder {kind!r} does not read tokens one by one")
-    return _asking(_decoder_of(described), has_bytes="ByteFallback" in kinds)
+            raise TokenizerError(f"its decoder {kind!r} does not decode tokens one by one, so texts cannot be streamed")
+    return _decoding_by(_decoder_of(described), has_bytes="ByteFallback" in kinds)
 
 
 def _steps(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -92,8 +103,8 @@ def _decoder_of(described: Mapping[str, Any]) -> Any:
     return Tokenizer.from_str(json.dumps({**empty, "decoder": described})).decoder
 
 
-def _asking(decoder: Any, *, has_bytes: bool) -> Reading:
-    """Asks the decoder itself what a token is behind another one, and alone."""
+def _decoding_by(decoder: Any, *, has_bytes: bool) -> TokenDecoding:
+    """Return a decoding that calls the library's decoder with a token after another one, or with the token alone."""
     before = "a"
     skipped = len(decoder.decode([before]))
 
@@ -109,4 +120,4 @@ def _asking(decoder: Any, *, has_bytes: bool) -> Reading:
         text: str = decoder.decode([token])
         return text.encode()
 
-    return Reading(rest, first)
+    return TokenDecoding(rest, first)
