@@ -24,8 +24,8 @@ from antiphon.model.export.graph_edit import (
     static_dim,
     take_over,
 )
-from antiphon.model.export.onnx_translation import ATTENTION, CACHED_ATTENTION
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN
+from antiphon.model.ops.operators.fused_attention import ATTENTION, CACHED_ATTENTION
 
 CONTRIB = "com.microsoft"
 
@@ -59,7 +59,9 @@ class _Lowering:
 
     def replace(self, node: ir.Node) -> None:
         """Put the operator in place of one attention node."""
-        out = {ATTENTION: self._attention, CACHED_ATTENTION: self._cached_attention}[node.op_type](node)
+        out = {ATTENTION.node_name: self._attention, CACHED_ATTENTION.node_name: self._cached_attention}[node.op_type](
+            node
+        )
         self._hand_over(node, out)
         self.edit.graph.remove(node, safe=True)
 

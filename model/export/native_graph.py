@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.ops.disentangled import RelativePositions
+from antiphon.model.ops.operators import add_norm as norms
+from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
+from antiphon.model.ops.operators.embed import embed
+from antiphon.model.ops.operators.linear import gate
+from antiphon.model.ops.operators.linear import linear as product
+from antiphon.model.ops.operators.packed_attention import packed_attention
+from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.model.ops.operators.paged_write import paged_write
+from antiphon.model.ops.operators.rotary import rotary
+from antiphon.model.ops.operators.select import select
 from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.transformer.positions import rotary_table
@@ -52,7 +61,7 @@ class _PackedStack(nn.Module):
     def embed(self, input_ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
         """input_ids [N] int64, positions [N] int32, type_ids [N] int64 where tokens have types -> [N, M]."""
         stack = self.stack
-        embedded: Tensor = native_linear.embed(
+        embedded: Tensor = embed(
             input_ids, positions, stack.embedding.weight, stack.positions.vectors, scale=stack.embedding_scale
         )
         types = stack.token_types(type_ids) if stack.token_types is not None else None
@@ -84,7 +93,7 @@ class _PackedStack(nn.Module):
         def forward(hidden: Tensor) -> Tensor:
             if not self.config.gated:
                 return linear(linear(hidden, part.inner, self.config.activation), part.outer)
-            return linear(native_linear.gate(linear(hidden, part.inner), activation=self.config.activation), part.outer)
+            return linear(gate(linear(hidden, part.inner), activation=self.config.activation), part.outer)
 
         return forward
 
@@ -93,13 +102,13 @@ class _PackedStack(nn.Module):
         qkv = linear(hidden, attention.qkv)
         if self.rotary_table is None:
             return qkv
-        turned: Tensor = native_linear.rotary(qkv, positions, self.rotary_table, num_heads=self.config.num_heads)
+        turned: Tensor = rotary(qkv, positions, self.rotary_table, num_heads=self.config.num_heads)
         return turned
 
 
 def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
     """activation(layer(x)) as one operator; [N, K] -> [N, O]."""
-    return native_linear.linear(  # type: ignore[no-any-return]
+    return product(  # type: ignore[no-any-return]
         x, layer.weight, layer.bias, activation=activation
     )
 
@@ -108,7 +117,7 @@ def add_norm(update: Tensor, stream: Tensor | None, norm: nn.Module, epsilon: fl
     """norm(stream + update), and the sum itself, as one operator; both [N, M]."""
     kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
     bias = getattr(norm, "bias", None)
-    normed, total = native_linear.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
+    normed, total = norms.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
     return normed, total
 
 
@@ -141,7 +150,7 @@ class PackedStates(_PackedStack):
         attention = self.blocks[layer].self_attention
 
         def forward(hidden: Tensor) -> Tensor:
-            mixed = native_attention.packed_attention(
+            mixed = packed_attention(
                 self.project(attention, hidden, positions),
                 offsets,
                 self.bias_table,
@@ -159,7 +168,7 @@ class PackedStates(_PackedStack):
         assert isinstance(tables, _RelativeTables)
 
         def forward(hidden: Tensor) -> Tensor:
-            mixed = native_attention.disentangled_attention(
+            mixed = disentangled_attention(
                 self.project(attention, hidden, positions),
                 offsets,
                 tables.rows,
@@ -235,7 +244,7 @@ class PackedEncoder(nn.Module):
         for layer, kv_projection in enumerate(self.cross):
             assert isinstance(kv_projection, nn.Linear)
             kv = linear(memory, kv_projection)
-            written, cache = native_attention.paged_write(
+            written, cache = paged_write(
                 kv, cache, block_tables, offsets, written, num_heads=self.num_heads, layer=layer
             )
         assert written is not None
@@ -276,7 +285,7 @@ class PagedDecoder(_PackedStack):
         rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
         hidden = self.step(input_ids, rows)
         settings = tensors[len(PagedRows.__slots__) :]
-        chosen = native_select.select(hidden, self.output.weight, self.output.bias, rows.positions, *settings)
+        chosen = select(hidden, self.output.weight, rows.positions, *settings, self.output.bias)
         return (*chosen, rows.cache)
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:
@@ -291,7 +300,7 @@ class PagedDecoder(_PackedStack):
 
     def _attend(self, attention: SelfAttention, rows: PagedRows, layer: int) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
-            mixed, rows.cache = native_attention.paged_self_attention(
+            mixed, rows.cache = paged_self_attention(
                 self.project(attention, hidden, rows.positions),
                 rows.cache,
                 rows.self_tables,
@@ -309,7 +318,7 @@ class PagedDecoder(_PackedStack):
 
     def _attend_source(self, attention: CrossAttention, rows: PagedRows, layer: int) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
-            mixed = native_attention.paged_cross_attention(
+            mixed = paged_cross_attention(
                 linear(hidden, attention.query),
                 rows.cache,
                 rows.cross_tables,

@@ -29,7 +29,8 @@ from antiphon.model.bundle.manifest import Precision
 from antiphon.model.export.graph_edit import Editor, constant_array, operand, take_over
 from antiphon.model.export.quantize import quantize_rows
 from antiphon.model.export.quantize_groups import GROUP, quantize_groups
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN, Operator
+from antiphon.model.ops.operators.all_operators import OPERATORS
 
 PANEL = 16
 DEPTH = 64
@@ -122,16 +123,15 @@ def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Numbe
     return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
 
-# Of each operator with a weight: which input that is, and the attributes that say its [outputs, inputs].
-_WEIGHTS = {"Embed": (2, ("vocab", "width")), "Linear": (1, ("width",)), "Select": (1, ("vocab",))}
+_WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operator.weight is not None}
 
 
 def pack_weights(model: ir.Model, precision: Precision) -> None:
     """Pack every weight of a native graph in place; the integers make its operators the quantised ones."""
     work = _Packer(model.graph, precision)
     for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type in _WEIGHTS:
-            work.replace(node)
+        if node.domain == DOMAIN and node.op_type in _WITH_WEIGHT:
+            work.replace(node, _WITH_WEIGHT[node.op_type])
     common_passes.RemoveUnusedNodesPass()(model)
 
 
@@ -143,26 +143,24 @@ class _Packer:
         self.precision = precision
         self.packed: dict[tuple[int, tuple[int, ...], Precision], tuple[ir.Value, ...]] = {}
 
-    def replace(self, node: ir.Node) -> None:
-        """Put the operator that reads the packed weight in place of one that reads [O, K]."""
-        index, sizes = _WEIGHTS[node.op_type]
+    def replace(self, node: ir.Node, operator: Operator) -> None:
+        """Replace an operator that reads [O, K] by the one that reads the packed weight."""
+        assert operator.weight is not None
+        index, sizes = operator.weight_index, operator.weight.sizes
         value = operand(node, index)
         array = constant_array(value)
         assert array is not None, f"{node.op_type} {node.name}: the weight is not a constant"
-        name, precision = node.op_type, self.precision
-        if precision == "int4" and name != "Linear":
-            precision = "int8"
+        precision = self.precision if self.precision in operator.weight.parts else "int8"
+        packed = operator.packed_node(precision)
+        assert packed is not None
         held = (array.ctypes.data, array.shape, precision)  # tied weights may be several initialisers of one tensor
         if held not in self.packed:
-            self.packed[held] = _pack(self.edit, array, value.name or name, precision)
-        parts = self.packed[held]
-        if precision != "float32":
-            name = f"{'Quantized' if precision == 'int8' else 'Nibble'}{name}"
-            parts = parts[:2] if node.op_type == "Embed" else parts
+            self.packed[held] = _pack(self.edit, array, value.name or node.op_type, precision)
+        parts = self.packed[held][: len(operator.weight.parts[precision])]
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         attributes.update(zip(sizes, array.shape, strict=False))
         inputs = [*node.inputs[:index], *parts, *node.inputs[index + 1 :]]
-        outputs = self.edit.emit_many(node, name, inputs, attributes, len(node.outputs), domain=DOMAIN)
+        outputs = self.edit.emit_many(node, packed.name, inputs, attributes, len(node.outputs), domain=DOMAIN)
         for old, new in zip(node.outputs, outputs, strict=True):
             take_over(old, new)
         self.edit.graph.remove(node, safe=True)

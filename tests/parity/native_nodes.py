@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from antiphon.model.bundle.native_stepper import native_session, run_native
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 from antiphon.model.ops.cache_pool import write_position
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN
 from antiphon.model.ops.workspace import LIBRARY
 
 Array = NDArray[Any]
