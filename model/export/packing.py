@@ -1,16 +1,16 @@
-"""Weights as the native operators read them, and the pass that puts them into a graph, quantised or not.
+"""Layouts of weights for the native operators, and the pass that packs the weights of a graph, quantised or not.
 
-A panel holds 16 outputs side by side, so that one vector is one input's weight for 16 outputs:
+A panel holds 16 outputs side by side, so that one vector holds the weights of one input for 16 outputs:
 
     float32  [O, K] -> [Op / 16, K, 16]
-    int8     [O, K] -> [Op / 16, Kp / 4, 16, 4], four inputs of an output adjacent (u8 x s8 products take them so),
-             with a scale for each output and the sum of its integers, by which a zero point is taken out again
+    int8     [O, K] -> [Op / 16, Kp / 4, 16, 4], four inputs of an output adjacent (as u8 x s8 products read them),
+             with a scale for each output, and the sum of its integers, which corrects for the zero point
     int4     [O, K] -> [Op / 16, Kp / 8, 16, 4], eight inputs of an output in four bytes, the first four in the lower
-             halves; each 32 inputs of an output share a scale, a float16 times the output's own. Of products only:
-             embeddings, and the product over the vocabulary with them, are int8
+             nibbles; each 32 inputs of an output share a scale, a float16 times the output's own. Products only:
+             embeddings are int8, and so is the product over the vocabulary, which may share their weight
 
-Op is O rounded up to 16, Kp is K rounded up to 64; what is added is zero. An embedding is stored as the product that
-it may be tied to, and then once.
+Op is O rounded up to 16, Kp is K rounded up to 64; the padding is zero. An embedding has the layout of the product that
+it may be tied to, so that both share one tensor.
 
 Axes: O outputs (V of an embedding), K inputs (M of an embedding).
 """
@@ -50,18 +50,18 @@ class QuantizedWeight:
 
 
 def pack_float(weight: Floats) -> Floats:
-    """[O, K] -> [Op / 16, K, 16]."""
+    """Pack [O, K] into [Op / 16, K, 16]."""
     panels = _padded(weight, PANEL, 1).reshape(-1, PANEL, weight.shape[1])
     return np.ascontiguousarray(panels.swapaxes(1, 2))
 
 
 def unpack_float(packed: Floats, outputs: int) -> Floats:
-    """The inverse of `pack_float`."""
+    """Invert `pack_float`."""
     return np.ascontiguousarray(packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[:outputs])
 
 
 def pack_int8(weight: Floats) -> QuantizedWeight:
-    """[O, K] float32, quantised row by row (quantize.py) and packed."""
+    """Quantise [O, K] float32 row by row (quantize.py) and pack it."""
     integers, scales = quantize_rows(weight)
     padded = _padded(integers, PANEL, DEPTH)
     groups = padded.reshape(-1, PANEL, padded.shape[1] // _GROUP, _GROUP)
@@ -76,7 +76,7 @@ def pack_int8(weight: Floats) -> QuantizedWeight:
 class NibbleWeight:
     """nibbles s8 [Op / 16, Kp / 8, 16, 4], ratios [Op / 16, Kp / 32, 16] float16, scales, offsets [Op] float32.
 
-    A weight is integer * 16 ratio * scale; offsets are sums of integer * 16 ratio, by which a zero point is taken out.
+    A weight is integer * 16 ratio * scale; offsets are sums of integer * 16 ratio, which correct for the zero point.
     """
 
     nibbles: NDArray[np.int8]
@@ -86,7 +86,7 @@ class NibbleWeight:
 
 
 def pack_int4(weight: Floats) -> NibbleWeight:
-    """[O, K] float32, quantised in groups (quantize_groups.py) and packed."""
+    """Quantise [O, K] float32 in groups (quantize_groups.py) and pack it."""
     groups = quantize_groups(weight)
     padded = _padded(groups.integers, PANEL, DEPTH)
     ratios = _padded(groups.ratios, PANEL, DEPTH // GROUP)
@@ -103,22 +103,22 @@ def pack_int4(weight: Floats) -> NibbleWeight:
 
 
 def unpack_int4(nibbles: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
-    """The integers [O, K] of a packed weight."""
+    """Return the integers [O, K] of a packed weight."""
     steps = nibbles.swapaxes(1, 2)  # [panels, 16, Kp / 8, 4]
-    halves = np.stack([steps << 4 >> 4, steps >> 4], axis=3)
-    rows = halves.reshape(len(nibbles) * PANEL, -1)
+    unpacked = np.stack([steps << 4 >> 4, steps >> 4], axis=3)
+    rows = unpacked.reshape(len(nibbles) * PANEL, -1)
     return np.ascontiguousarray(rows[:outputs, :inputs])
 
 
 def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
-    """The integers [O, K] of a packed weight."""
+    """Return the integers [O, K] of a packed weight."""
     panels, groups = integers.shape[:2]
     rows = integers.swapaxes(1, 2).reshape(panels * PANEL, groups * _GROUP)
     return np.ascontiguousarray(rows[:outputs, :inputs])
 
 
 def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
-    """The matrix with zeros behind, so that these numbers divide its rows and columns."""
+    """Append zeros, so that these numbers divide the rows and columns."""
     extra = [(0, -size % multiple) for size, multiple in zip(matrix.shape, (rows, columns), strict=True)]
     return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
@@ -127,7 +127,7 @@ _WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operat
 
 
 def pack_weights(model: ir.Model, precision: Precision) -> None:
-    """Pack every weight of a native graph in place; the integers make its operators the quantised ones."""
+    """Pack every weight of a native graph in place; operators with integer weights become the quantised ones."""
     work = _Packer(model.graph, precision)
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type in _WITH_WEIGHT:
@@ -167,9 +167,9 @@ class _Packer:
 
 
 def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tuple[ir.Value, ...]:
-    """The inputs that stand for a weight at a precision."""
+    """Return the inputs that represent a weight at a precision."""
     if precision == "float32":
-        # A model's weights are not held twice: each is packed as it is written.
+        # Each weight is packed when it is written, so that a model's weights are not in memory twice.
         shape = (-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
         return (edit.computed_constant(lambda: pack_float(weight), shape, f"{name}.packed"),)
     if precision == "int4":

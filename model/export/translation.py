@@ -3,7 +3,7 @@
 `torch.onnx.export` takes `TRANSLATIONS` as its custom_translation_table and writes one node of domain `antiphon`
 wherever the model called an operator. A node keeps the name, operands and attributes of the call, with one
 difference: an operator that returns a changed input, a cache, becomes a node that changes it in place. That node has
-no such output, and whatever reads the changed cache reads the graph's own cache. One layer never reads the part of
+no such output, and readers of the changed cache read the graph's own cache. One layer never reads the part of
 another, so the order of layers does not matter.
 
 Later passes change the nodes further: packing.py packs the weights of operators that have native kernels,

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "operators.h"
@@ -78,6 +79,30 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   return nullptr;
 }
 
+std::vector<const OrtCustomOp*> AllOperators() {
+  std::vector<const OrtCustomOp*> all;
+  for (const auto& family : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
+                             antiphon::PagedOperators(), antiphon::SelectOperators()}) {
+    all.insert(all.end(), family.begin(), family.end());
+  }
+  return all;
+}
+
+// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark behind
+// an optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
+std::string Signature(const OrtCustomOp* op) {
+  std::string text = op->GetName(op);
+  for (size_t index = 0; index < op->GetInputTypeCount(op); ++index) {
+    text += " " + std::to_string(op->GetInputType(op, index));
+    if (op->GetInputCharacteristic(op, index) == kOptional) text += "?";
+  }
+  text += " ->";
+  for (size_t index = 0; index < op->GetOutputTypeCount(op); ++index) {
+    text += " " + std::to_string(op->GetOutputType(op, index));
+  }
+  return text;
+}
+
 // One domain for the process: operators have no state of their own, sessions share them.
 OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
   static OrtCustomOpDomain* domain = nullptr;
@@ -86,11 +111,8 @@ OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
   if (domain == nullptr) {
     OrtCustomOpDomain* built = nullptr;
     if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
-    for (const auto& room : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
-                             antiphon::PagedOperators(), antiphon::SelectOperators()}) {
-      for (const OrtCustomOp* op : room) {
-        if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
-      }
+    for (const OrtCustomOp* op : AllOperators()) {
+      if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
     }
     domain = built;
   }
@@ -126,6 +148,16 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raised whenever operators, their packing or these functions change: model/ops/workspace.py loads its own number only.
 ANTIPHON_EXPORT int antiphon_native_version() { return 3; }
+
+// The signature of every operator, one in a line; a test compares them with the declarations in model/ops/operators.
+ANTIPHON_EXPORT const char* antiphon_operators() {
+  static const std::string* signatures = [] {
+    auto* text = new std::string;
+    for (const OrtCustomOp* op : AllOperators()) *text += Signature(op) + "\n";
+    return text;
+  }();
+  return signatures->c_str();
+}
 
 // The kernels this process runs: amx, avx512, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
 ANTIPHON_EXPORT const char* antiphon_kernels() {

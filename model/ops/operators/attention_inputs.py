@@ -28,7 +28,7 @@ SLOPES = Input(
     "slopes",
     "float",
     "H",
-    "subtract slope * |distance| from scores (ALiBi: Press et al. 2022, section 3)",
+    "slope * the absolute distance is subtracted from scores (ALiBi: Press et al. 2022, section 3)",
     optional=True,
 )
 NUM_HEADS = Attribute("num_heads", int, "H")
