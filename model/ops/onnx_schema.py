@@ -28,7 +28,7 @@ _TYPES: dict[Kind, list[str]] = {
 def onnx_operator(operator: Operator) -> Op:
     """Return the operator as onnxscript calls it; every attribute is required."""
     node = operator.node()
-    kinds = {port.kind for port in (*node.inputs, *node.outputs)}
+    kinds = {given.kind for given in node.inputs} | {output.kind for output in node.outputs}
     schema = _Schema(
         node.name,
         DOMAIN,

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from antiphon.model.ops.operator import DOMAIN, Operator, Output, Shape
 
 
-def register(operator: Operator) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def register(operator: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the operator's eager implementation, and derive its fake.
 
     The function takes the inputs by position, the attributes by keyword, all under their declared names, and returns
@@ -21,7 +20,7 @@ def register(operator: Operator) -> Callable[[Callable[..., Any]], CustomOpDef]:
     Raises TypeError when its parameters differ from the declaration.
     """
 
-    def decorate(eager: Callable[..., Any]) -> CustomOpDef:
+    def decorate(eager: Callable[..., Any]) -> Callable[..., Any]:
         _check_parameters(operator, eager)
         name, schema = f"{DOMAIN}::{operator.name}", torch_schema(operator)
         registered = torch.library.custom_op(name, eager, mutates_args=(), schema=schema)
@@ -40,10 +39,11 @@ def torch_schema(operator: Operator) -> str:
     return f"({', '.join(parameters)}) -> {outputs if len(operator.outputs) == 1 else f'({outputs})'}"
 
 
-def torch_operator(operator: Operator) -> Callable[..., Any]:
+def torch_operator(operator: Operator) -> torch._ops.OpOverload:
     """Return the registered operator as it appears in a traced graph."""
     packet = getattr(getattr(torch.ops, DOMAIN), operator.name)
-    return packet.default  # type: ignore[no-any-return]
+    overload: torch._ops.OpOverload = packet.default
+    return overload
 
 
 def _check_parameters(operator: Operator, eager: Callable[..., Any]) -> None:
