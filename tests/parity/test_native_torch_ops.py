@@ -19,7 +19,8 @@ from antiphon.model.ops.operators.packed_attention import packed_attention
 from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
 from antiphon.model.ops.operators.paged_write import paged_write
 from antiphon.model.ops.operators.rotary import rotary
-from antiphon.model.ops.operators.select import select
+from antiphon.model.ops.operators.select import SELECT, select
+from antiphon.model.ops.torch_registration import torch_operator
 from tests.batches import Choice, choices_of
 
 HEADS, WIDTH = 2, 8
@@ -88,7 +89,7 @@ def test_select_op_passes_pytorch_checks() -> None:
     ]
     held = settings_of(choices_of([1, 0, 1], settings))
     operands = (normal(3, 8), normal(20, 8), ints(0, 1, 4), *map(torch.from_numpy, held.values()), normal(20))
-    torch.library.opcheck(select, operands, test_utils="test_schema")
+    torch.library.opcheck(torch_operator(SELECT), operands, test_utils="test_schema")
     token_ids, logprobs, *tops = select(*operands)
     assert token_ids.shape == logprobs.shape == (3,)
     assert token_ids[2] == 9
