@@ -1,11 +1,11 @@
-"""The `contrib` lowering: attention nodes become operators that ship inside ONNX Runtime.
+"""Lowering `contrib`: replaces attention nodes by operators that are part of ONNX Runtime.
 
     Attention        -> com.microsoft::MultiHeadAttention; without a T x T buffer when nothing masks or biases it
     CachedAttention  -> com.microsoft::GroupQueryAttention over a shared buffer; with no new keys (cross attention)
                         an empty key and value leave the cache as it is
 
-Works on the graph, not on single calls: the operators want [B, T, H*D] operands, packed where possible, and small
-inputs that all layers can share. One function for each execution provider, as kernels differ: see LOWERINGS.
+A pass over the whole graph, since the operators take [B, T, H*D] operands, packed where possible, and small inputs that
+all layers can share. Kernels differ between execution providers, so LOWERINGS has one function for each.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from antiphon.model.export.graph_edit import (
     static_dim,
     take_over,
 )
-from antiphon.model.export.onnx_translation import ATTENTION, CACHED_ATTENTION
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN
+from antiphon.model.ops.operators.fused_attention import ATTENTION, CACHED_ATTENTION
 
 CONTRIB = "com.microsoft"
 
 
 class LoweringError(Exception):
-    """A lowering has no operator for what an attention node asks."""
+    """A lowering has no operator for an attention node."""
 
 
 def lower_for_cpu(graph: ir.Graph) -> None:
     """Replace every attention node of the graph in place, for the CPU execution provider.
 
-    Raises LoweringError naming the node and what it asks.
+    Raises LoweringError, which names the node and the unsupported shape.
     """
     lowering = _Lowering(graph)
     for node in list(graph):
@@ -51,15 +51,17 @@ LOWERINGS: dict[str, Callable[[ir.Graph], None]] = {"CPUExecutionProvider": lowe
 
 
 class _Lowering:
-    """One pass over one graph; remembers the small tensors that attention nodes share."""
+    """One pass over one graph; keeps the small tensors that attention nodes share."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.edit = Editor(graph)
         self.shared: dict[tuple[str, str], ir.Value] = {}
 
     def replace(self, node: ir.Node) -> None:
-        """Put the operator in place of one attention node."""
-        out = {ATTENTION: self._attention, CACHED_ATTENTION: self._cached_attention}[node.op_type](node)
+        """Replace one attention node by the operator."""
+        out = {ATTENTION.node_name: self._attention, CACHED_ATTENTION.node_name: self._cached_attention}[node.op_type](
+            node
+        )
         self._hand_over(node, out)
         self.edit.graph.remove(node, safe=True)
 
@@ -81,7 +83,7 @@ class _Lowering:
         return self.edit.emit(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB)
 
     def _moved_bias(self, parts: list[ir.Value]) -> ir.Value | None:
-        """The bias of the product that query, key and value were split from, which the operator adds as it copies."""
+        """Return the bias of the product that was split into query, key and value; the operator adds it."""
         split = parts[0].producer()
         if split is None or split.op_type != "Split" or list(split.outputs) != parts:
             return None
@@ -107,7 +109,7 @@ class _Lowering:
             "num_heads": heads,
             "kv_num_heads": heads,
             "scale": node.attributes["scale"].as_float(),
-            # A single query sees every key either way, and only the causal kernel takes the fast path.
+            # A single query sees every key in both cases, and only the causal kernel has a fast path.
             "causal": int(queries == 1),
         }
         total = self._capacity(cache_key, node)
@@ -120,7 +122,7 @@ class _Lowering:
         return outputs[0]
 
     def _packed(self, operands: Sequence[ir.Value], node: ir.Node) -> list[ir.Value | None]:
-        """Query, key and value as one [B, T, 3*H*D] tensor when one product made them, else joined one by one."""
+        """Return query, key and value as one tensor [B, T, 3*H*D] when one product computed them, else as three."""
         joined = [self._joined(part, node) for part in operands]
         split = joined[0].producer()
         if split is not None and split.op_type == "Split" and list(split.outputs) == joined:
@@ -128,7 +130,7 @@ class _Lowering:
         return list(joined)
 
     def _reading(self, query: ir.Value, node: ir.Node) -> list[ir.Value | None]:
-        """Operands that append nothing: the query, and an empty [B, 0, H*D] key and value, one for all layers."""
+        """Return operands that append nothing: the query, and empty keys and values [B, 0, H*D] that layers share."""
         joined = self._joined(query, node)
         first, second = self.edit.ints(0), self.edit.ints(1)
         nothing = self._once(
@@ -137,12 +139,12 @@ class _Lowering:
         return [joined, nothing, nothing]
 
     def _minus_one(self, lens: ir.Value, node: ir.Node) -> ir.Value:
-        """GroupQueryAttention counts a row's keys without the last one."""
+        """Return lens - 1: GroupQueryAttention counts a row's keys without the last one."""
         one = self.edit.constant(np.array([1], np.int32))
         return self._once(("minus_one", f"{lens.name}"), lambda: self.edit.emit(node, "Sub", [lens, one]))
 
     def _capacity(self, cache: ir.Value, node: ir.Node) -> ir.Value:
-        """[1] int32: tokens a row of the cache can hold; layers whose caches share the dimension share the tensor."""
+        """Return the capacity of a row of the cache, [1] int32; layers with the same dimension share the tensor."""
 
         def build() -> ir.Value:
             length = self.edit.emit(node, "Shape", [cache], {"start": 2, "end": 3})
@@ -156,7 +158,7 @@ class _Lowering:
         return self.shared[key]
 
     def _joined(self, value: ir.Value, node: ir.Node) -> ir.Value:
-        """[B, T, H, D] -> [B, T, H*D]: the tensor from before the heads were told apart, if there is one."""
+        """Join the heads, [B, T, H, D] -> [B, T, H*D]; returns the tensor before the split, if there is one."""
         width = static_dim(value, 2) * static_dim(value, 3)
         before = value.producer()
         if before is not None and before.op_type == "Reshape":
@@ -166,7 +168,7 @@ class _Lowering:
         return self.edit.emit(node, "Reshape", [value, self.edit.ints(0, 0, width)])
 
     def _hand_over(self, node: ir.Node, out: ir.Value) -> None:
-        """Give [B, T, H*D] to the readers of the node's [B, T, H, D]: straight to those that join the heads anyway."""
+        """Connect `out` [B, T, H*D] to the node's readers, without a Reshape where they join the heads."""
         old = node.outputs[0]
         heads, width = static_dim(old, 2), static_dim(old, 3)
         out.shape, out.type = ir.Shape([*shape_of(old)[:2], heads * width]), old.type

@@ -1,8 +1,8 @@
-"""From the PyTorch model to the explain graph: a source and a target in, the attention weights of every head out.
+"""Export of the explain graph, which takes a source and a target and returns the attention weights of every head.
 
-Says the Transformer's forward pass once more with its softmaxed scores in plain sight, for every ModelConfig; the
-arithmetic is float32 at every precision, int8 weights are unpacked on the way (explain_weights.py). Off the hot path:
-clarity before speed. Writes no file.
+Implements the Transformer's forward pass a second time, for every ModelConfig, with its attention weights as outputs.
+The arithmetic is float32 at every precision; int8 weights are unpacked in the graph (explain_weights.py). The graph is
+not on the path of ordinary requests, so the code prefers clarity to speed. Writes no file.
 
 Axes: S source, T target, M model width, H heads, D head width, L encoder layers, Ld decoder layers.
 """
@@ -29,16 +29,16 @@ from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, Self
 from antiphon.model.transformer.positions import rotary_tables, rotate
 from antiphon.model.transformer.transformer import Stack, Transformer
 
-# Free axes: neither 1 nor equal, or the tracer would take them for constants, or for one.
+# Sizes of the free axes: not 1 and not equal, or the tracer would take them for constants, or for one axis.
 _EXAMPLE_SOURCE, _EXAMPLE_TARGET = 7, 11
 
-# Largest difference of an attention weight, a number from 0 to 1: float32 sums in another order, as in verify.py.
+# Largest difference of an attention weight, which is 0 to 1. float32 is summed in another order, as in verify.py.
 TOLERANCE = 1e-4
 _CASES = ((1, 1), (9, 4), (33, 17))
 
 
 class ExplainModule(nn.Module):
-    """A Transformer's forward pass that keeps the attention weights and drops the rest; shares the weights."""
+    """Forward pass that returns the attention weights only; shares the parameters of a Transformer."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.encoder is not None
@@ -47,17 +47,18 @@ class ExplainModule(nn.Module):
         self.encoder, self.decoder = model.encoder, model.decoder
 
     def forward(self, source_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """source_ids [1, S] int64, end token included; target_ids [1, T] int64, begin token first.
+        """Return the attention weights of one source and target.
 
-        Returns encoder_self [L, H, S, S], decoder_self [Ld, H, T, T] and cross [Ld, H, T, S] float32: of each query
-        the weights of its keys, summing to 1; what a query may not see weighs 0.
+        source_ids: [1, S] int64, end token included; target_ids: [1, T] int64, begin token first
+        Returns encoder_self [L, H, S, S], decoder_self [Ld, H, T, T] and cross [Ld, H, T, S] float32. The weights of
+        a query sum to 1; keys that it may not see have weight 0.
         """
         memory, encoder_self = self._encode(source_ids)
         decoder_self, cross = self._decode(target_ids, memory)
         return encoder_self, decoder_self, cross
 
     def _encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory [1, S, M] and the encoder's maps [L, H, S, S]."""
+        """Return the memory [1, S, M] and the encoder's attention weights [L, H, S, S]."""
         hidden, positions, bias = _embedded(self.encoder, ids)
         maps = []
         for layer in self.encoder.layers:
@@ -71,7 +72,7 @@ class ExplainModule(nn.Module):
         return self.encoder.final_norm(hidden), torch.cat(maps)
 
     def _decode(self, ids: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The decoder's maps of itself [Ld, H, T, T] and of the source [Ld, H, T, S]."""
+        """Return the decoder's attention weights over itself [Ld, H, T, T] and over the source [Ld, H, T, S]."""
         hidden, positions, bias = _embedded(self.decoder, ids)
         self_maps, cross_maps = [], []
         for layer in self.decoder.blocks:
@@ -91,7 +92,7 @@ class ExplainModule(nn.Module):
 
 
 def _embedded(stack: Stack, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Embeddings [1, T, M], positions [1, T] and score bias [1, H, T, T] of one sequence."""
+    """Return the embeddings [1, T, M], positions [1, T] and score bias [1, H, T, T] of one sequence."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     return stack.embed(ids, positions), positions, stack.relative_bias(positions, ids.shape[1])
 
@@ -99,7 +100,7 @@ def _embedded(stack: Stack, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
 def _self_attention(
     attention: SelfAttention, hidden: Tensor, positions: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """hidden [1, T, M] -> the update [1, T, M] and the weights [1, H, T, T]."""
+    """Map hidden [1, T, M] to the update [1, T, M] and the attention weights [1, H, T, T]."""
     query, key, value = (part.unflatten(-1, attention.heads) for part in attention.qkv(hidden).chunk(3, dim=-1))
     if attention.rope_theta is not None:
         cos, sin = rotary_tables(positions, attention.heads[1], attention.rope_theta, attention.rope_scaling)
@@ -109,7 +110,7 @@ def _self_attention(
 
 
 def _cross_attention(attention: CrossAttention, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [1, T, M], memory [1, S, M] -> the update [1, T, M] and the weights [1, H, T, S]."""
+    """Map hidden [1, T, M] and memory [1, S, M] to the update [1, T, M] and the attention weights [1, H, T, S]."""
     query = attention.query(hidden).unflatten(-1, attention.heads)
     key, value = (part.unflatten(-1, attention.heads) for part in attention.kv(memory).chunk(2, dim=-1))
     weights = _weights(query, key, None, scale=attention.scale, causal=False)
@@ -117,7 +118,7 @@ def _cross_attention(attention: CrossAttention, hidden: Tensor, memory: Tensor) 
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor | None, *, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * Q K^T + bias): query [1, T, H, D], key [1, S, H, D] -> [1, H, T, S]."""
+    """Return softmax(scale * Q K^T + bias) [1, H, T, S] of query [1, T, H, D] and key [1, S, H, D]."""
     scores = torch.matmul(query.transpose(1, 2), key.permute(0, 2, 3, 1)) * scale
     if bias is not None:
         scores = scores + bias
@@ -128,13 +129,13 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor | None, *, scale: float, c
 
 
 def _mixed(out: nn.Linear, weights: Tensor, value: Tensor) -> Tensor:
-    """Values [1, S, H, D] mixed by weights [1, H, T, S] and projected: [1, T, M]."""
+    """Mix values [1, S, H, D] by weights [1, H, T, S] and project them to [1, T, M]."""
     mixed: Tensor = out(torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2).flatten(-2))
     return mixed
 
 
 def trace_explain(model: Transformer) -> ir.Model:
-    """The explain graph in float32, its products reading constants [K, O]."""
+    """Return the explain graph in float32; its products read constants [K, O]."""
     ids = (torch.ones(1, _EXAMPLE_SOURCE, dtype=torch.int64), torch.ones(1, _EXAMPLE_TARGET, dtype=torch.int64))
     with quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
@@ -154,7 +155,7 @@ def trace_explain(model: Transformer) -> ir.Model:
 
 
 def verify_explain(path: Path, model: Transformer, precision: Precision, *, seed: int = 0) -> float:
-    """Compare an explain graph with PyTorch in float32, the weights rounded as the graph's are; the largest error.
+    """Compare an explain graph with PyTorch in float32, weights rounded as in the graph; returns the largest error.
 
     Raises VerificationError when an attention weight is off by more than TOLERANCE.
     """
@@ -177,7 +178,7 @@ def _error(
     lens: tuple[int, int],
     random: np.random.Generator,
 ) -> float:
-    """Largest difference over the three outputs, for a random source and target of these lengths; nan counts."""
+    """Return the largest difference over the three outputs, or nan, for a random source and target of these lengths."""
     limits = (config.max_source_len, config.max_target_len)
     vocabularies = (config.resolved_source_vocab_size, config.vocab_size)
     ids = [random.integers(0, size, min(pair)) for size, *pair in zip(vocabularies, lens, limits, strict=True)]
@@ -190,7 +191,7 @@ def _error(
 
 @torch.no_grad()
 def rounded(model: Transformer, precision: Precision) -> Transformer:
-    """A copy whose products and token embeddings hold what the precision stores of them (quantize.py)."""
+    """Return a copy whose products and token embeddings are rounded as the precision stores them (quantize.py)."""
     twin = deepcopy(model).eval()
     if precision == "float32":
         return twin

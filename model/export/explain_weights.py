@@ -1,11 +1,12 @@
-"""How an explain graph reads the weights that the bundle's other graphs already store, so that they lie there once.
+"""Sharing of weights between the explain graph and the bundle's other graphs, so that a bundle stores them once.
 
-A product's constant becomes the tensor as those graphs hold it and the plain ONNX nodes that give back [K, O] float32:
+A product's constant is replaced by the tensor as those graphs store it, and by plain ONNX nodes that compute [K, O]
+float32 from it:
 
     plain  float32  as it is                          int8  s8 [K, O], scales [O]
-    native float32  [Op / 16, K, 16]                  int8  s8 [Op / 16, Kp / 4, 16, 4], scales [Op]   (ops/packing.py)
+    native float32  [Op / 16, K, 16]                  int8  s8 [Op / 16, Kp / 4, 16, 4], scales [Op]   (packing.py)
 
-Of an embedding only the rows that are read are unpacked. WeightsFile then finds the tensors stored already.
+Of an embedding only the rows that are read are unpacked. WeightsFile then finds that the tensors are already stored.
 
 Axes: O outputs (V of an embedding), K inputs (M of an embedding), N ids.
 """
@@ -30,7 +31,7 @@ _FLOAT = int(ir.DataType.FLOAT)
 
 
 def store_as(model: ir.Model, layout: Layout, precision: Precision) -> None:
-    """Let an explain graph read its weights as the graphs of this layout and precision store them, in place."""
+    """Change an explain graph in place, to read its weights as the graphs of this layout and precision store them."""
     if (layout, precision) == ("plain", "float32"):
         return
     work = _Unpacker(model.graph, layout, precision)
@@ -46,7 +47,7 @@ def store_as(model: ir.Model, layout: Layout, precision: Precision) -> None:
 
 
 class _Unpacker:
-    """One pass over one graph."""
+    """One pass over one graph that replaces weights by their stored form."""
 
     def __init__(self, graph: ir.Graph, layout: Layout, precision: Precision) -> None:
         self.edit = Editor(graph)
@@ -54,7 +55,7 @@ class _Unpacker:
         self.precision = precision
 
     def product(self, node: ir.Node, weight: NDArray[np.float32]) -> ir.Value:
-        """The [K, O] float32 that `node` reads, from the tensor that stands for weight [K, O]."""
+        """Return the [K, O] float32 that `node` reads, computed from the stored form of weight [K, O]."""
         inputs, outputs = weight.shape
         if self.precision == "float32":
             packed = self.edit.constant(pack_float(weight.T))
@@ -70,7 +71,7 @@ class _Unpacker:
         return self._first(node, self._dequantized(node, rows, held.scales), outputs, axis=1, held=width)
 
     def embedding(self, node: ir.Node, table: NDArray[np.float32]) -> ir.Value:
-        """The rows [1, N, M] float32 that `node` gathers, from the tensor that stands for table [V, M]."""
+        """Return the rows [1, N, M] float32 that `node` gathers, computed from the stored form of table [V, M]."""
         ids, width = operand(node, 1), table.shape[1]
         if self.precision == "float32":
             return self._from_panels(node, self.edit.constant(pack_float(table)), ids)
@@ -85,7 +86,7 @@ class _Unpacker:
         return self._scaled(node, rows, held.scales, ids)
 
     def _from_panels(self, node: ir.Node, packed: ir.Value, ids: ir.Value) -> ir.Value:
-        """packed [Vp / 16, x, 16, ..] -> for each id one lane of one panel, [1, N, x, ..]."""
+        """Gather for each id its lane of its panel: packed [Vp / 16, x, 16, ..] -> [1, N, x, ..]."""
         panel = self.edit.constant(np.array(PANEL, np.int64))
         panels = self.edit.emit(node, "Gather", [packed, self.edit.emit(node, "Div", [ids, panel])])
         panels = self._transposed(node, panels, 0, 1, 3, 2, *range(4, len(shape_of(packed)) + 1))  # [1, N, 16, x, ..]
@@ -93,7 +94,7 @@ class _Unpacker:
         return self.edit.emit(node, "GatherND", [panels, lanes], {"batch_dims": 2})
 
     def _scaled(self, node: ir.Node, rows: ir.Value, scales: NDArray[np.float32], ids: ir.Value) -> ir.Value:
-        """Integers [1, N, M] times the scale of each id."""
+        """Multiply integers [1, N, M] by the scale of each id."""
         steps = self.edit.emit(node, "Gather", [self.edit.constant(scales), ids])
         steps = self.edit.emit(node, "Unsqueeze", [steps, self.edit.ints(-1)])
         return self.edit.emit(node, "Mul", [self.edit.emit(node, "Cast", [rows], {"to": _FLOAT}), steps])
@@ -108,7 +109,7 @@ class _Unpacker:
         return self.edit.emit(node, "Reshape", [value, self.edit.ints(*shape)])
 
     def _first(self, node: ir.Node, value: ir.Value, size: int, *, axis: int, held: int) -> ir.Value:
-        """The first `size` of the `held` entries along an axis: what packing added is left off."""
+        """Return the first `size` of the `held` entries along an axis, without those that packing added."""
         if size == held:
             return value
         return self.edit.emit(node, "Slice", [value, self.edit.ints(0), self.edit.ints(size), self.edit.ints(axis)])

@@ -1,6 +1,6 @@
-"""`antiphon export`: a checkpoint becomes a bundle, verified against the model before it appears.
+"""`antiphon export`: write the bundle of a checkpoint and verify it against the model before it appears.
 
-Owns the order of work and the directory. Tracing, quantisation, storage and verification are modules of their own.
+Owns the order of the steps and the directory. Other modules trace, quantise, store and verify.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.transformer.transformer import Transformer
 
-PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # what a bundle holds unless told otherwise
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # of a bundle by default
 ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4")
 LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
 
 
 class ExportError(Exception):
-    """A checkpoint cannot be exported; the message names what is in the way."""
+    """A checkpoint cannot be exported; the message names the reason."""
 
 
 def export_bundle(
@@ -69,9 +69,11 @@ def export_bundle(
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
 
-    cache is what native graphs hold keys and values in; None is float32, float16 where the weights are integers.
-    explain adds a graph of attention weights for each precision but int4. name defaults to the directory's.
-    A target that is not empty is refused; with `overwrite`, unless it is a bundle.
+    cache: element type of the keys and values of native graphs; None is float16 where the weights are integers, and
+        float32 elsewhere
+    explain: add a graph of attention weights for each precision except int4
+    name: of the bundle, by default the directory's
+    overwrite: replace a bundle at `target`; any other target that is not empty is refused in any case
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
     target = target.resolve()
@@ -96,7 +98,7 @@ def export_bundle(
 
 
 def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
-    """Compare every graph with the model, one that sets share once. Raises VerificationError."""
+    """Compare every graph with the model, a graph that several sets share once. Raises VerificationError."""
     check = verify_encoder if model.config.architecture == "encoder" else verify
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
         check(directory, graph_set, model)
@@ -119,7 +121,10 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
 
 
 def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
-    """Only our own operators run one half alone, or read 4-bit weights."""
+    """Raise ExportError for a lowering that cannot run the architecture or the precision.
+
+    Only the native operators run an encoder or a decoder alone, or read 4-bit weights.
+    """
     if "int4" in precisions and (others := [name for name in lowerings if name != "native"]):
         raise ExportError(f"precision='int4' does not fit lowering={others[0]!r}: it has native graphs only")
     if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
@@ -138,13 +143,13 @@ def write_graphs(
     *,
     explain: bool = False,
 ) -> list[GraphSet]:
-    """Trace the model and write its graphs and weights; arguments as of `export_bundle`. Verifies nothing."""
+    """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing."""
     traced = {
         (lowering, part): _trace(model, part, lowering)
         for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
         for part in _graphs_of(model.config)
     }
-    # Attention maps are those of a source and its target.
+    # An explain graph needs a source and a target.
     explaining = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
     sets = []
     for precision in precisions:
@@ -164,7 +169,7 @@ def write_graphs(
 
 
 def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
-    """Lowerings that store weights alike share a file: packed for our own kernels, or plain."""
+    """Group lowerings by the layout of their weights, packed for the native kernels or plain; a group shares a file."""
     layouts: dict[Layout, list[Lowering]] = {}
     for lowering in lowerings:
         layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
@@ -172,7 +177,7 @@ def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
 
 
 def _graphs_of(config: ModelConfig) -> tuple[Part | Task, ...]:
-    """What has a graph of its own."""
+    """Return the parts of the model that have a graph of their own."""
     return (*config.parts, *(head.task for head in config.heads))
 
 
@@ -202,7 +207,7 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
 
 
 def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
-    """A copy of a traced graph at the precision of its set."""
+    """Return a copy of a traced graph at the precision of its set."""
     copy = model.clone()
     if graphs.lowering == "native":
         pack_weights(copy, graphs.precision)
@@ -214,14 +219,14 @@ def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
 
 
 def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
-    """A copy of the explain graph that reads weights as graphs of this layout and precision store them."""
+    """Return a copy of the explain graph that reads weights as graphs of this layout and precision store them."""
     copy = explaining.clone()
     store_as(copy, layout, precision)
     return copy
 
 
 def _hold_cache(model: ir.Model, cache: CacheType) -> None:
-    """Give the pool its element type; operators take it as it comes."""
+    """Set the element type of the pool; the operators accept both types."""
     pool = next(value for value in model.graph.inputs if value.name == "cache")
     pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
 
@@ -284,13 +289,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
-    """What was asked for, each once, in the order of LOWERINGS."""
+    """Return the lowerings that the flags name, each once, in the order of LOWERINGS."""
     asked = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
     return tuple(lowering for lowering in LOWERINGS if lowering in asked)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export; 0 when the bundle is written, 2 with one line on standard error when it cannot be."""
+    """Export; return 0 when the bundle is written, or 2 after one line on standard error when it cannot be."""
     try:
         bundle = export_bundle(
             load_checkpoint(args.checkpoint),

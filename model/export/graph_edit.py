@@ -1,6 +1,6 @@
-"""Small edits of an ONNX graph that the passes share: constants, new nodes, one value in place of another.
+"""Edits of an ONNX graph that the passes share: add constants and nodes, replace one value by another.
 
-Knows no operator's meaning.
+Does not know what operators compute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Editor:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
     def constant(self, array: NDArray[Any], name: str | None = None) -> ir.Value:
-        """An initialiser holding the array; the name is a wish, made unique."""
+        """Return an initialiser that holds the array; the name is extended where it is taken."""
         key = (str(array.dtype), array.shape, hashlib.sha256(np.ascontiguousarray(array).data).digest())
         if key not in self._constants:
             self._constants[key] = self._initializer(ir.tensor(array), name)
@@ -33,25 +33,25 @@ class Editor:
     def computed_constant(
         self, compute: Callable[[], NDArray[np.float32]], shape: Sequence[int], name: str
     ) -> ir.Value:
-        """An initialiser whose numbers are computed each time they are asked for, and held by nobody."""
+        """Return an initialiser whose numbers are computed at each read and never kept."""
         tensor = ir.LazyTensor(
             lambda: ir.tensor(compute()), dtype=ir.DataType.FLOAT, shape=ir.Shape(shape, frozen=True)
         )
         return self._initializer(tensor, name)
 
     def _initializer(self, tensor: ir.TensorProtocol, name: str | None) -> ir.Value:
-        wish = name or f"constant_{len(self._constants)}"
-        while wish in self.graph.initializers:
-            wish += "_"
-        tensor.name = wish
+        unique = name or f"constant_{len(self._constants)}"
+        while unique in self.graph.initializers:
+            unique += "_"
+        tensor.name = unique
         shape = ir.Shape(tensor.shape.numpy())
-        value = ir.Value(name=wish, shape=shape, type=ir.TensorType(tensor.dtype))
+        value = ir.Value(name=unique, shape=shape, type=ir.TensorType(tensor.dtype))
         value.const_value = tensor
         self.graph.register_initializer(value)
         return value
 
     def ints(self, *values: int) -> ir.Value:
-        """A one-dimensional int64 constant."""
+        """Return a one-dimensional int64 constant."""
         return self.constant(np.array(values, np.int64))
 
     def emit(
@@ -63,7 +63,7 @@ class Editor:
         *,
         domain: str = "",
     ) -> ir.Value:
-        """A new single-output node in front of `before`; returns its output."""
+        """Insert a node of one output in front of `before`; returns that output."""
         return self.emit_many(before, op_type, inputs, attributes, 1, domain=domain)[0]
 
     def emit_many(
@@ -76,7 +76,7 @@ class Editor:
         *,
         domain: str = "",
     ) -> Sequence[ir.Value]:
-        """A new node in front of `before`; trailing absent inputs are dropped."""
+        """Insert a node in front of `before`, without trailing absent inputs; returns its outputs."""
         kept = list(inputs)
         while kept and kept[-1] is None:
             kept.pop()
@@ -86,7 +86,7 @@ class Editor:
 
 
 def take_over(old: ir.Value, new: ir.Value) -> None:
-    """Let every reader of `old`, the graph's outputs included, read `new`; shape, type and output name carry over."""
+    """Replace `old` by `new` in every reader and in the graph's outputs; shape, type and output name carry over."""
     if new.shape is None:
         new.shape, new.type = old.shape, old.type
     if old.is_graph_output():
@@ -95,7 +95,7 @@ def take_over(old: ir.Value, new: ir.Value) -> None:
 
 
 def operand(node: ir.Node, index: int) -> ir.Value:
-    """An input that the node must have."""
+    """Return an input that the node must have."""
     value = optional_operand(node, index)
     if value is None:
         raise ValueError(f"{node.op_type} {node.name} has no input {index}")
@@ -103,19 +103,19 @@ def operand(node: ir.Node, index: int) -> ir.Value:
 
 
 def optional_operand(node: ir.Node, index: int) -> ir.Value | None:
-    """An input, or None when it is left out."""
+    """Return an input, or None when it is left out."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def shape_of(value: ir.Value) -> tuple[Dim, ...]:
-    """The value's dimensions, ints where static."""
+    """Return the value's dimensions, ints where static."""
     if value.shape is None:
         raise ValueError(f"{value.name} has no known shape")
     return tuple(value.shape)
 
 
 def static_dim(value: ir.Value, axis: int) -> int:
-    """One dimension that must be static."""
+    """Return one dimension, which must be static."""
     dim = shape_of(value)[axis]
     if not isinstance(dim, int):
         raise ValueError(f"{value.name}: dimension {axis} is {dim}, not a number")
@@ -123,7 +123,7 @@ def static_dim(value: ir.Value, axis: int) -> int:
 
 
 def constant_array(value: ir.Value | None) -> NDArray[Any] | None:
-    """The numbers of an initialiser, or None when the value is computed or absent."""
+    """Return the numbers of an initialiser, or None when the value is computed or absent."""
     if value is None or value.const_value is None or value.is_graph_input():
         return None
     return value.const_value.numpy()

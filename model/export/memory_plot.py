@@ -1,4 +1,4 @@
-"""Draws measured workspace against source length, with the fits, as a PNG."""
+"""Plot of measured workspace against source length, with the fits, as a PNG."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The Transformer's encoder, decoder and heads as the native lowering runs them: packed tokens, caches in a block pool.
 
-Each module takes the submodules of a Transformer, sharing their weights, and says its forward pass again by the
-operators of ops/native_*.py: no padding, no layouts but the operators' own, a residual sum and the norm behind it in
-one. Equal to the Transformer's own forward for every ModelConfig; tests hold them together.
+Each module takes the submodules of a Transformer, shares their weights, and implements the forward pass with the
+operators of ops/operators: without padding, and with one operator for a residual sum and its norm. Tests compare the
+results with the Transformer's own forward pass for every ModelConfig.
 
 Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states
 that a head reads, O its outputs.
@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.ops.disentangled import RelativePositions
+from antiphon.model.ops.operators import add_norm as norms
+from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
+from antiphon.model.ops.operators.embed import embed
+from antiphon.model.ops.operators.linear import gate
+from antiphon.model.ops.operators.linear import linear as product
+from antiphon.model.ops.operators.packed_attention import packed_attention
+from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.model.ops.operators.paged_write import paged_write
+from antiphon.model.ops.operators.rotary import rotary
+from antiphon.model.ops.operators.select import select
 from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.transformer.positions import rotary_table
@@ -31,7 +40,7 @@ def _rotary_table(config: ModelConfig, max_len: int) -> Tensor:
 
 
 class _PackedStack(nn.Module):
-    """What both halves share: a Stack's weights and its tables, and its residual stream over packed tokens."""
+    """Base of encoder and decoder: a Stack's weights and tables, and its residual stream over packed tokens."""
 
     bias_table: Tensor | None
     slopes: Tensor | None
@@ -50,9 +59,9 @@ class _PackedStack(nn.Module):
         self.register_buffer("rotary_table", rotary, persistent=False)
 
     def embed(self, input_ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
-        """input_ids [N] int64, positions [N] int32, type_ids [N] int64 where tokens have types -> [N, M]."""
+        """Embed input_ids [N] int64 at positions [N] int32, with type_ids [N] int64 where tokens have types; [N, M]."""
         stack = self.stack
-        embedded: Tensor = native_linear.embed(
+        embedded: Tensor = embed(
             input_ids, positions, stack.embedding.weight, stack.positions.vectors, scale=stack.embedding_scale
         )
         types = stack.token_types(type_ids) if stack.token_types is not None else None
@@ -63,7 +72,7 @@ class _PackedStack(nn.Module):
         return linear(embedded, stack.widen) if isinstance(stack.widen, nn.Linear) else embedded
 
     def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
-        """Every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""
+        """Run every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""
         norms = [residual.norm for _, residual in sublayers]
         pre, reads, stream = self.config.norm_placement == "pre", hidden, hidden
         if pre:
@@ -75,45 +84,45 @@ class _PackedStack(nn.Module):
         return reads
 
     def add_norm(self, update: Tensor, stream: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """norm(stream + update), and the sum itself; both [N, M]."""
+        """Return norm(stream + update) and the sum itself, both [N, M]."""
         return add_norm(update, stream, norm, self.config.norm_eps)
 
     def feed_forward(self, part: FeedForward) -> Sublayer:
-        """The feed-forward sublayer."""
+        """Return the feed-forward sublayer."""
 
         def forward(hidden: Tensor) -> Tensor:
             if not self.config.gated:
                 return linear(linear(hidden, part.inner, self.config.activation), part.outer)
-            return linear(native_linear.gate(linear(hidden, part.inner), activation=self.config.activation), part.outer)
+            return linear(gate(linear(hidden, part.inner), activation=self.config.activation), part.outer)
 
         return forward
 
     def project(self, attention: SelfAttention, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Queries, keys and values [N, 3 H D], turned where positions are rotary."""
+        """Return queries, keys and values [N, 3 H D], rotated where positions are rotary."""
         qkv = linear(hidden, attention.qkv)
         if self.rotary_table is None:
             return qkv
-        turned: Tensor = native_linear.rotary(qkv, positions, self.rotary_table, num_heads=self.config.num_heads)
-        return turned
+        rotated: Tensor = rotary(qkv, positions, self.rotary_table, num_heads=self.config.num_heads)
+        return rotated
 
 
 def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
-    """activation(layer(x)) as one operator; [N, K] -> [N, O]."""
-    return native_linear.linear(  # type: ignore[no-any-return]
+    """Return activation(layer(x)), computed by one operator; [N, K] -> [N, O]."""
+    return product(  # type: ignore[no-any-return]
         x, layer.weight, layer.bias, activation=activation
     )
 
 
 def add_norm(update: Tensor, stream: Tensor | None, norm: nn.Module, epsilon: float) -> tuple[Tensor, Tensor]:
-    """norm(stream + update), and the sum itself, as one operator; both [N, M]."""
+    """Return norm(stream + update) and the sum itself, both [N, M], computed by one operator."""
     kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
     bias = getattr(norm, "bias", None)
-    normed, total = native_linear.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
+    normed, total = norms.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
     return normed, total
 
 
 class PackedStates(_PackedStack):
-    """Sources into states: all there is of an encoder alone."""
+    """Encoder from sources to states; the whole graph of an encoder-only model."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.encoder is not None
@@ -125,7 +134,7 @@ class PackedStates(_PackedStack):
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
-        """The memory [N, M] of B packed sources.
+        """Return the memory [N, M] of B packed sources.
 
         input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; type_ids [N] int64, None where tokens have no
         types.
@@ -141,7 +150,7 @@ class PackedStates(_PackedStack):
         attention = self.blocks[layer].self_attention
 
         def forward(hidden: Tensor) -> Tensor:
-            mixed = native_attention.packed_attention(
+            mixed = packed_attention(
                 self.project(attention, hidden, positions),
                 offsets,
                 self.bias_table,
@@ -159,7 +168,7 @@ class PackedStates(_PackedStack):
         assert isinstance(tables, _RelativeTables)
 
         def forward(hidden: Tensor) -> Tensor:
-            mixed = native_attention.disentangled_attention(
+            mixed = disentangled_attention(
                 self.project(attention, hidden, positions),
                 offsets,
                 tables.rows,
@@ -174,7 +183,7 @@ class PackedStates(_PackedStack):
 
 
 class _RelativeTables(nn.Module):
-    """What disentangled attention reads in one layer: keys and queries of positions, constants once it is trained.
+    """Tables that disentangled attention reads in one layer: keys and queries of positions, constant after training.
 
     rows [2 * reach + 1] int32; keys, queries [P, H D] or None.
     """
@@ -194,7 +203,7 @@ class _RelativeTables(nn.Module):
 
 
 class PackedHead(nn.Module):
-    """States of the tokens that a task reads into its outputs."""
+    """Head of an encoder: states of the tokens that its task reads, to its outputs."""
 
     def __init__(self, head: Head, epsilon: float) -> None:
         super().__init__()
@@ -202,7 +211,7 @@ class PackedHead(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [K, M] -> [K, O]."""
+        """Map hidden [K, M] to outputs [K, O]."""
         head = self.head
         if head.transform is not None:
             hidden = linear(hidden, head.transform, head.config.activation)
@@ -212,7 +221,7 @@ class PackedHead(nn.Module):
 
 
 class PackedEncoder(nn.Module):
-    """Sources into states, and into cross caches: the keys and values of every decoder layer, written to the pool."""
+    """Encoder from sources to states and cross caches: it writes every decoder layer's keys and values to the pool."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None
@@ -228,14 +237,14 @@ class PackedEncoder(nn.Module):
         """Encode B packed sources and write them from position 0 of their blocks.
 
         input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; block_tables [B, X] int32; cache as in
-        ops/cache_pool.py. Returns (written [1] int32: N, memory [N, M], the cache).
+        ops/cache_geometry.py. Returns (written [1] int32: N, memory [N, M], the cache).
         """
         memory = self.states(input_ids, positions, offsets)
         written: Tensor | None = None
         for layer, kv_projection in enumerate(self.cross):
             assert isinstance(kv_projection, nn.Linear)
             kv = linear(memory, kv_projection)
-            written, cache = native_attention.paged_write(
+            written, cache = paged_write(
                 kv, cache, block_tables, offsets, written, num_heads=self.num_heads, layer=layer
             )
         assert written is not None
@@ -244,10 +253,10 @@ class PackedEncoder(nn.Module):
 
 @dataclass(kw_only=True, slots=True)
 class PagedRows:
-    """The rows of one decoder step: their new tokens, and where their caches lie.
+    """Rows of one decoder step: positions of their new tokens, and the blocks of their caches.
 
     positions [N] int32, of each token in its row; offsets [R + 1] int32: the new tokens of row r; self_tables [R, X],
-    cross_tables [R, Y], source_lens [R] int32; cache as in ops/cache_pool.py, replaced as layers append to it.
+    cross_tables [R, Y], source_lens [R] int32; cache as in ops/cache_geometry.py, replaced as layers append to it.
     """
 
     positions: Tensor
@@ -259,7 +268,7 @@ class PagedRows:
 
 
 class PagedDecoder(_PackedStack):
-    """One step of every row: any number of new tokens appended to its caches; what follows the picked ones, chosen."""
+    """One step of every row: it appends any number of new tokens to the caches and samples what follows picked ones."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None
@@ -268,19 +277,19 @@ class PagedDecoder(_PackedStack):
         self.output = model.output
 
     def forward(self, input_ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One step.
+        """Run one step.
 
-        input_ids [N] int64; then the fields of PagedRows, and the settings of `select`, each in their order.
-        Returns what `select` does, and the cache.
+        input_ids [N] int64; then the fields of PagedRows and the settings of `select`, each in their order.
+        Returns the outputs of `select`, and the cache.
         """
         rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
         hidden = self.step(input_ids, rows)
         settings = tensors[len(PagedRows.__slots__) :]
-        chosen = native_select.select(hidden, self.output.weight, self.output.bias, rows.positions, *settings)
+        chosen = select(hidden, self.output.weight, rows.positions, *settings, self.output.bias)
         return (*chosen, rows.cache)
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:
-        """Hidden states [N, M] of the new tokens; the rows' cache is replaced."""
+        """Return hidden states [N, M] of the new tokens, and replace the rows' cache."""
         sublayers: list[tuple[Sublayer, Residual]] = []
         for index, layer in enumerate(self.blocks):
             sublayers.append((self._attend(layer.self_attention, rows, index), layer.self_residual))
@@ -291,7 +300,7 @@ class PagedDecoder(_PackedStack):
 
     def _attend(self, attention: SelfAttention, rows: PagedRows, layer: int) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
-            mixed, rows.cache = native_attention.paged_self_attention(
+            mixed, rows.cache = paged_self_attention(
                 self.project(attention, hidden, rows.positions),
                 rows.cache,
                 rows.self_tables,
@@ -309,7 +318,7 @@ class PagedDecoder(_PackedStack):
 
     def _attend_source(self, attention: CrossAttention, rows: PagedRows, layer: int) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
-            mixed = native_attention.paged_cross_attention(
+            mixed = paged_cross_attention(
                 linear(hidden, attention.query),
                 rows.cache,
                 rows.cross_tables,

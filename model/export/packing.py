@@ -1,16 +1,16 @@
-"""Weights as the native operators read them, and the pass that puts them into a graph, quantised or not.
+"""Layouts of weights for the native operators, and the pass that packs the weights of a graph, quantised or not.
 
-A panel holds 16 outputs side by side, so that one vector is one input's weight for 16 outputs:
+A panel holds 16 outputs side by side, so that one vector holds the weights of one input for 16 outputs:
 
     float32  [O, K] -> [Op / 16, K, 16]
-    int8     [O, K] -> [Op / 16, Kp / 4, 16, 4], four inputs of an output adjacent (u8 x s8 products take them so),
-             with a scale for each output and the sum of its integers, by which a zero point is taken out again
+    int8     [O, K] -> [Op / 16, Kp / 4, 16, 4], four inputs of an output adjacent (as u8 x s8 products read them),
+             with a scale for each output, and the sum of its integers, which corrects for the zero point
     int4     [O, K] -> [Op / 16, Kp / 8, 16, 4], eight inputs of an output in four bytes, the first four in the lower
-             halves; each 32 inputs of an output share a scale, a float16 times the output's own. Of products only:
-             embeddings, and the product over the vocabulary with them, are int8
+             nibbles; each 32 inputs of an output share a scale, a float16 times the output's own. Products only:
+             embeddings are int8, and so is the product over the vocabulary, which may share their weight
 
-Op is O rounded up to 16, Kp is K rounded up to 64; what is added is zero. An embedding is stored as the product that
-it may be tied to, and then once.
+Op is O rounded up to 16, Kp is K rounded up to 64; the padding is zero. An embedding has the layout of the product that
+it may be tied to, so that both share one tensor.
 
 Axes: O outputs (V of an embedding), K inputs (M of an embedding).
 """
@@ -29,7 +29,8 @@ from antiphon.model.bundle.manifest import Precision
 from antiphon.model.export.graph_edit import Editor, constant_array, operand, take_over
 from antiphon.model.export.quantize import quantize_rows
 from antiphon.model.export.quantize_groups import GROUP, quantize_groups
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN, Operator
+from antiphon.model.ops.operators.all_operators import OPERATORS
 
 PANEL = 16
 DEPTH = 64
@@ -49,18 +50,18 @@ class QuantizedWeight:
 
 
 def pack_float(weight: Floats) -> Floats:
-    """[O, K] -> [Op / 16, K, 16]."""
+    """Pack [O, K] into [Op / 16, K, 16]."""
     panels = _padded(weight, PANEL, 1).reshape(-1, PANEL, weight.shape[1])
     return np.ascontiguousarray(panels.swapaxes(1, 2))
 
 
 def unpack_float(packed: Floats, outputs: int) -> Floats:
-    """The inverse of `pack_float`."""
+    """Invert `pack_float`."""
     return np.ascontiguousarray(packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[:outputs])
 
 
 def pack_int8(weight: Floats) -> QuantizedWeight:
-    """[O, K] float32, quantised row by row (quantize.py) and packed."""
+    """Quantise [O, K] float32 row by row (quantize.py) and pack it."""
     integers, scales = quantize_rows(weight)
     padded = _padded(integers, PANEL, DEPTH)
     groups = padded.reshape(-1, PANEL, padded.shape[1] // _GROUP, _GROUP)
@@ -75,7 +76,7 @@ def pack_int8(weight: Floats) -> QuantizedWeight:
 class NibbleWeight:
     """nibbles s8 [Op / 16, Kp / 8, 16, 4], ratios [Op / 16, Kp / 32, 16] float16, scales, offsets [Op] float32.
 
-    A weight is integer * 16 ratio * scale; offsets are sums of integer * 16 ratio, by which a zero point is taken out.
+    A weight is integer * 16 ratio * scale; offsets are sums of integer * 16 ratio, which correct for the zero point.
     """
 
     nibbles: NDArray[np.int8]
@@ -85,7 +86,7 @@ class NibbleWeight:
 
 
 def pack_int4(weight: Floats) -> NibbleWeight:
-    """[O, K] float32, quantised in groups (quantize_groups.py) and packed."""
+    """Quantise [O, K] float32 in groups (quantize_groups.py) and pack it."""
     groups = quantize_groups(weight)
     padded = _padded(groups.integers, PANEL, DEPTH)
     ratios = _padded(groups.ratios, PANEL, DEPTH // GROUP)
@@ -102,36 +103,35 @@ def pack_int4(weight: Floats) -> NibbleWeight:
 
 
 def unpack_int4(nibbles: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
-    """The integers [O, K] of a packed weight."""
+    """Return the integers [O, K] of a packed weight."""
     steps = nibbles.swapaxes(1, 2)  # [panels, 16, Kp / 8, 4]
-    halves = np.stack([steps << 4 >> 4, steps >> 4], axis=3)
-    rows = halves.reshape(len(nibbles) * PANEL, -1)
+    unpacked = np.stack([steps << 4 >> 4, steps >> 4], axis=3)
+    rows = unpacked.reshape(len(nibbles) * PANEL, -1)
     return np.ascontiguousarray(rows[:outputs, :inputs])
 
 
 def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArray[np.int8]:
-    """The integers [O, K] of a packed weight."""
+    """Return the integers [O, K] of a packed weight."""
     panels, groups = integers.shape[:2]
     rows = integers.swapaxes(1, 2).reshape(panels * PANEL, groups * _GROUP)
     return np.ascontiguousarray(rows[:outputs, :inputs])
 
 
 def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
-    """The matrix with zeros behind, so that these numbers divide its rows and columns."""
+    """Append zeros, so that these numbers divide the rows and columns."""
     extra = [(0, -size % multiple) for size, multiple in zip(matrix.shape, (rows, columns), strict=True)]
     return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
 
-# Of each operator with a weight: which input that is, and the attributes that say its [outputs, inputs].
-_WEIGHTS = {"Embed": (2, ("vocab", "width")), "Linear": (1, ("width",)), "Select": (1, ("vocab",))}
+_WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operator.weight is not None}
 
 
 def pack_weights(model: ir.Model, precision: Precision) -> None:
-    """Pack every weight of a native graph in place; the integers make its operators the quantised ones."""
+    """Pack every weight of a native graph in place; operators with integer weights become the quantised ones."""
     work = _Packer(model.graph, precision)
     for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type in _WEIGHTS:
-            work.replace(node)
+        if node.domain == DOMAIN and node.op_type in _WITH_WEIGHT:
+            work.replace(node, _WITH_WEIGHT[node.op_type])
     common_passes.RemoveUnusedNodesPass()(model)
 
 
@@ -143,35 +143,33 @@ class _Packer:
         self.precision = precision
         self.packed: dict[tuple[int, tuple[int, ...], Precision], tuple[ir.Value, ...]] = {}
 
-    def replace(self, node: ir.Node) -> None:
-        """Put the operator that reads the packed weight in place of one that reads [O, K]."""
-        index, sizes = _WEIGHTS[node.op_type]
+    def replace(self, node: ir.Node, operator: Operator) -> None:
+        """Replace an operator that reads [O, K] by the one that reads the packed weight."""
+        assert operator.weight is not None
+        index, sizes = operator.weight_index, operator.weight.sizes
         value = operand(node, index)
         array = constant_array(value)
         assert array is not None, f"{node.op_type} {node.name}: the weight is not a constant"
-        name, precision = node.op_type, self.precision
-        if precision == "int4" and name != "Linear":
-            precision = "int8"
+        precision = self.precision if self.precision in operator.weight.parts else "int8"
+        packed = operator.packed_node(precision)
+        assert packed is not None
         held = (array.ctypes.data, array.shape, precision)  # tied weights may be several initialisers of one tensor
         if held not in self.packed:
-            self.packed[held] = _pack(self.edit, array, value.name or name, precision)
-        parts = self.packed[held]
-        if precision != "float32":
-            name = f"{'Quantized' if precision == 'int8' else 'Nibble'}{name}"
-            parts = parts[:2] if node.op_type == "Embed" else parts
+            self.packed[held] = _pack(self.edit, array, value.name or node.op_type, precision)
+        parts = self.packed[held][: len(operator.weight.parts[precision])]
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         attributes.update(zip(sizes, array.shape, strict=False))
         inputs = [*node.inputs[:index], *parts, *node.inputs[index + 1 :]]
-        outputs = self.edit.emit_many(node, name, inputs, attributes, len(node.outputs), domain=DOMAIN)
+        outputs = self.edit.emit_many(node, packed.name, inputs, attributes, len(node.outputs), domain=DOMAIN)
         for old, new in zip(node.outputs, outputs, strict=True):
             take_over(old, new)
         self.edit.graph.remove(node, safe=True)
 
 
 def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tuple[ir.Value, ...]:
-    """The inputs that stand for a weight at a precision."""
+    """Return the inputs that represent a weight at a precision."""
     if precision == "float32":
-        # A model's weights are not held twice: each is packed as it is written.
+        # Each weight is packed when it is written, so that a model's weights are not in memory twice.
         shape = (-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
         return (edit.computed_constant(lambda: pack_float(weight), shape, f"{name}.packed"),)
     if precision == "int4":

@@ -1,8 +1,8 @@
-"""`antiphon profile`: how much memory the encoder graphs of a bundle work in, measured over a grid and fitted.
+"""`antiphon profile`: measure the working memory of a bundle's encoder graphs over a grid, and fit it.
 
-Owns the grid, the manifest's memory profile and the table. The counting allocator measures (ops/workspace.py), so
-every figure is exact and one run each is enough. A random model of a preset takes a bundle's place where sources are to
-be longer than any bundle's. Refuses to know the serving path that reads the fit.
+Owns the grid, the manifest's memory profile and the table. The counting allocator (ops/workspace.py) measures exactly,
+so one run of each point is enough. For sources longer than any bundle's, a random model of a preset takes the bundle's
+place. Does not know the serving code that reads the fit.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _MIB = 1 << 20
 
 
 class ProfileError(Exception):
-    """The profile cannot be made as asked; the message names the option."""
+    """The profile cannot be made with these options; the message names the option."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """What is measured: every pair of these, and how much memory one run may take."""
+    """Points to measure, every pair of these, and the memory that one run may take."""
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
@@ -60,7 +60,7 @@ class Grid:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `antiphon profile`."""
+    """Declare the flags of `antiphon profile`."""
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument(
         "bundle", type=Path, metavar="BUNDLE", nargs="?", help="directory written by `antiphon export`"
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of `antiphon profile`; returns the exit code."""
+    """Run `antiphon profile` and return the exit code."""
     from antiphon.model.export.memory_plot import (
         plot_memory,  # first, so that a missing matplotlib costs no measurement
     )
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
-    """The bundle asked for, or graphs of a random model for as long as they are measured."""
+    """Yield the bundle that the flags name, or graphs of a random model that exist during the measurement only."""
     if args.bundle:
         bundle = load_bundle(args.bundle)
         if bundle.manifest.model.architecture == "decoder":
@@ -138,9 +138,9 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
 
 
 def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
-    """Measure the encoder of every graph set the bundle holds, keyed `<lowering>-<precision>`.
+    """Measure the encoder of every graph set of the bundle; keys are `<lowering>-<precision>`.
 
-    A run that exceeds the grid's budget is named on standard error and left out.
+    A run that exceeds the grid's budget is reported on standard error and left out.
     Raises GraphError, WorkspaceError, or ProfileError when too little of the grid fits in the budget.
     """
     sets = sorted(bundle.manifest.graphs, key=_key)
@@ -177,7 +177,10 @@ def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Worksp
 
 
 def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDArray[Any]]) -> int:
-    """Peak workspace in bytes of one encoder run, outputs included, inputs and weights not. Raises GraphError."""
+    """Return the peak workspace in bytes of one encoder run, with outputs, without inputs and weights.
+
+    Raises GraphError.
+    """
     workspace.reset_peak()
     before = workspace.stats().in_use_bytes
     encoder.run(inputs, encoder.output_names)
@@ -185,7 +188,7 @@ def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDAr
 
 
 def _inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> dict[str, NDArray[Any]]:
-    """`rows` sources of `length` tokens, as the graphs of this lowering take them."""
+    """Return `rows` sources of `length` tokens, as the graphs of this lowering take them."""
     ids = np.full((rows, length), config.eos_id, np.int64)
     if graphs.lowering != "native":
         return {"input_ids": ids}

@@ -1,15 +1,15 @@
-"""int8: every product with a constant weight, and the token embeddings, of an exported float32 graph.
+"""Quantisation to int8 of an exported float32 graph: every product with a constant weight, and the token embeddings.
 
-Weights: one scale for each output column, symmetric. Activations: one scale for each row, found as it runs:
+Weights: one scale for each output column, symmetric. Activations: one scale for each row, computed at run time:
 
     x [.., K] -> Abs -> ReduceMax -> * 1/127 = step [.., 1]
-    QuantizeLinear(x, step, 128), the row one block = q [.., K] uint8
+    QuantizeLinear(x, step, 128), one block a row = q [.., K] uint8
     MatMulIntegerToFloat(q, W) [.., N] -> * step
 
-The integer sums are exact and the scales are the row's own, so a row's result cannot depend on the rows around it;
-one scale for the whole tensor (DynamicQuantizeMatMul) would break that. uint8 times int8 is the pair with fast kernels
-on x86. A row of zeros divides 0 by 0: whatever integer that becomes is multiplied by step = 0 again. Norms, biases,
-positions and attention stay float32.
+The integer sums are exact and each row has its own scale, so a row's result cannot depend on the rows around it. One
+scale for the whole tensor (DynamicQuantizeMatMul) would make it depend on them. uint8 times int8 is the pair with fast
+kernels on x86. A row of zeros divides 0 by 0; the resulting integer does not matter, since step = 0 multiplies it.
+Norms, biases, positions and attention stay float32.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from antiphon.model.export.graph_edit import Editor, constant_array, shape_of, s
 CONTRIB = "com.microsoft"
 _LEVELS = 127
 _ROWS = 4096
-_SAME = 1e-4  # of a step: float32 rounds 127 of them to 1e-5
+_SAME = 1e-4  # of a step: float32 rounds 127 steps to 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A tensor quantised row by row: integers [.., K], the integer that stands for 0, and what one step is, [.., 1]."""
+    """A tensor quantised row by row: integers [.., K], the integer that represents 0, and the steps [.., 1]."""
 
     integers: ir.Value
     zero: int
@@ -52,12 +52,12 @@ def quantize(model: ir.Model) -> None:
 
 
 def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """weight [N, K] -> integers [N, K] in -127..127 and scales [N], weight ~ integers * scales[:, None].
+    """Quantise weight [N, K] to integers [N, K] in -127..127 and scales [N]; weight ~ integers * scales[:, None].
 
-    Rows that are integers of 126 levels already keep them: old CTranslate2 converters cut off where they now round.
+    Rows that already are integers of 126 levels keep them: old CTranslate2 converters truncated, current ones round.
     """
     integers, scales = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
-    for begin in range(0, len(weight), _ROWS):  # some at a time: embeddings are large
+    for begin in range(0, len(weight), _ROWS):  # in parts: embeddings are large
         rows = slice(begin, begin + _ROWS)
         integers[rows], scales[rows], errors = _rounded(weight[rows], _LEVELS)
         kept, kept_scales, kept_errors = _rounded(weight[rows], _LEVELS - 1)
@@ -69,7 +69,7 @@ def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArra
 def _rounded(
     weight: NDArray[np.float32], levels: int
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
-    """Integers [N, K], scales [N], and the largest error of each row [N] in steps."""
+    """Return integers [N, K], scales [N], and the largest error of each row [N] in steps."""
     largest = np.abs(weight).max(axis=1)
     scale = np.where(largest > 0, largest / levels, 1.0).astype(np.float32)
     steps = weight / scale[:, None]
@@ -86,7 +86,7 @@ class _Quantizer:
         self.zero_points: dict[str, ir.Value] = {}
 
     def product(self, node: ir.Node) -> None:
-        """MatMul or Gemm with a constant matrix; other products are left alone."""
+        """Quantise a MatMul or Gemm with a constant matrix; other products stay as they are."""
         activation, weight = node.inputs[0], constant_array(node.inputs[1])
         if activation is None or weight is None or weight.ndim != 2:
             return
@@ -94,7 +94,7 @@ class _Quantizer:
         integers, scale = quantize_rows(weight if transposed else weight.T)
         rows = self._quantized(activation, node)
         if transposed:
-            # Stored as it lies, for an embedding may share it; the runtime transposes it once, when it loads.
+            # Stored untransposed, since an embedding may share it; the runtime transposes it once, when it loads.
             matrix = self.edit.emit(node, "Transpose", [self.edit.constant(integers)], {"perm": [1, 0]})
         else:
             matrix = self.edit.constant(np.ascontiguousarray(integers.T))
@@ -108,7 +108,7 @@ class _Quantizer:
         self.edit.graph.remove(node, safe=True)
 
     def embedding(self, node: ir.Node) -> None:
-        """Gather of token vectors; tables indexed by anything but the input's ids are left alone."""
+        """Quantise a Gather of token vectors; tables that other indices than token ids read stay as they are."""
         table, ids = constant_array(node.inputs[0]), node.inputs[1]
         if table is None or table.ndim != 2 or ids is None or not ids.is_graph_input():
             return
@@ -130,7 +130,7 @@ class _Quantizer:
     def _quantize(self, value: ir.Value, node: ir.Node) -> _Rows:
         producer = value.producer()
         positive = producer is not None and producer.op_type == "Relu"
-        # What is never negative needs no Abs, and has all 256 levels to itself.
+        # Numbers that are never negative need no Abs, and use all 256 levels.
         levels, zero = (255, 0) if positive else (_LEVELS, 128)
         size = value if positive else self.edit.emit(node, "Abs", [value])
         largest = self.edit.emit(node, "ReduceMax", [size, self.edit.ints(-1)], {"keepdims": 1})
@@ -141,7 +141,7 @@ class _Quantizer:
         return _Rows(integers, zero, step)
 
     def _zero_points(self, value: ir.Value, step: ir.Value, node: ir.Node) -> ir.Value:
-        """128 for each row, shaped like the steps; one tensor for all activations with the same rows."""
+        """Return 128 for each row, shaped like the steps; activations with the same rows share the tensor."""
         rows = str(shape_of(value)[:-1])
         if rows not in self.zero_points:
             shape = self.edit.emit(node, "Shape", [step])

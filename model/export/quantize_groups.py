@@ -1,8 +1,8 @@
-"""int4: integers of -8 to 7, with a scale for each 32 inputs of an output.
+"""Quantisation to int4: integers of -8 to 7, with a scale for each group of 32 inputs of an output. Torch-free.
 
-Torch-free. The scale puts the group's largest weight at -8, or somewhat beyond the range: the one of _FACTORS with the
-smallest squared error is taken. Over the products of the English-German model that comes with Antiphon the error, root
-mean square over that of the weights, is 7.8 % (9.3 % with -7 to 7 and no choice; 8.6 % with groups of 64, 6.9 % of 16).
+The scale maps the group's largest weight to -8, or somewhat beyond the range; the factor of _FACTORS with the smallest
+squared error is taken. Over the products of the English-German model that comes with Antiphon, the root mean square of
+the error is 7.8 % of that of the weights (9.3 % with -7 to 7 and one factor; 8.6 % with groups of 64, 6.9 % of 16).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 GROUP = 32
 _LOWEST, _HIGHEST = -8, 7
 _FACTORS = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8, 0.75)
-_OUTPUTS = 1024  # at a time: a weight may be large
+_OUTPUTS = 1024  # in parts: a weight may be large
 
 Floats = NDArray[np.float32]
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 class Groups:
     """integers s8 [O, K], ratios [O, K / 32 rounded up] float16, scales [O] float32.
 
-    weight ~ integer * ratio * scale, the ratio in -1 .. 1 that of the integer's group.
+    weight ~ integer * ratio * scale; the ratio, -1 to 1, is that of the integer's group.
     """
 
     integers: NDArray[np.int8]
@@ -32,13 +32,13 @@ class Groups:
     scales: Floats
 
     def weight(self) -> Floats:
-        """What the integers stand for, [O, K]."""
+        """Return the weight [O, K] that the integers represent."""
         steps = (self.ratios.astype(np.float32) * self.scales[:, None]).repeat(GROUP, axis=1)
         return self.integers * steps[:, : self.integers.shape[1]]
 
 
 def quantize_groups(weight: Floats) -> Groups:
-    """weight [O, K] float32."""
+    """Quantise weight [O, K] float32."""
     parts = [_quantize(weight[begin : begin + _OUTPUTS]) for begin in range(0, len(weight), _OUTPUTS)]
     return Groups(
         integers=np.concatenate([part.integers for part in parts]),
@@ -65,7 +65,7 @@ def _quantize(weight: Floats) -> Groups:
 
 
 def _rounded(groups: Floats, step: Floats) -> Floats:
-    """Integers nearest to groups [O, G, 32] in units of step [O, G]; 0 where a step is 0."""
+    """Return the integers nearest to groups [O, G, 32] in units of step [O, G]; 0 where a step is 0."""
     inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)
     rounded: Floats = np.clip(np.rint(groups * inverse[..., None]), _LOWEST, _HIGHEST)
     return rounded

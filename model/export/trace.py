@@ -1,6 +1,6 @@
-"""From the PyTorch model to the graphs of its parts: which module is traced for each lowering, and how.
+"""Tracing of the PyTorch model into the graphs of its parts, with the module that each lowering needs.
 
-Inputs and outputs are graph_ports.py's. Writes no file and compares nothing.
+graph_ports.py declares the inputs and outputs. Writes no file and compares nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from antiphon.model.bundle.graph_ports import (
 from antiphon.model.bundle.manifest import Lowering
 from antiphon.model.export.contrib_lowering import LOWERINGS
 from antiphon.model.export.native_graph import PackedEncoder, PackedHead, PackedStates, PagedDecoder
-from antiphon.model.export.onnx_translation import TRANSLATIONS
 from antiphon.model.export.simplify import simplify, simplify_native
+from antiphon.model.export.translation import TRANSLATIONS
 from antiphon.model.head_config import Task
 from antiphon.model.ops.attention import Backend
 from antiphon.model.transformer.heads import Head
@@ -36,7 +36,7 @@ from antiphon.model.transformer.transformer import Transformer
 
 OPSET = 23
 
-# Free axes never have size 1 or equal sizes while tracing: the tracer would take them for constants, or for one.
+# Sizes of the free axes: not 1 and not equal, or the tracer would take them for constants, or for one axis.
 _EXAMPLE_SIZES = {
     "batch": 3, "source": 7, "target_capacity": 11, "source_capacity": 13,
     "tokens": 17, "rows": 5, "offsets": 6, "table": 8, "self_table": 9, "cross_table": 10, "num_blocks": 19,
@@ -52,7 +52,7 @@ class _EncoderGraph(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (input_ids,) = tensors
         cross_kv = self.model.project_memory(self.model.encode(input_ids))
-        return tuple(half for pair in cross_kv for half in pair)
+        return tuple(tensor for pair in cross_kv for tensor in pair)
 
 
 class _DecoderGraph(nn.Module):
@@ -65,11 +65,11 @@ class _DecoderGraph(nn.Module):
         pairs: list[KV] = list(zip(caches[0::2], caches[1::2], strict=True))
         layers = self.model.config.decoder_layers
         hidden, present = self.model.step(input_ids, past_lens, pairs[:layers], pairs[layers:], source_lens)
-        return (self.model.logits(hidden.squeeze(1)), *(half for pair in present for half in pair))
+        return (self.model.logits(hidden.squeeze(1)), *(tensor for pair in present for tensor in pair))
 
 
 class _InPlace(nn.Module):
-    """A module of the native lowering without the cache it returns last: its graph changes the cache it is given."""
+    """A module of the native lowering without its last output, the cache: the graph changes the cache in place."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _InPlace(nn.Module):
 
 
 class _Packed(nn.Module):
-    """A module of the native lowering that has no cache: its inputs are the graph's, its output the only one."""
+    """A module of the native lowering without a cache and with one output."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Packed(nn.Module):
 
 
 def trace_encoder(model: Transformer, lowering: Lowering) -> ir.Model:
-    """The encoder graph: source ids to keys and values of every decoder layer, of an encoder alone to its states."""
+    """Trace the encoder: source ids to keys and values of every decoder layer, or to states if there is no decoder."""
     if lowering == "native":
         module: nn.Module = _Packed(PackedStates(model)) if model.decoder is None else _InPlace(PackedEncoder(model))
     else:
@@ -101,7 +101,7 @@ def trace_encoder(model: Transformer, lowering: Lowering) -> ir.Model:
 
 
 def trace_decoder(model: Transformer, lowering: Lowering) -> ir.Model:
-    """The decoder graph: one step of every row, caches in and out, or in place."""
+    """Trace the decoder: one step of every row, with caches as inputs and outputs, or changed in place."""
     if lowering == "native":
         module: nn.Module = _InPlace(PagedDecoder(model))
     else:
@@ -110,7 +110,7 @@ def trace_decoder(model: Transformer, lowering: Lowering) -> ir.Model:
 
 
 def trace_head(model: Transformer, task: Task) -> ir.Model:
-    """The graph of an encoder's head, native: states of the tokens that its task reads to its outputs."""
+    """Trace a head of an encoder, native: states of the tokens that its task reads, to its outputs."""
     head = model.heads[task]
     assert isinstance(head, Head)
     inputs, outputs = head_inputs(model.config), head_outputs(model.config, head.config)
@@ -118,12 +118,12 @@ def trace_head(model: Transformer, task: Task) -> ir.Model:
 
 
 def traceable(model: Transformer, lowering: Lowering) -> Transformer:
-    """The same weights behind the attention that the lowering traces; buffers and parameters are shared, not copied."""
+    """Return the model with the attention that the lowering traces and the same weights."""
     backend: Backend = "fused" if lowering == "contrib" else "eager"
     with torch.random.fork_rng(devices=[]):
-        twin = Transformer(model.config, attention_backend=backend)
-    twin.load_state_dict(model.state_dict())
-    return twin.eval()
+        copy = Transformer(model.config, attention_backend=backend)
+    copy.load_state_dict(model.state_dict())
+    return copy.eval()
 
 
 def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], lowering: Lowering) -> ir.Model:
@@ -152,7 +152,7 @@ def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], l
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """The exporter warns about packages that this project does not use, on standard error; errors still show."""
+    """Silence the exporter's warnings about packages that this project does not use; errors are still printed."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

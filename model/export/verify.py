@@ -1,8 +1,9 @@
-"""Do exported graphs compute what the PyTorch model computes? Run both on random sources, step by step.
+"""Verification of exported graphs against the PyTorch model: both run on random sources, step by step.
 
-Graphs run as the server runs them: sources of one length encoded together or all of them packed, caches written in
-place, rows of a step at different positions, whatever lies beyond a row's length left as rubbish. The reference decodes
-each target whole. Native graphs give no logits but, when asked, the log-probabilities of the whole vocabulary.
+Graphs run as the server runs them: sources of one length are encoded together, or all of them packed; caches are
+written in place; rows of a step are at different positions; memory beyond a row's length is not cleared. The reference
+decodes each target whole. Native graphs return no logits; they return the log-probabilities of the whole vocabulary on
+request.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class VerificationError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """How far graphs may be from the model.
+    """Largest allowed differences between graphs and model.
 
-    max_error: largest difference of a logit, in units of the largest logit or of 1 if that is smaller.
-    rms_error: root mean square difference over that of the logits, each row less its mean.
+    max_error: largest difference of a logit, in units of the largest logit, or of 1 if the largest is smaller.
+    rms_error: root mean square of the difference, relative to that of the logits after each row's mean is subtracted.
     min_agreement: fraction of steps whose likeliest token must be the same.
     """
 
@@ -41,7 +42,7 @@ class Tolerance:
 
 
 # float32: sums in another order. int8: 8-bit weights and activations through a dozen layers, see tests/parity. int4 has
-# seven times the error of that; random weights without scaled scores (T5) show it at its largest, 0.31 and 0.69.
+# seven times the error of int8; it is largest, 0.31 and 0.69, with random weights and unscaled scores (T5).
 TOLERANCES: dict[Precision, Tolerance] = {
     "float32": Tolerance(max_error=1e-4, rms_error=1e-4, min_agreement=1.0),
     "int8": Tolerance(max_error=0.25, rms_error=0.1, min_agreement=0.85),
@@ -57,7 +58,7 @@ class Case:
     steps: int
 
     def capped(self, config: ModelConfig) -> Case:
-        """The same batch within the model's limits."""
+        """Return the batch, shortened to the model's limits."""
         lens = tuple(min(length, config.max_source_len) for length in self.source_lens)
         return Case(source_lens=lens, steps=min(self.steps, config.max_target_len))
 
@@ -72,14 +73,14 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What was measured, in the units of Tolerance."""
+    """Measured differences, in the units of Tolerance."""
 
     max_error: float
     rms_error: float
     agreement: float
 
     def excess(self, limit: Tolerance) -> str | None:
-        """What is beyond its limit, or None; a measure that is not a number is."""
+        """Return a description of the first measure beyond its limit, or None. A measure that is nan is beyond it."""
         if not self.max_error <= limit.max_error:
             return f"a logit is off by {self.max_error:.1e}, at most {limit.max_error:.1e} is allowed"
         if not self.rms_error <= limit.rms_error:
@@ -94,10 +95,10 @@ class Comparison:
 
 
 class Stepper(Protocol):
-    """What runs the graphs of one set: GraphStepper gives logits, NativeStepper log-probabilities."""
+    """Runner of the graphs of one set: GraphStepper returns logits, NativeStepper log-probabilities."""
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
-        """Encode sources and give what runs a step of one token a row: (ids [B], positions [B]) -> [B, V]."""
+        """Encode sources and return the function of a step of one token a row: (ids [B], positions [B]) -> [B, V]."""
 
 
 def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int = 0) -> Comparison:
@@ -124,7 +125,7 @@ def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int =
 def _run_cases(
     directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_Drawn]
 ) -> list[tuple[Floats, Floats]]:
-    """Found and expected logits of each case."""
+    """Return the found and expected logits of each case."""
     if graphs.lowering == "native":
         native = NativeStepper(directory, graphs, config)
         return [_native_logits(native, case) for case in cases]
@@ -133,7 +134,7 @@ def _run_cases(
 
 
 def compare(found: Floats, expected: Floats) -> Comparison:
-    """Measures over logits [N, V]."""
+    """Measure the differences between logits [N, V]."""
     centred = expected - expected.mean(axis=1, keepdims=True)
     error = found - expected
     return Comparison(
@@ -144,7 +145,7 @@ def compare(found: Floats, expected: Floats) -> Comparison:
 
 
 class _Drawn:
-    """A case's random sources and targets [B, T], and the model's logits [B, T, V] for them."""
+    """Random sources and targets [B, T] of a case, and the model's logits [B, T, V] for them."""
 
     def __init__(self, model: Transformer, case: Case, random: np.random.Generator) -> None:
         lens = np.array(case.source_lens, np.int32)
@@ -155,7 +156,7 @@ class _Drawn:
 
 
 def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
-    """The model's logits [B, T, V] for targets [B, T]; a decoder alone has no use for the sources."""
+    """Return the model's logits [B, T, V] for targets [B, T]; a decoder alone does not read the sources."""
     with torch.no_grad():
         if model.encoder is None:
             logits = model.logits(model.decode(torch.from_numpy(target), None))
@@ -165,9 +166,9 @@ def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
 
 
 def _native_logits(stepper: NativeStepper, case: _Drawn) -> tuple[Floats, Floats]:
-    """Found and expected logits [N, V] of every step of a case, and of feeding each target in two pieces.
+    """Return found and expected logits [N, V] of every step of a case, and of a run with each target in two pieces.
 
-    Log-probabilities become logits by the normaliser of the model's own.
+    The normaliser of the model's logits turns log-probabilities into logits.
     """
     rows, steps, width = case.logits.shape
     single = step_through(stepper, case.sources, case.target).reshape(-1, width)
@@ -184,9 +185,9 @@ def _native_logits(stepper: NativeStepper, case: _Drawn) -> tuple[Floats, Floats
 
 
 def step_through(stepper: Stepper, sources: Sequence[Ids], target: Ids) -> Floats:
-    """Feed target [B, T] token by token, each row one step behind the row before it; returns what is found [B, T, V].
+    """Feed target [B, T] token by token, each row one step behind the row before it; returns the results [B, T, V].
 
-    A row that waits, or has ended, repeats its first or last token where it stands.
+    A row that has not begun repeats its first token at its first position; one that has ended repeats its last.
     """
     rows, steps = target.shape
     step = stepper.start(sources, steps + 1)

@@ -1,7 +1,7 @@
-"""Do exported graphs of an encoder alone compute what the PyTorch model computes? Run both on random sources.
+"""Verification of the exported graphs of an encoder-only model: graphs and PyTorch model run on random sources.
 
 Sources of unequal lengths are packed in one run, as the server packs them; the reference pads them. Heads read every
-state, whichever their task would, so that more is compared.
+state, also those that their task does not need, so that more is compared.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _SOURCE_LENS = (9, 33, 1, 9, 17, 33, 5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderTolerance:
-    """How far states, and outputs of heads, may be from the model's.
+    """Largest allowed differences of states and of outputs of heads.
 
-    max_error: largest difference, in units of the largest number or of 1 if that is smaller.
-    rms_error: root mean square difference over the root mean square.
+    max_error: largest difference, in units of the largest number, or of 1 if the largest is smaller.
+    rms_error: root mean square of the difference, relative to that of the numbers.
     """
 
     max_error: float
     rms_error: float
 
 
-# float32: sums in another order. int8: 8-bit weights and activations, whose error random weights show at its largest,
-# see tests/parity; what it costs a trained model is measured on its task.
+# float32: sums in another order. int8: 8-bit weights and activations, whose error is largest with random weights, see
+# tests/parity; the loss of a trained model is measured on its task.
 TOLERANCES: dict[Precision, EncoderTolerance] = {
     "float32": EncoderTolerance(max_error=1e-4, rms_error=1e-4),
     "int8": EncoderTolerance(max_error=0.25, rms_error=0.15),
@@ -63,7 +63,7 @@ def verify_encoder(directory: Path, graphs: GraphSet, model: Transformer, *, see
 def _compared(
     directory: Path, graphs: GraphSet, model: Transformer, random: np.random.Generator
 ) -> Iterator[tuple[str, Floats, Floats]]:
-    """Name, found and expected numbers of each graph: states first, then the outputs of every head."""
+    """Yield name, found and expected numbers of each graph: states first, then the outputs of every head."""
     config = model.config
     lens = [min(length, config.max_source_len) for length in _SOURCE_LENS]
     sources = [random.integers(0, config.vocab_size, length) for length in lens]
@@ -79,7 +79,7 @@ def _compared(
 
 
 def reference_states(model: Transformer, sources: list[Ids], types: list[Ids]) -> Floats:
-    """The model's states [N, M] of sources of unequal lengths, encoded padded and packed afterwards."""
+    """Return the model's states [N, M] of sources of unequal lengths, encoded with padding and packed afterwards."""
     lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
     padded, kinds = (
         torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)

@@ -1,6 +1,6 @@
 """One file of weights for all graphs of a precision; equal tensors are stored once.
 
-Tensors lie at multiples of 64 bytes, in the order they were first added, as ONNX external data.
+Tensors start at multiples of 64 bytes, in the order in which they were first added, as ONNX external data.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 _ALIGNMENT = 64
-# Smaller tensors stay inside the graph: shapes and axes must, as the runtime reads them before external data.
+# Smaller tensors stay in the graph. Shapes and axes must, since the runtime reads them before external data.
 _SMALLEST_BYTES = 256
 
 
 class WeightsFile:
-    """Collects tensors of several models into one file."""
+    """File that collects the tensors of several models."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,7 +31,7 @@ class WeightsFile:
         self._stream.close()
 
     def save(self, model: ir.Model, path: Path) -> None:
-        """Write the model to `path`, its large tensors moved to this file. The model refers to the file afterwards."""
+        """Write the model to `path` and move its large tensors to this file, to which the model then refers."""
         for value in model.graph.initializers.values():
             if value.const_value is not None and value.const_value.nbytes >= _SMALLEST_BYTES:
                 value.const_value = self._moved(value.const_value)
@@ -39,7 +39,7 @@ class WeightsFile:
         ir.save(model, path)
 
     def _moved(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
-        raw = np.ascontiguousarray(tensor.numpy()).data  # no copy of what may be a gigabyte
+        raw = np.ascontiguousarray(tensor.numpy()).data  # no copy, since it may be a gigabyte
         digest = hashlib.sha256(raw).digest()
         if digest not in self._offsets:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))

@@ -1,1 +1,1 @@
-"""Attention operators: schemas, eager references, ONNX translations, native code."""
+"""Operators: declarations, eager implementations, native code, and the sampling and cache layout that they define."""

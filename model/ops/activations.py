@@ -1,4 +1,4 @@
-"""The functions between products, by the names that ModelConfig, heads and the operators use."""
+"""Activation functions by the names that ModelConfig, heads and operators use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention, eager: the reference that every fused kernel is compared with.
+"""Eager scaled dot-product attention, the reference that every fused kernel is compared with.
 
-Causal, padded and cross attention are one function of which keys a query may see. Cached attention is the same
-function again, over keys that live in a cache. Owns no parameters and knows nothing of layers.
+Causal, padded and cross attention differ only in the keys that a query may see, so they are one function. Cached
+attention is the same function over keys in a cache. Has no parameters and does not know layers.
 
 Axes: B batch, T queries, S keys, H heads, D head width, C cache capacity.
 """
@@ -18,7 +18,7 @@ Backend = Literal["eager", "sdpa", "fused"]
 
 
 def visible_keys(queries: int, keys: int, key_lens: Tensor | None, *, causal: bool, device: torch.device) -> Tensor:
-    """Which keys each query may see, as a boolean mask broadcastable to [B, H, T, S].
+    """Return a boolean mask of the keys that each query may see, broadcastable to [B, H, T, S].
 
     key_lens: [B] int32, valid keys of each row, or None for all.
     causal: query t sees keys up to t + (S - T), so that the last query sees every key.
@@ -42,13 +42,13 @@ def attention(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """softmax(scale * Q K^T + bias) V over the visible keys (Vaswani et al. 2017, section 3.2.1).
+    """Return softmax(scale * Q K^T + bias) V over the visible keys (Vaswani et al. 2017, section 3.2.1).
 
     query:    [B, T, H, D] float
     key:      [B, S, H, D], value likewise
     key_lens: [B] int32 or None; keys beyond a row's length are padding
     bias:     [1 or B, 1 or H, T, S] or None, added before the softmax (T5, ALiBi)
-    Returns [B, T, H, D]. A row with no visible key is undefined.
+    Returns [B, T, H, D]; the result of a query that sees no key is undefined.
     """
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, T or S, D]
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
@@ -70,7 +70,7 @@ def sdpa_attention(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """`attention` through PyTorch's own fused kernel, for training; same arguments and result."""
+    """Compute `attention` by PyTorch's own fused kernel, for training; same arguments and result."""
     mask: Tensor | None = bias
     plain_causal = causal and key_lens is None and bias is None
     if not plain_causal and (causal or key_lens is not None):
@@ -100,14 +100,14 @@ def cached_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append new keys and values to each row's cache, then attend over what the row holds.
+    """Append new keys and values to each row's cache, then attend over all that the row holds.
 
     query:       [B, T, H, D] float
     key, value:  [B, N, H, D], N = T new tokens to append, or N = 0: nothing to append (cross attention)
     cache_key:   [B, H, C, D], cache_value likewise; cache_lens: [B] int32, tokens held before the append
     bias:        [1 or B, 1 or H, T, C] or None
-    Appended tokens see themselves and what came before; with N = 0 every query sees all of the cache.
-    Returns ([B, T, H, D], present_key, present_value), functional: the cache passed in is unchanged.
+    Appended tokens see themselves and the tokens before them; with N = 0 every query sees all tokens of its row.
+    Returns ([B, T, H, D], present_key, present_value), new tensors: the cache passed in is unchanged.
     cache_lens + N must not exceed C.
     """
     appended = key.shape[1]

@@ -1,9 +1,10 @@
-"""Geometry of the cache: how many tokens one block holds, how many blocks tokens take, and the axes of the pool.
+"""Geometry of the cache: tokens of a block, blocks of a sequence, and axes of the pool.
 
 The pool is one tensor `cache [num_blocks, L, 2, H, 16 * Dp]` for self and cross caches, Dp = D rounded up to 16.
-Index 2 selects keys (0) or values (1). Inside one (block, layer, head) keys lie transposed, [Dp, 16], so that one
-vector holds the same component of 16 positions, values as [16, Dp]; what is beyond D is unused. Block b of a
-sequence's table holds its positions 16 b to 16 b + 15 (paged attention: Kwon et al. 2023, section 4). No torch.
+Index 2 selects keys (0) or values (1). Inside one (block, layer, head) keys are stored transposed, [Dp, 16], so that
+one vector holds the same component of 16 positions; values are stored as [16, Dp]. Components beyond D are
+unused. Block b of a sequence's table holds its positions 16 b to 16 b + 15 (paged attention: Kwon et al. 2023,
+section 4). Torch-free.
 
 Axes: L layers, H heads, D head width.
 """

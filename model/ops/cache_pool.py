@@ -1,4 +1,4 @@
-"""Plain reads and writes of the cache pool in PyTorch: the reference that the native operators are compared with.
+"""Reads and writes of the cache pool in plain PyTorch, the reference that the native operators are compared with.
 
 cache_geometry.py describes the layout. Axes: T positions, H heads, D head width.
 """
@@ -14,7 +14,7 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 
 
 def write_position(cache: Tensor, layer: int, table: Sequence[int], position: int, key: Tensor, value: Tensor) -> None:
-    """Store one position's key and value, each [H, D], changing the cache; rounded to its type."""
+    """Store one position's key and value, each [H, D], in the cache, rounded to its type."""
     block, lane, width = table[position // BLOCK_SIZE], position % BLOCK_SIZE, key.shape[1]
     keys, values = _views(cache[block, layer])
     keys[:, :width, lane] = key.to(cache.dtype)
@@ -22,7 +22,7 @@ def write_position(cache: Tensor, layer: int, table: Sequence[int], position: in
 
 
 def read_positions(cache: Tensor, layer: int, table: Sequence[int], length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions 0 to length - 1, each [T, H, D] float32; touches nothing else of the pool."""
+    """Return keys and values of positions 0 to length - 1, each [T, H, D] float32; reads nothing else of the pool."""
     parts = [_views(cache[table[block], layer]) for block in range(blocks_for(length))]
     keys = torch.cat([keys[:, :width].permute(2, 0, 1) for keys, _ in parts])  # [16 * blocks, H, D]
     values = torch.cat([values[:, :, :width].transpose(0, 1) for _, values in parts])
@@ -30,6 +30,6 @@ def read_positions(cache: Tensor, layer: int, table: Sequence[int], length: int,
 
 
 def _views(block: Tensor) -> tuple[Tensor, Tensor]:
-    """One block's layer [2, H, 16 * Dp] as keys [H, Dp, 16] and values [H, 16, Dp], sharing its memory."""
+    """Return views of one layer of a block [2, H, 16 * Dp]: keys [H, Dp, 16] and values [H, 16, Dp]."""
     heads = block.shape[1]
     return block[0].view(heads, -1, BLOCK_SIZE), block[1].view(heads, BLOCK_SIZE, -1)

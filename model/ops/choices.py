@@ -1,8 +1,8 @@
-"""How next tokens are chosen from logits: the settings of each choice, and what comes of it. Torch-free.
+"""Sampling of next tokens from logits: the parameters of each choice, and its result. Torch-free.
 
-The order of the steps is transformers': edits (bias, penalties, constraints), temperature, top-k, top-p, min-p,
-typical-p, one draw. A choice depends on its own logits, settings, seed and position, and on no neighbour: the random
-number comes from a counter, not from a stream that others advance. Ties go to the lowest id.
+The order of the steps is that of transformers: edits (bias, penalties, constraints), temperature, top-k, top-p, min-p,
+typical-p, one draw. A choice depends on its own logits, parameters, seed and position, and on no other choice: the
+random number comes from a counter, not from a stream that other choices advance. Of equal values the lowest id wins.
 
 Axes: K choices, E edits, V vocabulary, k candidates.
 """
@@ -26,13 +26,13 @@ NONE_ALLOWED = -2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """How the next token is chosen, K times over: each choice looks at the logits after one new token of a step.
+    """Sampling parameters of K choices; each choice reads the logits after one new token of a step.
 
-    picks [K] int32: which of the step's new tokens, by index.
+    picks [K] int32: the new token of the step whose logits it reads, by index.
     temperatures [K] float32: 0 is greedy. top_ks [K] int32: 0 is off. top_ps, min_ps, typical_ps [K] float32: 1, 0 and
-        1 are off. They act in this order, each on what the one before left, as transformers' warpers do.
+        1 are off. They apply in this order, each to the tokens that the one before kept, as in transformers.
     seeds [K] uint64: key of the random number; the counter is the position of the picked token.
-    given_ids [K] int64: the token that stands there anyway, to be judged and not chosen; -1 is none.
+    given_ids [K] int64: forced token id, which is scored and not sampled; -1 is none.
     num_logprobs [K] int32: -1 asks for no log-probabilities, 0 for the chosen token's, k also for k candidates.
     is_normalized [K] int32: 1 edits log-probabilities (a beam), 0 logits.
     is_exclusive [K] int32: 1 forbids every token that has no edit.
@@ -100,15 +100,16 @@ def greedy_choices(picks: NDArray[np.int32]) -> Choices:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What each choice came to; log-probabilities are natural, of the model's own distribution before any control.
+    """Result of each choice. Log-probabilities are natural, of the model's own distribution before any edit.
 
-    token_ids [K] int64: the token given, or chosen: NOT_FINITE where the logits are not numbers, NONE_ALLOWED where
+    token_ids [K] int64: the forced or sampled token; NOT_FINITE where the logits are not finite, NONE_ALLOWED where
         the edits forbid every token.
-    logprobs [K] float32: of these tokens; 0 where not asked, or where there is none.
+    logprobs [K] float32: of these tokens; 0 where none was requested, or where there is no token.
     top_ids [K, k] int64: the candidates whose edited values are largest, largest first, lowest id among equals; -1
-        beyond what a choice asked for, and where a token is forbidden.
-    top_logprobs [K, k] float32: of the candidates. top_scores [K, k] float32: their edited values, less the logarithm
-        of the sum of the model's exp(logit): the log-probability where nothing is edited, -inf where there is none.
+        beyond the number that a choice requested, and where a token is forbidden.
+    top_logprobs [K, k] float32: of the candidates. top_scores [K, k] float32: their edited values, minus the
+        logarithm of the sum of the model's exp(logit): the log-probability where nothing is edited, -inf where there is
+        no candidate.
     Valid until the next decode.
     """
 
@@ -120,11 +121,11 @@ class Draw:
 
 
 def choose(logits: NDArray[np.float32], choices: Choices, positions: NDArray[np.int32]) -> Draw:
-    """Make every choice: what the native operator computes, said in NumPy.
+    """Make every choice in NumPy, as the native operator does.
 
     logits: [K, V] float32, the model's own after each picked token, not changed; -inf forbids a token
     positions: [K] int32 of the picked tokens: the counters of the random numbers
-    A given token is judged, not checked: it stands even where the edits forbid every token.
+    A forced token is scored and not checked: it is returned even where the edits forbid every token.
     """
     rows = np.arange(len(choices))
     likeliest = logits.argmax(axis=1)
@@ -143,7 +144,7 @@ def choose(logits: NDArray[np.float32], choices: Choices, positions: NDArray[np.
 
 
 def _is_more_than_argmax(choices: Choices) -> NDArray[np.bool_]:
-    """[K]: which choices take more than finding the largest logit."""
+    """Return [K]: True for choices that need more than the largest logit."""
     has_edits = choices.edit_offsets[1:] > choices.edit_offsets[:-1]
     is_edited = has_edits | (choices.is_exclusive != 0) | (choices.is_normalized != 0)
     is_asked = (choices.temperatures > 0) | (choices.given_ids >= 0) | (choices.num_logprobs >= 0)
@@ -151,7 +152,7 @@ def _is_more_than_argmax(choices: Choices) -> NDArray[np.bool_]:
 
 
 def _choose_one(logits: NDArray[np.float32], choices: Choices, row: int, position: int, draw: Draw) -> None:
-    """One choice, from logits [V] of which the largest is finite, written to its row of the draw."""
+    """Make one choice from logits [V], of which the largest is finite, and write it to its row of the draw."""
     wanted, is_normalized = int(choices.num_logprobs[row]), bool(choices.is_normalized[row])
     log_sum = _log_sum(logits) if wanted >= 0 or is_normalized else np.float64(0)
     values = _edited((logits - log_sum).astype(np.float32) if is_normalized else logits, choices, row)
@@ -170,7 +171,7 @@ def _choose_one(logits: NDArray[np.float32], choices: Choices, row: int, positio
 
 
 def _token(values: NDArray[np.float32], choices: Choices, row: int, position: int) -> int:
-    """The token that a choice's edited values [V] and its settings come to, or NONE_ALLOWED."""
+    """Return the token that a choice takes from its edited values [V], or NONE_ALLOWED."""
     if choices.given_ids[row] >= 0:
         return int(choices.given_ids[row])
     likeliest = int(values.argmax())
@@ -189,7 +190,7 @@ def _token(values: NDArray[np.float32], choices: Choices, row: int, position: in
 
 
 def _edited(values: NDArray[np.float32], choices: Choices, row: int) -> NDArray[np.float32]:
-    """values [V] after a choice's edits: the same array where it has none, and a copy otherwise."""
+    """Return values [V] after a choice's edits: the same array where it has none, and a copy otherwise."""
     edits = slice(int(choices.edit_offsets[row]), int(choices.edit_offsets[row + 1]))
     ids, is_exclusive = choices.edit_ids[edits], bool(choices.is_exclusive[row])
     if not len(ids) and not is_exclusive:
@@ -197,7 +198,7 @@ def _edited(values: NDArray[np.float32], choices: Choices, row: int) -> NDArray[
     result = np.full_like(values, -np.inf) if is_exclusive else values.copy()
     result[ids] = values[ids]
     edit_values = choices.edit_values[edits]
-    while len(ids):  # once, unless a token is edited several times: then its first edit, its second, ...
+    while len(ids):  # once; or, where a token has several edits, once for its first, once for its second, ...
         held, first = np.unique(ids, return_index=True)
         bias, penalty, shift = edit_values[first].T
         biased = result[held] + bias
@@ -207,6 +208,6 @@ def _edited(values: NDArray[np.float32], choices: Choices, row: int) -> NDArray[
 
 
 def _log_sum(logits: NDArray[np.float32]) -> np.float64:
-    """log(sum(exp(logits)))."""
+    """Return log(sum(exp(logits)))."""
     maximum = np.float64(logits.max())
     return np.float64(maximum + np.log(np.exp(logits - maximum).sum()))

@@ -1,4 +1,4 @@
-"""Random numbers by counter: the same for a seed and a position, whoever else draws. Torch-free."""
+"""Random numbers by counter: each depends on its seed and position, and on no other draw. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import numpy as np
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a seed and a target position: Philox 4x64 (Salmon et al. 2011).
+    """Return the random number in [0, 1) of a seed and a target position: Philox 4x64 (Salmon et al. 2011).
 
-    seed: the key, below 2^64 (a negative one counts as its 64 bits); position: the counter. The native operator draws
-    the same (native/sampling.cc).
+    seed: the key, below 2^64 (a negative one counts as its 64 bits); position: the counter. The native operator
+    computes the same number (native/sampling.cc).
     """
     word: int = np.random.Philox(key=seed % 2**64, counter=position).random_raw()
     return (word >> 11) * 2.0**-53
 
 
 def seed_of_output(seed: int, index: int) -> int:
-    """The key that output `index` of a request draws with: the request's own seed for output 0.
+    """Return the seed of output `index` of a request: the request's own seed for output 0.
 
-    Further ones are the numbers that SplitMix64 gives from that seed (Steele et al. 2014, figure 1), which are all
-    different. Below 2^64.
+    Further outputs take the numbers that SplitMix64 generates from that seed (Steele et al. 2014, figure 1), which are
+    all different. Below 2^64.
     """
     if index == 0:
         return seed % 2**64

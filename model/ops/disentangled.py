@@ -1,8 +1,8 @@
 """Disentangled attention (He et al. 2021, section 3.1): scores of content against relative positions, and the reverse.
 
-A score is q_i k_j + q_i P^k[row(i - j)] + k_j P^q[row(i - j)], all scaled alike: P^k and P^q are one table of relative
-positions, shared by the layers, projected by each as keys and as queries. The paper
-indexes the last term by j - i; rows are mirrored there, so that both terms have one row here.
+A score is q_i k_j + q_i P^k[row(i - j)] + k_j P^q[row(i - j)], all terms scaled alike. The layers share one table of
+relative positions; each layer projects it as keys, P^k, and as queries, P^q. The paper indexes the last term by j - i,
+with mirrored rows; here both terms use the same row.
 
 Axes: B batch, T queries, S keys, H heads, D head width, M model width, P rows of the table.
 """
@@ -17,10 +17,11 @@ from antiphon.model.config import Disentangled, ModelConfig
 
 
 def table_rows(distance: Tensor, config: Disentangled) -> Tensor:
-    """Row of the table of each distance query - key (int64, same shape): 0 to 2 * span - 1.
+    """Return the row of the table for each distance query - key (int64, same shape): 0 to 2 * span - 1.
 
-    Every distance has its own row up to span, or, with max_distance, up to half of it, and beyond a logarithmic share
-    of the rest (DeBERTa v2). In float32 and in the order of the authors' code, whose rounding decides between rows.
+    Every distance up to span has its own row. With max_distance, this holds up to half of span; greater distances share
+    the other rows on a logarithmic scale (DeBERTa v2). Computed in float32 and in the order of the authors' code, since
+    rounding decides between rows.
     """
     if config.max_distance is not None:
         distance = _log_bucket(distance, config.span, config.max_distance)
@@ -36,7 +37,7 @@ def _log_bucket(distance: Tensor, span: int, max_distance: int) -> Tensor:
 
 
 class RelativePositions(nn.Module):
-    """The table that the layers of a stack share."""
+    """Table of relative positions that the layers of a stack share."""
 
     def __init__(self, config: ModelConfig, kind: Disentangled) -> None:
         super().__init__()
@@ -46,19 +47,19 @@ class RelativePositions(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if kind.norm else None
 
     def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """The table [P, M], and its row [T, T] for each query and key of sequences of this length."""
+        """Return the table [P, M], and its row [T, T] for each query and key of a sequence of this length."""
         table = self.weight if self.norm is None else self.norm(self.weight)
-        stands = torch.arange(length, device=table.device)
-        return table, table_rows(stands[:, None] - stands, self.config)
+        positions = torch.arange(length, device=table.device)
+        return table, table_rows(positions[:, None] - positions, self.config)
 
     def by_distance(self, max_len: int) -> Tensor:
-        """Rows [2 * max_len - 1] int32 by distance query - key, from the least to the greatest that there is."""
+        """Return the rows [2 * max_len - 1] int32 of all distances query - key, from the least to the greatest."""
         reach = max_len - 1
         return table_rows(torch.arange(-reach, reach + 1), self.config).int()
 
 
 class PositionProjections(nn.Module):
-    """One layer's projections of the table, unless it takes those of its queries and keys."""
+    """Projections of the table in one layer: its own, or those of the layer's queries and keys."""
 
     def __init__(self, config: ModelConfig, kind: Disentangled) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class PositionProjections(nn.Module):
         self.query = nn.Linear(config.d_model, width) if own and kind.position_to_content else None
 
     def forward(self, table: Tensor, qkv: nn.Linear) -> tuple[Tensor | None, Tensor | None]:
-        """table [P, M] -> position keys and queries, each [P, H D], None where the model has no such scores."""
+        """Project table [P, M] to position keys and queries, each [P, H D] or None where the model has none."""
         if self.config.share_projections:
             query, key, _ = functional.linear(table, qkv.weight, qkv.bias).chunk(3, dim=-1)
         else:
@@ -81,7 +82,7 @@ class PositionProjections(nn.Module):
 def position_scores(
     query: Tensor, key: Tensor, position_keys: Tensor | None, position_queries: Tensor | None, rows: Tensor
 ) -> Tensor:
-    """What positions add to scores before they are scaled, [B, H, T, S].
+    """Return the terms of relative positions [B, H, T, S], to be added to scores before they are scaled.
 
     query [B, T, H, D], key [B, S, H, D]; position_keys, position_queries [P, H D] or None; rows [T, S] int64.
     """

@@ -1,50 +1,49 @@
-"""How this project's operators are declared to the exporter: one line for each schema. Knows none of them."""
+"""ONNX schema of a declared operator, as the exporter needs it to write a node. Lists no operator."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import onnx
 from onnxscript.values import Op, Opset
 
-DOMAIN = "antiphon"
+from antiphon.model.ops.operator import DOMAIN, Input, Kind, Operator, Output
+
+VERSION = 1
+"""Version of the operators' domain."""
 
 _Schema = onnx.defs.OpSchema
-_ATTRIBUTES = {int: _Schema.AttrType.INT, float: _Schema.AttrType.FLOAT, str: _Schema.AttrType.STRING}
-_OPTIONAL = _Schema.FormalParameterOption.Optional
-# Short names in `inputs` and `outputs`: T computes, C is what caches hold.
-_KINDS = {
-    "T": ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"],
-    "C": ["tensor(float)", "tensor(float16)"],
-    "ids": ["tensor(int64)"],
-    "ints": ["tensor(int32)"],
+_ATTRIBUTES = {
+    int: _Schema.AttrType.INT,
+    bool: _Schema.AttrType.INT,
+    float: _Schema.AttrType.FLOAT,
+    str: _Schema.AttrType.STRING,
+}
+_TYPES: dict[Kind, list[str]] = {
+    "float": ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"],
+    "cache": ["tensor(float)", "tensor(float16)"],
+    "int64": ["tensor(int64)"],
+    "int32": ["tensor(int32)"],
 }
 
 
-def operator(name: str, inputs: str, outputs: str, **attributes: type) -> Op:
-    """An operator of our domain, version 1, every attribute required.
-
-    inputs and outputs are lists like "query:T lens?:ints"; a question mark marks what may be left out.
-    """
+def onnx_operator(operator: Operator) -> Op:
+    """Return the operator as onnxscript calls it; every attribute is required."""
+    node = operator.node()
+    kinds = {given.kind for given in node.inputs} | {output.kind for output in node.outputs}
     schema = _Schema(
-        name,
+        node.name,
         DOMAIN,
-        1,
-        inputs=[_parameter(text) for text in inputs.split()],
-        outputs=[_parameter(text) for text in outputs.split()],
-        type_constraints=[(kind, types, "") for kind, types in _used(inputs + " " + outputs).items()],
-        attributes=[_Schema.Attribute(key, _ATTRIBUTES[kind], "", required=True) for key, kind in attributes.items()],
+        VERSION,
+        inputs=[_parameter(port) for port in node.inputs],
+        outputs=[_parameter(port) for port in node.outputs],
+        type_constraints=[(kind, types, "") for kind, types in _TYPES.items() if kind in kinds],
+        attributes=[
+            _Schema.Attribute(each.name, _ATTRIBUTES[each.type], "", required=True) for each in node.attributes
+        ],
     )
-    return Op(Opset(DOMAIN, 1), name, schema)
+    return Op(Opset(DOMAIN, VERSION), node.name, schema)
 
 
-def _parameter(text: str) -> onnx.defs.OpSchema.FormalParameter:
-    name, kind = text.split(":")
-    if name.endswith("?"):
-        return _Schema.FormalParameter(name.rstrip("?"), kind, param_option=_OPTIONAL)
-    return _Schema.FormalParameter(name, kind)
-
-
-def _used(ports: str) -> Mapping[str, list[str]]:
-    kinds = {text.split(":")[1] for text in ports.split()}
-    return {kind: types for kind, types in _KINDS.items() if kind in kinds}
+def _parameter(port: Input | Output) -> onnx.defs.OpSchema.FormalParameter:
+    if isinstance(port, Input) and port.optional:
+        return _Schema.FormalParameter(port.name, port.kind, param_option=_Schema.FormalParameterOption.Optional)
+    return _Schema.FormalParameter(port.name, port.kind)

@@ -1,8 +1,8 @@
-"""What a token is drawn from: logits narrowed by temperature, top-k, top-p, min-p and typical-p. Torch-free, one row.
+"""Logits warpers: temperature, top-k, top-p, min-p and typical-p, for one row of logits. Torch-free.
 
-Each warper acts on what the one before left, renormalised, as transformers 5.23's do; only top-k, which there keeps all
-tokens that tie with the k-th, here keeps k, and top-p likewise the fewest: of the lowest ids. Weights are proportional
-to probability, the likeliest token's is 1, and all arithmetic is float64.
+Each warper acts on the tokens that the one before kept, renormalised, as in transformers 5.23, with one difference.
+top-k there keeps all tokens that tie with the k-th; here it keeps k, those of the lowest ids, and top-p likewise keeps
+the fewest. Weights are proportional to probability, the likeliest token's is 1, and all arithmetic is float64.
 
 Axes: V vocabulary.
 """
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-NUCLEUS_GUESS = 256  # tokens a nucleus is first expected within: sorting these is cheap, the vocabulary is not
+NUCLEUS_GUESS = 256  # tokens that are sorted first in search of a nucleus: cheap, unlike the whole vocabulary
 SUM_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warp:
-    """How logits become a distribution: temperature above 0; top_k 0, top_p 1, min_p 0 and typical_p 1 are off."""
+    """Parameters of the warpers: temperature above 0; top_k 0, top_p 1, min_p 0 and typical_p 1 are off."""
 
     temperature: float
     top_k: int = 0
@@ -30,14 +30,14 @@ class Warp:
 
 
 def draw_from(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int:
-    """Draw from one row [V] of logits, the largest of them finite; -inf forbids a token."""
+    """Draw a token from one row [V] of logits, of which the largest is finite; -inf forbids a token."""
     ids, weights = distribution(logits, warp)
     index = invert(weights, uniform)
     return index if ids is None else int(ids[index])
 
 
 def distribution(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Ids that may be drawn, rising, and their weights; ids None is the whole vocabulary."""
+    """Return the ids that may be drawn, rising, and their weights; ids None is the whole vocabulary."""
     ids, weights = _likeliest(logits, warp)
     if warp.min_p > 0.0:
         ids, weights = _kept(ids, weights, weights >= warp.min_p)
@@ -47,9 +47,9 @@ def distribution(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.in
 
 
 def invert(weights: NDArray[np.float64], uniform: float) -> int:
-    """Index at which the cumulative weight passes `uniform` of the total; never one of weight 0.
+    """Return the index at which the cumulative weight passes `uniform` of the total; never one of weight 0.
 
-    In two levels, blocks and then one block's members: a running sum over a vocabulary costs more than its exp.
+    Searches blocks first and then one block, since a running sum over a vocabulary costs more than its exp.
     """
     starts = np.arange(0, len(weights), SUM_BLOCK)
     before = np.cumsum(np.add.reduceat(weights, starts))
@@ -62,13 +62,13 @@ def invert(weights: NDArray[np.float64], uniform: float) -> int:
 
 
 def ids_of_largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest values (or of all, if they are fewer), rising; among equals the lowest are taken."""
+    """Return the ids of the `count` largest values, or of all, rising; of equal values the lowest ids."""
     count = min(count, len(values))
     return _at_least(values, float(_largest(values, count).min()), count)
 
 
 def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Ids and weights after temperature, top-k and top-p: all three keep the likeliest, so one threshold tells."""
+    """Return ids and weights after temperature, top-k and top-p; they keep the likeliest, so one threshold does."""
     vocab_size, maximum = len(logits), float(logits.max())
     top_k = warp.top_k if 0 < warp.top_k < vocab_size else vocab_size
     if warp.top_p >= 1.0:
@@ -83,12 +83,14 @@ def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int6
 
 
 def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
-    """Which tokens are locally typical (Meister et al. 2022): those whose surprise is nearest the entropy.
+    """Return True for locally typical tokens (Meister et al. 2022): those whose surprise is nearest to the entropy.
 
-    As many as reach `mass`; of tokens as near as the last of them, all.
+    They are as many as reach `mass`, and all tokens that are as near as the last of these.
     """
     probabilities = weights / weights.sum()
-    with np.errstate(divide="ignore", invalid="ignore"):  # a token of weight 0 surprises infinitely, and adds nothing
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # the surprise of a token of weight 0 is infinite, and it adds nothing
         surprise = -np.log(probabilities)
         entropy = np.nansum(probabilities * surprise)
     distance = np.abs(surprise - entropy)
@@ -101,18 +103,18 @@ def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
 def _kept(
     ids: NDArray[np.int64] | None, weights: NDArray[np.float64], mask: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Those of the ids and weights where the mask holds; the weights as they were, since only their ratios count."""
+    """Return the ids and weights where the mask is True; weights are not rescaled, since only their ratios count."""
     return np.flatnonzero(mask) if ids is None else ids[mask], weights[mask]
 
 
 def _passed(cumulative: NDArray[np.float64], point: float) -> int:
-    # Rounding may push the point past the end, where weights of 0 lie: stop at the last index of any weight.
+    # Rounding may move the point past the end, among weights of 0: stop at the last index that has a weight.
     last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return min(int(np.searchsorted(cumulative, point, side="right")), last)
 
 
 def _largest(logits: NDArray[np.float32], count: int) -> NDArray[np.float32]:
-    """The `count` largest values; the smallest of them comes first, the others in no order (all: as they are)."""
+    """Return the `count` largest values, the smallest first and the others in no order; all values stay in place."""
     if count == len(logits):
         return logits
     split = len(logits) - count
@@ -120,7 +122,7 @@ def _largest(logits: NDArray[np.float32], count: int) -> NDArray[np.float32]:
 
 
 def _at_least(logits: NDArray[np.float32], threshold: float, count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest, the smallest of which is `threshold`; among equals the lowest ids are kept."""
+    """Return the ids of the `count` largest logits, whose smallest is `threshold`; of equal logits the lowest ids."""
     ids = np.flatnonzero(logits >= threshold)
     surplus = len(ids) - count
     if surplus > 0:
@@ -130,7 +132,7 @@ def _at_least(logits: NDArray[np.float32], threshold: float, count: int) -> NDAr
 
 
 def _nucleus(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, float]:
-    """How many of the top_k likeliest tokens reach top_p of their mass, and the logit of the last of those."""
+    """Return the number of the top_k likeliest tokens that reach top_p of their mass, and the logit of the last one."""
     maximum = float(logits.max())
     candidates = _largest(logits, top_k)
     mass = warp.top_p * float(_weights(candidates, maximum, warp.temperature).sum())
@@ -144,9 +146,9 @@ def _nucleus(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, 
 
 
 def _weights(logits: NDArray[np.float32], maximum: float, temperature: float) -> NDArray[np.float64]:
-    """exp((logits - maximum) / temperature)."""
+    """Return exp((logits - maximum) / temperature)."""
     scaled = logits.astype(np.float64)
     scaled -= maximum
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the maximum to -inf, as it should
+    with np.errstate(over="ignore"):  # a tiny temperature takes all but the maximum to -inf, which is correct
         scaled /= temperature
     return np.exp(scaled, out=scaled)

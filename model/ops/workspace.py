@@ -1,8 +1,8 @@
-"""Exact accounting of the memory ONNX Runtime works in, by allocators of our own that its sessions use.
+"""Exact accounting of ONNX Runtime's working memory, by this project's own allocators. Torch-free.
 
-Owns the Python side of `native/`: attaching sessions, reading the counters, the limit. Refuses to know what the
-sessions compute; torch-free. ONNX Runtime knows one allocator a process; which of ours stands behind it is a matter of
-the thread that loads or runs a session, so that each model is counted and bounded apart from the others.
+Owns the Python side of `native/`: it attaches sessions, reads the counters and sets the limit. Does not know what the
+sessions compute. ONNX Runtime has one allocator a process. The thread that loads or runs a session chooses which of our
+allocators serves it, so that the memory of each model is counted and limited separately.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ LIBRARY = Path(__file__).with_name("_native.so")
 # The native library's own number (antiphon_native_version in native/register.cc): raise both together.
 NATIVE_VERSION = 3
 
-_HANDLE = ctypes.c_void_p  # of an allocator; None is the process's
+_HANDLE = ctypes.c_void_p  # of an allocator; None is the process's own
 _BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"
 
 
 class WorkspaceError(Exception):
-    """The native library is missing or does not fit its surroundings; the message names the file and says to what."""
+    """The native library is missing or does not fit this installation; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkspaceStats:
-    """Counters of the allocator, all in bytes but the last two.
+    """Counters of the allocator, all in bytes except the last two.
 
-    in_use_bytes and peak_bytes count what was asked for, without rounding; peak_bytes since the last `reset_peak`.
-    reserved_bytes is held from the operating system, cached_bytes the part of it nobody uses. limit_bytes 0 is none.
+    in_use_bytes and peak_bytes count requested bytes, without rounding; peak_bytes since the last `reset_peak`.
+    reserved_bytes are held from the operating system; cached_bytes is the unused part. limit_bytes 0 is no limit.
     """
 
     in_use_bytes: int
@@ -51,10 +51,11 @@ class _NativeStats(ctypes.Structure):
 
 
 class Workspace:
-    """A counting allocator: the process's, or one of its own. Thread-safe.
+    """Counting allocator: the process's own, or a separate one (`is_own`). Thread-safe.
 
-    What is read between `reset_peak` and `stats` covers every thread that used it meanwhile. With the last reference to
-    one of its own, all that it does not lend goes back to the operating system, and later what it lent.
+    The peak between `reset_peak` and `stats` covers every thread that used the allocator meanwhile. When the last
+    reference to a separate allocator goes, its unused memory returns to the operating system; blocks in use follow
+    when they are freed.
     Raises WorkspaceError when the library cannot be loaded.
     """
 
@@ -76,38 +77,38 @@ class Workspace:
             raise WorkspaceError(f"{library} cannot be used: {error}; {_BUILD_IT}") from None
 
     def enter(self) -> int | None:
-        """Make this thread's sessions allocate here; returns what they used, for `leave`.
+        """Make this thread's sessions allocate here; returns the previous allocator, for `leave`.
 
-        A pair of calls and no context manager, for the engine's thread makes it around every run.
+        A pair of calls instead of a context manager, since the engine's thread makes it around every run.
         """
         previous: int | None = self._use(self._handle)
         return previous
 
     def leave(self, previous: int | None) -> None:
-        """Make this thread's sessions allocate again where they did before `enter`."""
+        """Make this thread's sessions use the previous allocator again, as returned by `enter`."""
         self._use(previous)
 
     @property
     def highest_bytes(self) -> int:
-        """The largest peak_bytes there ever was, whatever was reset."""
+        """Return the largest peak_bytes since the start, across all resets."""
         return max(self._highest_bytes, self.stats().peak_bytes)
 
     def reset_peak(self) -> WorkspaceStats:
-        """Let peak_bytes start again from in_use_bytes; returns the counters of before."""
+        """Restart peak_bytes from in_use_bytes; returns the counters before the reset."""
         before = self.stats()
         self._highest_bytes = max(self._highest_bytes, before.peak_bytes)
         self._reset_peak(self._handle)
         return before
 
     def trim(self) -> None:
-        """Give what nobody uses back to the operating system."""
+        """Return unused memory to the operating system."""
         self._trim(self._handle)
 
     def attach(self, options: Any) -> None:
-        """Make the sessions built from these onnxruntime.SessionOptions allocate from us, weights included.
+        """Make the sessions built from these onnxruntime.SessionOptions use our allocators, also for weights.
 
-        Raises WorkspaceError when this ONNX Runtime is not one the library was built for, or ANTIPHON_CPU asks for an
-        instruction set that there is not.
+        Raises WorkspaceError when the library was not built for this ONNX Runtime, or when the processor lacks the
+        instruction set that ANTIPHON_CPU names.
         """
         try:
             options.register_custom_ops_library(str(self.library))
@@ -117,15 +118,15 @@ class Workspace:
         options.add_session_config_entry("session.use_env_allocators", "1")
 
     def stats(self) -> WorkspaceStats:
-        """Read the counters, all of one moment."""
+        """Return the counters, all read at one moment."""
         native = _NativeStats()
         self._stats(self._handle, ctypes.byref(native))
         return WorkspaceStats(**{name: getattr(native, name) for name in WorkspaceStats.__slots__})
 
     def limit_growth(self, budget_bytes: int | None) -> None:
-        """Let reserved_bytes grow by at most this much over what is in use now; None lifts the limit.
+        """Let reserved_bytes grow by at most this much over the memory in use now; None removes the limit.
 
-        A run that needs more raises from ONNX Runtime and gives back what it held; its session stays usable.
+        A run that needs more raises an error of ONNX Runtime and frees its memory; its session stays usable.
         """
         if budget_bytes is None:
             self._set_limit(self._handle, 0)
@@ -135,7 +136,7 @@ class Workspace:
 
 
 def _check_version(native: ctypes.CDLL) -> None:
-    """Raises OSError for a library of another version of this package."""
+    """Raise OSError for a library of another version of this package."""
     version = getattr(native, "antiphon_native_version", None)
     found = "none" if version is None else version()
     if found != NATIVE_VERSION:

@@ -25,7 +25,7 @@ Relative = tuple[Tensor, Tensor] | None
 
 def _attend(backend: Backend) -> Callable[..., Tensor]:
     if backend == "fused":
-        from antiphon.model.ops.attention_ops import attention as fused
+        from antiphon.model.ops.operators.fused_attention import attention as fused
 
         return fused
     return sdpa_attention if backend == "sdpa" else attention
@@ -33,7 +33,7 @@ def _attend(backend: Backend) -> Callable[..., Tensor]:
 
 def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     if backend == "fused":
-        from antiphon.model.ops.attention_ops import cached_attention as fused
+        from antiphon.model.ops.operators.fused_attention import cached_attention as fused
 
         return fused
     return cached_attention

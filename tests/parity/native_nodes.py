@@ -19,26 +19,19 @@ from onnx import TensorProto, helper
 from antiphon.model.bundle.native_stepper import native_session, run_native
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 from antiphon.model.ops.cache_pool import write_position
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN
+from antiphon.model.ops.operators.all_operators import OPERATORS
 from antiphon.model.ops.workspace import LIBRARY
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | None]
 
-# What each operator gives; int32 and int64 where not float32.
+_ELEMENTS = {"float": TensorProto.FLOAT, "int32": TensorProto.INT32, "int64": TensorProto.INT64}
+# By the name of a node, the element types of its outputs.
 _OUTPUTS = {
-    "AddNorm": {"normed": TensorProto.FLOAT, "sum": TensorProto.FLOAT},
-    "PagedWrite": {"written": TensorProto.INT32},
-    **{
-        name: {
-            "token_ids": TensorProto.INT64,
-            "logprobs": TensorProto.FLOAT,
-            "top_ids": TensorProto.INT64,
-            "top_logprobs": TensorProto.FLOAT,
-            "top_scores": TensorProto.FLOAT,
-        }
-        for name in ("Select", "QuantizedSelect")
-    },
+    node.name: {output.name: _ELEMENTS[output.kind] for output in node.outputs}
+    for operator in OPERATORS
+    for node in operator.kernels()
 }
 
 
@@ -64,7 +57,7 @@ def _session(
         if kind is not None:
             element = helper.np_dtype_to_tensor_dtype(np.dtype(kind[0]))
             declared.append(helper.make_tensor_value_info(name, element, [f"{name}_{axis}" for axis in range(kind[1])]))
-    outputs = _OUTPUTS.get(op_type, {"out": TensorProto.FLOAT})
+    outputs = _OUTPUTS[op_type]
     names = ["" if kind is None else name for name, kind in kinds]
     node = helper.make_node(op_type, names, list(outputs), domain=DOMAIN, **dict(attributes))
     described = [helper.make_tensor_value_info(name, element, None) for name, element in outputs.items()]

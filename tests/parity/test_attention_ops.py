@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from antiphon.model.export.contrib_lowering import LoweringError, lower_for_cpu
-from antiphon.model.ops import attention_ops
 from antiphon.model.ops.attention import attention, cached_attention
-from antiphon.model.ops.onnx_schema import DOMAIN
+from antiphon.model.ops.operator import DOMAIN
+from antiphon.model.ops.operators import fused_attention
+from antiphon.model.ops.torch_registration import torch_operator
 
 HEADS, WIDTH, SCALE = 4, 16, 0.3
 Arrays = dict[str, Tensor | None]
@@ -108,7 +109,7 @@ def test_attention_op_passes_pytorch_checks() -> None:
     query, key = normal(2, 3, HEADS, WIDTH), normal(2, 5, HEADS, WIDTH)
     for held, added, causal in ((None, None, True), (lens(5, 2), normal(1, HEADS, 3, 5), False)):
         torch.library.opcheck(
-            attention_ops.attention, (query, key, key, held, added), dict(causal=causal, scale=SCALE),
+            torch_operator(fused_attention.ATTENTION), (query, key, key, held, added), dict(causal=causal, scale=SCALE),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 
@@ -117,7 +118,8 @@ def test_attention_op_passes_pytorch_checks() -> None:
 def test_cached_attention_op_passes_pytorch_checks(appended: int) -> None:
     query, key, cache = normal(2, 1, HEADS, WIDTH), normal(2, appended, HEADS, WIDTH), normal(2, HEADS, 6, WIDTH)
     torch.library.opcheck(
-        attention_ops.cached_attention, (query, key, key, cache, cache, lens(2, 4), None), dict(scale=SCALE),
+        torch_operator(fused_attention.CACHED_ATTENTION), (query, key, key, cache, cache, lens(2, 4), None),
+        dict(scale=SCALE),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 
@@ -126,6 +128,6 @@ def test_ops_equal_eager_attention() -> None:
     query, cache = normal(2, 1, HEADS, WIDTH), normal(2, HEADS, 6, WIDTH)
     operands = (query, query, query, cache, cache, lens(2, 4), None)
     for found, expected in zip(
-        attention_ops.cached_attention(*operands, scale=SCALE), cached_attention(*operands, scale=SCALE), strict=True
+        fused_attention.cached_attention(*operands, scale=SCALE), cached_attention(*operands, scale=SCALE), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

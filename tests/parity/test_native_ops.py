@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.export.packing import pack_float, pack_int8, unpack_int8
-from antiphon.model.ops import native_attention, native_linear
 from antiphon.model.ops.activations import ACTIVATIONS as ACTIVATIONS_BY_NAME
+from antiphon.model.ops.operators.add_norm import add_norm
+from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
+from antiphon.model.ops.operators.embed import embed
+from antiphon.model.ops.operators.linear import gate, linear
+from antiphon.model.ops.operators.packed_attention import packed_attention
+from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.model.ops.operators.paged_write import paged_write
+from antiphon.model.ops.operators.rotary import rotary
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
@@ -51,7 +58,7 @@ def test_linear_equals_eager(rows: int, inputs: int, outputs: int, activation: s
     bias = normal(outputs) if has_bias else None
     arrays = {"x": x, "weight": pack_float(weight), "bias": bias}
     (found,) = run_node("Linear", arrays, width=outputs, activation=activation)
-    expected = native_linear.linear(given_tensor(x), given_tensor(weight), tensor(bias), activation=activation)
+    expected = linear(given_tensor(x), given_tensor(weight), tensor(bias), activation=activation)
     equal(found, expected, inputs**0.5)
     (alone,) = run_node("Linear", {**arrays, "x": x[-1:]}, width=outputs, activation=activation)
     np.testing.assert_array_equal(alone, found[-1:])
@@ -136,9 +143,7 @@ def test_embed_equals_eager(rows: int, width: int, vocab: int, has_positions: bo
     coarse: dict[str, NDArray[Any]] = {"weight": packed.integers, "scales": packed.scales}
     for op_type, weights, held in (("Embed", exact, weight), ("QuantizedEmbed", coarse, integers)):
         (found,) = run_node(op_type, {**places, **weights, "position_table": table}, **attributes)
-        expected = native_linear.embed(
-            given_tensor(ids), given_tensor(positions), given_tensor(held), tensor(table), scale=2.5
-        )
+        expected = embed(given_tensor(ids), given_tensor(positions), given_tensor(held), tensor(table), scale=2.5)
         equal(found, expected)
 
 
@@ -147,7 +152,7 @@ def test_embed_equals_eager(rows: int, width: int, vocab: int, has_positions: bo
 def test_gate_equals_eager(rows: int, width: int, activation: str) -> None:
     x = normal(rows, 2 * width) * 3
     (found,) = run_node("Gate", {"x": x}, activation=activation)
-    equal(found, native_linear.gate(given_tensor(x), activation=activation))
+    equal(found, gate(given_tensor(x), activation=activation))
     (alone,) = run_node("Gate", {"x": x[-1:]}, activation=activation)
     np.testing.assert_array_equal(alone, found[-1:])
 
@@ -181,9 +186,7 @@ def test_add_norm_equals_eager(
     found = run_node("AddNorm", arrays, epsilon=1e-5, kind=kind)
     x, residual, weight, bias = (tensor(array) for array in arrays.values())
     assert x is not None
-    for ours, expected in zip(
-        found, native_linear.add_norm(x, residual, weight, bias, epsilon=1e-5, kind=kind), strict=True
-    ):
+    for ours, expected in zip(found, add_norm(x, residual, weight, bias, epsilon=1e-5, kind=kind), strict=True):
         equal(ours, expected, 5)
     alone = {name: array[-1:] if array is not None and array.ndim == 2 else array for name, array in arrays.items()}
     np.testing.assert_array_equal(run_node("AddNorm", alone, epsilon=1e-5, kind=kind)[0], found[0][-1:])
@@ -195,7 +198,7 @@ def test_rotary_equals_eager(rows: int, heads: int, width: int) -> None:
     qkv, table = normal(rows, 3 * heads * width), normal(50, width)
     positions = np.random.default_rng(rows).integers(0, 50, rows).astype(np.int32)
     (found,) = run_node("Rotary", {"qkv": qkv, "positions": positions, "table": table}, num_heads=heads)
-    equal(found, native_linear.rotary(*map(given_tensor, (qkv, positions, table)), num_heads=heads))
+    equal(found, rotary(*map(given_tensor, (qkv, positions, table)), num_heads=heads))
 
 
 def biases(kind: str, heads: int, reach: int = 5) -> dict[str, Floats | None]:
@@ -211,7 +214,7 @@ def test_packed_attention_equals_eager(lens: list[int], heads: int, width: int, 
     qkv, added = normal(sum(lens), 3 * heads * width), biases(kind, heads)
     attributes: dict[str, Any] = dict(num_heads=heads, scale=width**-0.5, causal=int(causal))
     (found,) = run_node("PackedAttention", {"qkv": qkv, "offsets": ramp(lens), **added}, **attributes)
-    expected = native_attention.packed_attention(
+    expected = packed_attention(
         given_tensor(qkv), given_tensor(ramp(lens)), *map(tensor, added.values()),
         num_heads=heads, scale=width**-0.5, causal=causal,
     )  # fmt: skip
@@ -240,7 +243,7 @@ def test_disentangled_attention_equals_eager(
     attributes: dict[str, Any] = dict(num_heads=heads, scale=(3 * width) ** -0.5)
     arrays = {"qkv": qkv, "offsets": ramp(lens), "position_rows": rows, **tables}
     (found,) = run_node("DisentangledAttention", arrays, **attributes)
-    expected = native_attention.disentangled_attention(*map(tensor, arrays.values()), **attributes)
+    expected = disentangled_attention(*map(tensor, arrays.values()), **attributes)
     equal(found, expected)
     last = {**arrays, "qkv": qkv[-lens[-1] :], "offsets": ramp(lens[-1:])}
     (alone,) = run_node("DisentangledAttention", last, threads=2, **attributes)
@@ -265,7 +268,7 @@ def test_paged_self_attention_equals_eager(
     given_rows = {"block_tables": pool.tables, "offsets": ramp(new), "positions": positions, **added}
     attributes: dict[str, Any] = dict(num_heads=heads, scale=width**-0.5, layer=1)
     (found,) = run_node("PagedSelfAttention", {"qkv": qkv, "cache": pool.cache, **given_rows}, **attributes)
-    expected, cache = native_attention.paged_self_attention(
+    expected, cache = paged_self_attention(
         given_tensor(qkv), given_tensor(before), *map(tensor, given_rows.values()), **attributes
     )
     equal(found, expected)
@@ -294,7 +297,7 @@ def test_paged_write_and_cross_attention_equal_eager(
     source = {"block_tables": pool.tables, "offsets": ramp(lens), "after": np.zeros(1, np.int32)}
     (written,) = run_node("PagedWrite", {"kv": kv, "cache": pool.cache, **source}, num_heads=heads, layer=1)
     assert written.tolist() == [sum(lens)]
-    _, cache = native_attention.paged_write(
+    _, cache = paged_write(
         given_tensor(kv), given_tensor(before), *map(tensor, source.values()), num_heads=heads, layer=1
     )
     np.testing.assert_array_equal(pool.cache, cache.numpy())
@@ -304,7 +307,7 @@ def test_paged_write_and_cross_attention_equal_eager(
         "block_tables": pool.tables, "offsets": ramp(tokens), "source_lens": np.array(lens, np.int32),
     }  # fmt: skip
     (found,) = run_node("PagedCrossAttention", {"query": query, "cache": pool.cache, **reading}, **attributes)
-    equal(found, native_attention.paged_cross_attention(
+    equal(found, paged_cross_attention(
         given_tensor(query), cache, *map(given_tensor, reading.values()), **attributes
     ))  # fmt: skip
     last = {

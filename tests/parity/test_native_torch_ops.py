@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from antiphon.model.bundle.native_stepper import settings_of
-from antiphon.model.ops import native_attention, native_linear, native_select
 from antiphon.model.ops.cache_pool import read_positions, write_position
+from antiphon.model.ops.operators.add_norm import add_norm
+from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
+from antiphon.model.ops.operators.embed import embed
+from antiphon.model.ops.operators.linear import gate, linear
+from antiphon.model.ops.operators.packed_attention import packed_attention
+from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.model.ops.operators.paged_write import paged_write
+from antiphon.model.ops.operators.rotary import rotary
+from antiphon.model.ops.operators.select import SELECT, select
+from antiphon.model.ops.torch_registration import torch_operator
 from tests.batches import Choice, choices_of
 
 HEADS, WIDTH = 2, 8
@@ -32,33 +41,33 @@ def pool() -> Tensor:
 
 TABLES = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
 CALLS: dict[str, Call] = {
-    "embed": (native_linear.embed, (torch.tensor([1, 3]), ints(0, 1), normal(6, 8), normal(4, 8)), dict(scale=2.0)),
-    "linear": (native_linear.linear, (normal(3, 8), normal(5, 8), normal(5)), dict(activation="gelu")),
-    "gate": (native_linear.gate, (normal(3, 8),), dict(activation="relu")),
-    "add_norm": (native_linear.add_norm, (normal(3, 8), None, normal(8), None), dict(epsilon=1e-5, kind="rms")),
-    "rotary": (native_linear.rotary, (normal(3, 48), ints(0, 2, 1), normal(3, WIDTH)), dict(num_heads=HEADS)),
+    "embed": (embed, (torch.tensor([1, 3]), ints(0, 1), normal(6, 8), normal(4, 8)), dict(scale=2.0)),
+    "linear": (linear, (normal(3, 8), normal(5, 8), normal(5)), dict(activation="gelu")),
+    "gate": (gate, (normal(3, 8),), dict(activation="relu")),
+    "add_norm": (add_norm, (normal(3, 8), None, normal(8), None), dict(epsilon=1e-5, kind="rms")),
+    "rotary": (rotary, (normal(3, 48), ints(0, 2, 1), normal(3, WIDTH)), dict(num_heads=HEADS)),
     "packed_attention": (
-        native_attention.packed_attention,
+        packed_attention,
         (normal(5, 48), ints(0, 2, 5), normal(HEADS, 3), None),
         dict(num_heads=HEADS, scale=0.5, causal=True),
     ),
     "disentangled_attention": (
-        native_attention.disentangled_attention,
+        disentangled_attention,
         (normal(5, 48), ints(0, 2, 5), ints(0, 1, 1), normal(2, 16), normal(2, 16)),
         dict(num_heads=HEADS, scale=0.5),
     ),
     "paged_self_attention": (
-        native_attention.paged_self_attention,
+        paged_self_attention,
         (normal(3, 48), pool(), TABLES, ints(0, 2, 3), ints(15, 16, 0), None, normal(HEADS)),
         dict(num_heads=HEADS, scale=0.5, layer=1),
     ),
     "paged_cross_attention": (
-        native_attention.paged_cross_attention,
+        paged_cross_attention,
         (normal(3, 16), pool(), TABLES, ints(0, 2, 3), ints(20, 4)),
         dict(num_heads=HEADS, scale=0.5, layer=0),
     ),
     "paged_write": (
-        native_attention.paged_write,
+        paged_write,
         (normal(6, 32), pool(), TABLES, ints(0, 5, 6), None),
         dict(num_heads=HEADS, layer=0),
     ),
@@ -79,9 +88,9 @@ def test_select_op_passes_pytorch_checks() -> None:
         Choice(given_id=9),
     ]
     held = settings_of(choices_of([1, 0, 1], settings))
-    operands = (normal(3, 8), normal(20, 8), normal(20), ints(0, 1, 4), *map(torch.from_numpy, held.values()))
-    torch.library.opcheck(native_select.select, operands, test_utils="test_schema")
-    token_ids, logprobs, *tops = native_select.select(*operands)
+    operands = (normal(3, 8), normal(20, 8), ints(0, 1, 4), *map(torch.from_numpy, held.values()), normal(20))
+    torch.library.opcheck(torch_operator(SELECT), operands, test_utils="test_schema")
+    token_ids, logprobs, *tops = select(*operands)
     assert token_ids.shape == logprobs.shape == (3,)
     assert token_ids[2] == 9
     assert [top.shape for top in tops] == [(3, 2)] * 3

@@ -1,8 +1,8 @@
 // Attention of one head: packed sequences (encoder) and paged caches (decoder). Included by one file per instruction
-// set; see simd.h for what that demands.
+// set; simd.h lists the rules for such files.
 //
-// Neither forms a score matrix: the packed kernel keeps the scores of sixteen queries, the paged one those of one. The
-// order of every sum depends on the row's own length and positions only.
+// Neither kernel holds a whole score matrix: the packed kernel holds the scores of sixteen queries, the paged kernel
+// those of one query. The order of every sum depends on the row's own length and positions only.
 #pragma once
 
 #include "kernels.h"
@@ -36,7 +36,7 @@ ANTIPHON_INLINE void PackQueries(const PackedHead& head, int64_t first, float* t
   }
 }
 
-// Scores of `Keys` keys from `key` on against the tile: [Keys][16].
+// Scores of the tile's queries against `Keys` keys, the first of which is `key`: [Keys][16].
 template <int Keys>
 ANTIPHON_INLINE void ScoreKeys(const PackedHead& head, int64_t key, const float* tile, float* scores) {
   const float* from = head.key + key * head.kv_stride;
@@ -69,7 +69,7 @@ void SpreadQueries(const PackedHead& head, const float* from, float* to) {
   }
 }
 
-// Scores of the tile's queries against `count` position keys from row `from` on: relative.scores [count][16].
+// Scores of the tile's queries against `count` position keys, beginning at row `from`: relative.scores [count][16].
 ANTIPHON_INLINE void ScorePositions(const PackedHead& head, int64_t from, int64_t count, const float* tile) {
   PackedHead rows = head;
   rows.key = head.relative.keys + from * head.relative.stride;
@@ -80,7 +80,7 @@ ANTIPHON_INLINE void ScorePositions(const PackedHead& head, int64_t from, int64_
   for (; row < count; ++row) ScoreKeys<1>(rows, row, tile, scores);
 }
 
-// Adds to the scores of `Keys` keys what they and their position queries come to, query lanes at first .. first + 15.
+// Adds to the scores of `Keys` keys their products with position queries; query lanes are at first .. first + 15.
 template <int Keys>
 ANTIPHON_INLINE void AddPositionQueries(const PackedHead& head, int64_t first, int64_t key, float* scores) {
   const RelativeScores& relative = head.relative;
@@ -109,7 +109,7 @@ ANTIPHON_INLINE void AddPositions(const PackedHead& head, int64_t first, int64_t
   if (relative.keys != nullptr) {
     const int64_t low = first - (keys - 1), lowest = RowOf(relative, low);
     ScorePositions(head, lowest, RowOf(relative, first + count - 1) - lowest + 1, tile);
-    // Where a distance's scores lie, looked up once for all keys; lanes beyond the sequence read the first.
+    // Offsets of the scores of each distance, looked up once for all keys; lanes beyond the sequence read the first.
     for (int64_t index = 0; index < keys - 1 + kLanes; ++index) {
       const bool is_met = index < keys - 1 + count;
       relative.offsets[index] = is_met ? static_cast<int32_t>((RowOf(relative, low + index) - lowest) * kLanes) : 0;
@@ -125,7 +125,7 @@ ANTIPHON_INLINE void AddPositions(const PackedHead& head, int64_t first, int64_t
   }
 }
 
-// Adds bias and mask to a key's sixteen scores, query lanes standing at first .. first + 15.
+// Adds bias and mask to a key's sixteen scores; query lanes are at positions first .. first + 15.
 ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key, F32 scores) {
   if (HasBias(head.bias)) {
     float added[kLanes];
@@ -133,7 +133,7 @@ ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key,
     scores += Load(added);
   }
   if (head.causal) {
-    const I32 earliest = Iota() * 0 + static_cast<int32_t>(key - first);  // lanes below it stand before the key
+    const I32 earliest = Iota() * 0 + static_cast<int32_t>(key - first);  // lanes below it precede the key
     scores = Iota() < earliest ? Splat(-kInfinity) : scores;
   }
   return scores;
@@ -254,14 +254,14 @@ void FillBlock(const PagedHead<Element>& head, int64_t block, int64_t count, con
   }
 }
 
-// The next head of a block lies right behind this one and is read next, from far away: the caches of a full batch do
-// not fit near the core (64 rows, 2 cores: 12.0 -> 10.0 ms a step with one thread, 6.0 -> 5.4 with two).
+// Prefetches the next head of the block, which follows in memory and is read next: the caches of a full batch do not
+// fit into the core's caches (64 rows, 2 cores: 12.0 -> 10.0 ms a step with one thread, 6.0 -> 5.4 with two).
 template <typename Element>
 ANTIPHON_INLINE void PrefetchNextHead(const Element* at, int64_t width) {
   __builtin_prefetch(at + (width + kLanes - 1) / kLanes * kLanes * kBlockSize, 0, 2);
 }
 
-// Scores of one block's sixteen positions, in four chains so that additions do not wait for each other.
+// Scores of one block's sixteen positions, in four independent chains of additions.
 template <typename Element>
 ANTIPHON_INLINE F32 ScoreBlock(const Element* keys, const float* query, int64_t width) {
   F32 sums[4] = {};
@@ -283,7 +283,7 @@ ANTIPHON_INLINE F32 BlockBias(const ScoreBias& bias, int64_t first, int64_t posi
   return Load(added);
 }
 
-// out[d ..] of `Vectors` vectors: even and odd positions in chains of their own.
+// out[d ..] of `Vectors` vectors; even and odd positions are added in two independent chains.
 template <typename Element, int Vectors>
 ANTIPHON_INLINE void MixPages(const PagedHead<Element>& head, int64_t length, int64_t padded, const float* weights,
                               float inverse, int64_t d, int part, float* out) {
@@ -313,7 +313,7 @@ void PagedAttend(const PagedHead<Element>& head, const float* query, int64_t len
   for (int64_t first = 0; first < length; first += kBlockSize) {
     F32 score = ScoreBlock<Element>(head.blocks[first / kBlockSize] + head.offset, query, head.width) * head.scale;
     if (HasBias(bias)) score += BlockBias(bias, first, position);
-    // Positions nobody has written hold anything, NaN included.
+    // Positions that were never written may hold any value, also NaN.
     if (length - first < kBlockSize) score = Iota() < static_cast<int32_t>(length - first) ? score : Splat(-kInfinity);
     Store(scores + first, score);
     largest = Max(score, largest);

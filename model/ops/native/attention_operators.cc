@@ -1,7 +1,7 @@
-// Attention of the encoder, over sequences that lie one after the other without padding: PackedAttention, and
-// DisentangledAttention with scores of relative positions.
+// Attention of the encoder over packed sequences, without padding: PackedAttention, and DisentangledAttention with
+// scores of relative positions.
 //
-// A call's offsets say which tokens belong together: those of sequence b are offsets[b] .. offsets[b + 1] - 1.
+// The tokens of sequence b are offsets[b] .. offsets[b + 1] - 1.
 #include <cstring>
 
 #include "operators.h"
@@ -12,7 +12,7 @@ namespace antiphon {
 
 namespace {
 
-constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: enough that copying keys and values for them pays
+constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: enough to pay for copying keys and values
 
 // Tables of relative positions, [P, H D] each, and the row of each distance query - key.
 struct RelativeTables {
@@ -38,7 +38,7 @@ struct RelativeTables {
 
   bool is_there() const { return rows != nullptr; }
 
-  // The row of a distance, and how many rows the distances from `low` to `high` span.
+  // Row of a distance, and number of rows that the distances from `low` to `high` span.
   int32_t RowOf(int64_t distance) const { return rows[std::clamp(distance, -reach, reach) + reach]; }
   int64_t Span(int64_t low, int64_t high) const { return int64_t{RowOf(high)} - RowOf(low) + 1; }
 
@@ -54,7 +54,7 @@ struct RelativeTables {
   }
 };
 
-// softmax(scale (Q K^T + what relative positions add) + bias) V of every sequence and head.
+// softmax(scale (Q K^T + scores of relative positions) + bias) V of every sequence and head.
 class PackedHeads {
  public:
   PackedHeads(const Call& call, int64_t heads, float scale, bool causal)
@@ -118,7 +118,7 @@ class PackedHeads {
     }
   }
 
-  // Which distances the queries first .. end - 1, in whole tiles, have from the keys of their sequence.
+  // Distances of the queries first .. end - 1, in whole tiles, from the keys of their sequence.
   RelativeScores Met(const RelativeTables& relative, int64_t first, int64_t end, int64_t length) const {
     RelativeScores met{};
     met.rows = relative.rows;
@@ -131,7 +131,7 @@ class PackedHeads {
     return met;
   }
 
-  // Whether copying keys and values pays: they are read once for each tile of queries.
+  // Returns true where copying keys and values is faster: they are read once for each tile of queries.
   static bool IsLong(int64_t length) { return length > 3 * kQueryTile; }
 
   void FillTasks(Task* task) const {
@@ -143,7 +143,7 @@ class PackedHeads {
     }
   }
 
-  // Copies keys and values side by side: where they come from, rows of one head share a few sets of the first cache.
+  // Copies keys and values side by side: in qkv, rows of one head share a few sets of the first cache.
   static void Gather(float* pairs, PackedHead* view) {
     const auto bytes = static_cast<size_t>(view->width) * sizeof(float);
     float* values = pairs + view->length * view->width;
@@ -206,7 +206,7 @@ class PackedAttention {
   bool causal_;
 };
 
-// The same with scores of relative positions (He et al. 2021, section 3.1) and without bias.
+// The same with scores of relative positions (He et al. 2021, section 3.1), without bias.
 class DisentangledAttention {
  public:
   static constexpr const char* kName = "DisentangledAttention";

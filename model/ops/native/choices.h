@@ -1,5 +1,5 @@
-// The settings of every choice of a call, checked; and what a choice's edits make of the model's logits. The words are
-// those of model/ops/choices.py.
+// The checked sampling parameters of a call's choices, and the application of a choice's edits to the model's logits.
+// Names are those of model/ops/choices.py.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace antiphon {
 
-// Of one edited token: its value v becomes penalised(v + bias) + shift.
+// Edit of one token: its value v becomes penalised(v + bias) + shift.
 struct Edit {
   float bias;
   float penalty;
@@ -21,7 +21,7 @@ struct Edit {
 
 class Choices {
  public:
-  // Reads the operands of a call from index `first` on. Throws OperatorError naming a value that is out of range.
+  // Reads the operands of a call, beginning at index `first`. Throws OperatorError naming a value that is out of range.
   Choices(const Call& call, size_t first, int64_t tokens, int64_t vocab);
 
   int64_t count() const { return count_; }
@@ -34,7 +34,7 @@ class Choices {
   bool is_exclusive(int64_t i) const { return is_exclusive_[i] != 0; }
   bool is_sampled(int64_t i) const { return temperatures_[i] > 0.0f; }
   bool is_edited(int64_t i) const { return is_exclusive(i) || is_normalized(i) || end_of_edits(i) > first_edit(i); }
-  // Whether a choice is made of more than the largest logit, the given one's and the sum.
+  // Returns true for a choice that needs more than the largest logit, the forced token's logit and the sum.
   bool needs_row(int64_t i) const { return num_logprobs(i) > 0 || (given(i) < 0 && (is_sampled(i) || is_edited(i))); }
   bool needs_log_sum(int64_t i) const { return num_logprobs(i) >= 0 || is_normalized(i); }
 
@@ -75,7 +75,7 @@ class Choices {
   const float* edit_values_;  // [E, 3]
 };
 
-// The values that choice i looks at: the model's own logits where nothing is edited, and a copy otherwise.
+// The values that choice i reads: the model's own logits where nothing is edited, and a copy otherwise.
 class EditedRow {
  public:
   // log_sum: log of the sum of exp over the row. Throws std::runtime_error when the workspace refuses memory.

@@ -17,7 +17,7 @@ namespace antiphon {
 namespace {
 
 constexpr size_t kMinBlockBytes = 512;  // from here on every class is a multiple of the alignment
-// Larger blocks are mapped, so that freeing one really shrinks the process and untouched pages cost nothing.
+// Larger blocks are mapped, so that freeing one shrinks the process, and pages never written cost nothing.
 constexpr size_t kMappedBytes = 256u << 10;
 constexpr size_t kMaxBytes = size_t{1} << 46;
 // Quantised kernels of ONNX Runtime may read (not use) a few bytes past an operand; its own allocator pads as well.
@@ -37,7 +37,7 @@ void SystemFree(void* block, size_t bytes) noexcept {
   }
 }
 
-// AddressSanitizer is told what nobody may touch: blocks that wait, and what rounding adds behind those in use.
+// AddressSanitizer must report accesses to cached blocks and to the bytes that rounding adds behind blocks in use.
 void Forbid([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcept {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(begin, bytes);
@@ -52,7 +52,7 @@ void Permit([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcep
 
 }  // namespace
 
-// Lies before every block, and links the cached ones.
+// Header in front of every block; it links the cached ones.
 struct alignas(CountingAllocator::kAlignment) CountingAllocator::Header {
   size_t bytes;
   size_t size_class;
@@ -111,7 +111,7 @@ void CountingAllocator::TakeBack(Header* header) noexcept {
   stats_.cached_bytes += ClassBytes(header->size_class);
 }
 
-// Also accepts a block of up to twice the size, so that a run of another shape reuses what the last one left.
+// Also accepts a block of up to twice the size, so that a run of another shape reuses blocks of the previous run.
 CountingAllocator::Header* CountingAllocator::TakeCached(size_t size_class) {
   size_t found = size_class;
   const size_t end = std::min(size_class + 9, kNumClasses);

@@ -1,4 +1,4 @@
-// A caching allocator that knows exactly how many bytes its callers hold. Knows nothing of ONNX Runtime.
+// A caching allocator that counts exactly how many bytes its callers hold. Does not use ONNX Runtime.
 #pragma once
 
 #include <array>
@@ -9,12 +9,12 @@
 
 namespace antiphon {
 
-// Read across the C boundary: the order is part of it (model/ops/workspace.py).
+// Part of the C interface: model/ops/workspace.py reads the fields in this order.
 struct WorkspaceStats {
-  uint64_t in_use_bytes;    // asked for and not yet freed, as asked: no rounding, no headers
+  uint64_t in_use_bytes;    // requested and not yet freed, without rounding and headers
   uint64_t peak_bytes;      // largest in_use_bytes since the last ResetPeak
   uint64_t reserved_bytes;  // held from the operating system: in use, rounded up, and cached
-  uint64_t cached_bytes;    // part of reserved_bytes nobody uses now
+  uint64_t cached_bytes;    // unused part of reserved_bytes
   uint64_t limit_bytes;     // bound on reserved_bytes; 0 is none
   uint64_t allocations;     // calls that returned a block
   uint64_t refusals;        // calls that threw
@@ -22,8 +22,8 @@ struct WorkspaceStats {
 
 // Thread-safe. Blocks are aligned to 64 bytes, readable 64 bytes past their end, and not cleared.
 //
-// Freed blocks wait in lists by size class, eight classes to a power of two, until they hold kMaxCachedBytes together;
-// what exceeds that goes back to the operating system at once, so one long request does not inflate the server for good.
+// Freed blocks are kept in lists by size class, eight classes to a power of two, up to kMaxCachedBytes together. Blocks
+// beyond that go back to the operating system at once, so that one long request does not enlarge the server for good.
 class CountingAllocator {
  public:
   static constexpr size_t kAlignment = 64;
@@ -32,14 +32,14 @@ class CountingAllocator {
   ~CountingAllocator();
   // Throws std::runtime_error when the limit or the operating system refuses; nullptr only for 0 bytes.
   void* Allocate(size_t bytes);
-  // To the allocator that the block is from, on whichever thread.
+  // Returns the block to the allocator that it is from; may be called on any thread.
   static void Free(void* block) noexcept;
-  // Measure the next run: peak_bytes starts again from in_use_bytes.
+  // Restarts peak_bytes from in_use_bytes, to measure the next run.
   void ResetPeak();
-  // Return every cached block to the operating system.
+  // Returns every cached block to the operating system.
   void Trim();
   void SetLimit(uint64_t bytes);
-  // Keep no freed block from now on: whoever used this allocator is going.
+  // Keeps no freed block from now on, since the owner of this allocator is about to end.
   void Close();
   WorkspaceStats Stats();
 

@@ -1,4 +1,4 @@
-// Which instruction sets this processor and its operating system offer, and so which kernels run.
+// Choice of the kernels by the instruction sets that this processor and its operating system offer.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>

@@ -1,10 +1,10 @@
-// The end of a set that is kept, found without sorting: a selection by buckets over keys and integer masses.
+// Selection without sorting: finds the last entry of the smallest set of entries whose masses reach a target.
 //
-// Whoever selects orders entries by a key, the smallest first, and keeps entries until their masses reach a target.
-// Masses are integers, so that sums are exact: the end depends on keys and masses alone, not on the order of the entries
-// nor on the way they are searched. A rank, a float that grows with the key, puts each entry into one of 2,048 buckets;
-// only the bucket in which the target is reached is looked into, digit by digit of the key. However the ranks lie, that
-// takes one pass over that bucket for each eleven bits of the key at most: three for 32 bits, six for 64.
+// The caller orders entries by a key, the smallest first, and keeps entries until their masses reach a target.
+// Masses are integers, so that sums are exact: the result depends on keys and masses alone, neither on the order of the
+// entries nor on the way they are searched. A rank, a float that grows with the key, puts each entry into one of 2,048
+// buckets; only the bucket in which the target is reached is searched, digit by digit of the key. For any distribution of
+// ranks this takes at most one pass over that bucket for each eleven bits of the key: three for 32 bits, six for 64.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,7 @@ class Cutter {
   template <typename KeyAt, typename MassAt, typename TargetOf>
   static Cut<Key> Find(const int32_t* buckets, int64_t count, const KeyAt& key_at, const MassAt& mass_at,
                        const TargetOf& target_of) {
-    int64_t sums[kBuckets] = {}, others[kBuckets] = {}, total = 0;  // apart: neighbours often share a bucket
+    int64_t sums[kBuckets] = {}, others[kBuckets] = {}, total = 0;  // two arrays, since neighbours often share a bucket
     int64_t index = 0;
     for (; index + 1 < count; index += 2) {
       sums[buckets[index]] += mass_at(index);
@@ -95,9 +95,9 @@ class Cutter {
   static constexpr int kDigit = 11;  // bits
   static constexpr int64_t kBuckets = 1 << kDigit;  // their sums, 16 KiB, stay in the first cache
   static_assert(kBuckets == kRankBuckets, "ranks and digits share the sums");
-  static constexpr int64_t kFew = 64;  // entries that are sorted sooner than counted
+  static constexpr int64_t kFew = 64;  // up to so many entries, sorting is faster than counting
 
-  // Writes the indices of one bucket's entries, rising, and returns how many. Looks at sixteen at once: few are.
+  // Writes the indices of one bucket's entries, rising, and returns their number. Tests sixteen at once: few match.
   static int64_t Members(const int32_t* buckets, int64_t count, int32_t wanted, int32_t* members) {
     constexpr int64_t kBlock = 16;
     int64_t found = 0;
@@ -114,14 +114,15 @@ class Cutter {
     return found;
   }
 
-  // Finds the bucket in which the sums reach `missing`, and takes those before it off it.
+  // Finds the bucket in which the sums reach `missing`, and subtracts the sums before it.
   static int64_t Reach(const int64_t* sums, int64_t* missing) {
     int64_t bucket = 0;
     for (; bucket < kBuckets - 1 && sums[bucket] < *missing; ++bucket) *missing -= sums[bucket];
     return bucket;
   }
 
-  // Finds the last key among entries of one bucket, and takes what has smaller keys off `missing`. Overwrites them.
+  // Finds the last key among entries of one bucket, and subtracts the masses of smaller keys from
+  // `missing`. Overwrites the entries.
   static Key Refine(Entry* entries, int64_t count, int64_t* missing) {
     for (int shift = 8 * static_cast<int>(sizeof(Key)); shift > 0 && count > kFew;) {
       shift = std::max(shift - kDigit, 0);
@@ -131,7 +132,7 @@ class Cutter {
       const int64_t wanted = Reach(sums, missing);
       count = std::remove_if(entries, entries + count, [&](const Entry& one) { return digit(one) != wanted; }) - entries;
     }
-    if (count > kFew) return entries[0].key;  // all have this one
+    if (count > kFew) return entries[0].key;  // all entries have this key
     std::sort(entries, entries + count, [](const Entry& a, const Entry& b) { return a.key < b.key; });
     return Walk(entries, count, missing);
   }

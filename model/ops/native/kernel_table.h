@@ -1,4 +1,4 @@
-// The table of the instruction set this file is compiled for. See simd.h for what including it demands.
+// The table of the instruction set this file is compiled for. simd.h lists the rules for files that include it.
 #pragma once
 
 #include "attention_kernels.h"

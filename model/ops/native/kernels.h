@@ -1,7 +1,7 @@
-// The inner loops of every operator behind one table, and which table this processor gets.
+// Table of the inner loops of every operator, and the choice of the table for this processor.
 //
-// A table's functions read and write nothing beyond what their arguments say, allocate nothing and cannot fail:
-// operators check, divide the work into tasks and bring the memory. All numbers are float32 unless said otherwise.
+// A table's functions read and write only the memory that their arguments describe, allocate nothing and cannot fail.
+// Operators check arguments, divide the work into tasks and provide the memory. Numbers are float32 unless noted.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@
 
 namespace antiphon {
 
-constexpr int64_t kPanel = 16;      // columns of a product that lie together in its packed weight
+constexpr int64_t kPanel = 16;      // adjacent columns of a packed weight
 constexpr int64_t kDepth = 64;      // int8 products are padded to a multiple of this many inputs
 constexpr int64_t kNibbleGroup = 32;  // inputs of a 4-bit product that share a scale
 constexpr int64_t kBlockSize = 16;  // positions of a cache block
-constexpr int64_t kQueryTile = 16;  // queries that packed attention takes at once
+constexpr int64_t kQueryTile = 16;  // queries that packed attention processes at once
 
 enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kTanh };
 
@@ -36,13 +36,13 @@ struct QuantizedWeight {
   int64_t outputs;
 };
 
-// 4-bit integers, two's complement. Step s holds inputs 8 s .. 8 s + 7 of a panel: byte j of an output has input 8 s + j
-// in its lower half and 8 s + 4 + j in its upper one. weight = integer * ratio * 16 scale.
+// 4-bit integers, two's complement. Step s holds inputs 8 s .. 8 s + 7 of a panel: byte j of an output has input
+// 8 s + j in its lower nibble and 8 s + 4 + j in its upper one. weight = integer * ratio * 16 scale.
 struct NibbleWeight {
   const uint8_t* data;     // [panels, padded_inputs / 8, 16, 4]
   const uint16_t* ratios;  // float16 [panels, padded_inputs / 32, 16]
   const float* scales;     // [panels * 16]
-  const float* offsets;    // [panels * 16]: sums over inputs of integer * 16 ratio, to take a zero point out
+  const float* offsets;    // [panels * 16]: sums over inputs of integer * 16 ratio, to correct for a zero point
   const float* bias;       // [outputs] or null
   int64_t padded_inputs;   // multiple of 64
   int64_t outputs;
@@ -63,17 +63,17 @@ struct ScoreBias {
   float slope;  // subtracts slope * |k - q|
 };
 
-// Added to the unscaled scores of one head before the softmax: query q and key k meet row rows[q - k] of two tables of
-// relative positions, whose keys the query reads and whose queries the key does; either may be null.
+// Added to the unscaled scores of one head before the softmax: query q and key k use row rows[q - k] of two tables of
+// relative positions: the query is multiplied by the table of keys, the key by that of queries. Either may be null.
 struct RelativeScores {
   const int32_t* rows;  // [2 reach + 1] by q - k, never falling; null: there are no such scores
   int64_t reach;
   const float* keys;     // row p at keys + p * stride
-  const float* queries;  // [width][columns], scaled, by q - k from `lowest` on: what spread_queries writes
+  const float* queries;  // [width][columns], scaled, by q - k beginning at `lowest`, as written by spread_queries
   int64_t stride;
   int64_t lowest;
   int64_t columns;
-  float* scores;     // room for 16 floats of every row that a query of the sequence can meet
+  float* scores;     // room for 16 floats of every row that a query of the sequence can use
   int32_t* offsets;  // room for the length of the sequence and 15 more
 };
 
@@ -109,20 +109,20 @@ template <typename Element>
 struct PagedKernels {
   // Writes key and value [D] of one position.
   void (*append)(const PagedHead<Element>&, int64_t position, const float* key, const float* value);
-  // Writes keys and values of `count` positions, `stride` floats apart, into a block from its first position on.
+  // Writes keys and values of `count` positions, `stride` floats apart, into a block, beginning at its first position.
   void (*fill)(const PagedHead<Element>&, int64_t block, int64_t count, const float* key, const float* value,
                int64_t stride);
   // softmax(scale * query keys + bias) values over positions 0 .. length - 1. scores: [length rounded up to 16].
-  // The query stands at `position` for the bias.
+  // `position` is the query's position for the bias.
   void (*attend)(const PagedHead<Element>&, const float* query, int64_t length, int64_t position, const ScoreBias&,
                  float* scores, float* out);
 };
 
-// Of one row's logits in some columns.
+// Summary of one row's logits in a range of columns.
 struct LogitSummary {
   float largest;
   int32_t index;    // of the largest, lowest on ties; relative to the first column
-  float sum;        // of exp(logit - largest); 0 unless asked for
+  float sum;        // of exp(logit - largest); 0 unless requested
   int32_t invalid;  // not 0 when there is a NaN
 };
 
@@ -132,7 +132,8 @@ struct Scale {
   float inverse;  // of the temperature
 };
 
-// From values to how far their surprise is from the entropy: |log_total - log weight - entropy|, in double precision.
+// From values to the distance of their surprise from the entropy: |log_total - log weight - entropy|, in double
+// precision.
 struct Surprise {
   Scale scale;
   double log_total;
@@ -150,7 +151,7 @@ struct Moments {
   double scaled;
 };
 
-// Tokens that may be drawn, by rising id: arrays with room for 16 more than they hold, rounded up to 16.
+// Tokens that may be drawn, by rising id. The arrays have room for 16 more than they hold, rounded up to 16.
 struct Tokens {
   int32_t* ids;
   float* values;
@@ -189,11 +190,11 @@ struct Kernels {
   void (*embed)(const FloatWeight&, int64_t column, float scale, const float* position, float* out);
   void (*quantized_embed)(const QuantizedWeight&, int64_t inputs, int64_t column, float scale, const float* position,
                           float* out);
-  // Turns the halves of a head vector [width] against each other: table = cos [width / 2], sin [width / 2].
+  // Rotates components i and i + width / 2 of a head vector [width]: table = cos [width / 2], sin [width / 2].
   void (*rotate)(float* vector, const float* table, int64_t width);
 
-  // Position queries of head width side by side, scaled, by distance from relative.lowest on: `from` holds them by row,
-  // `to` is [width][columns], columns a multiple of 16.
+  // Position queries of head width side by side, scaled, by distance beginning at relative.lowest. `from` holds them by
+  // row, `to` is [width][columns], columns a multiple of 16.
   void (*spread_queries)(const PackedHead&, const float* from, float* to);
   // Queries first .. first + 15 of a head (those there are). scores: [16 length], tile: [16 width].
   void (*packed_attention)(const PackedHead&, int64_t first, float* scores, float* tile);
@@ -207,7 +208,7 @@ struct Kernels {
   // Indices of the logits >= threshold, rising; returns how many, writes at most `room`.
   int64_t (*at_least)(const float* logits, int64_t columns, float threshold, int32_t* indices, int64_t room);
 
-  // Buckets of ranks largest - value, or distance / inverse: temperatures do not change how they spread.
+  // Buckets of ranks largest - value, or distance / inverse: temperatures do not change their distribution.
   // buckets: room for `count` rounded up to 16.
   void (*rank_values)(const float* values, int64_t count, float largest, int32_t* buckets);
   void (*rank_distances)(const float* values, int64_t count, const Surprise&, int32_t* buckets);

@@ -1,9 +1,9 @@
-// int8 products in AMX tiles; everything else as for AVX-512. Intel's Architecture Instruction Set Extensions
+// int8 products in AMX tiles; all other kernels are those of AVX-512. Intel's Architecture Instruction Set Extensions
 // Programming Reference, chapter 3.
 //
 // A tile of activations is 16 rows of 64 bytes, stored tile by tile (rows a power of two apart would share few sets of
-// the first cache), a tile of weights 16 columns by 64 inputs exactly as packed, and a
-// tile of sums 16 by 16. Two by two tiles of sums share their operands: four products for four loads.
+// the first cache), a tile of weights is 16 columns by 64 inputs exactly as packed, a
+// tile of sums is 16 by 16. Two by two tiles of sums share their operands: four products for four loads.
 #include "kernel_table.h"
 
 namespace antiphon {
@@ -38,7 +38,7 @@ struct Operands {
   int64_t depth;          // tiles along the inputs
 };
 
-// Weights come from far away, and tile loads alone do not make the processor look ahead: while one pair of panels is
+// Prefetches weights, since tile loads alone do not make the processor read ahead: while one pair of panels is
 // multiplied for the first time, the next pair is fetched (64 rows, whole step: 5.6 -> 4.9 ms on two cores).
 template <bool fetches>
 ANTIPHON_INLINE void FetchNextPair(const Operands& in, int64_t k) {
@@ -153,7 +153,7 @@ struct Product {
   }
 };
 
-// Tile by tile where the product below reads tiles, row by row where it does not.
+// Stored tile by tile where the product below reads tiles, row by row elsewhere.
 void QuantizeTiles(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin,
                    int64_t end) {
   if (rows.rows <= kFewRows) {

@@ -1,8 +1,8 @@
 // Products with packed weights: float32 with one accumulator per output, int8 with exact sums, and the activation
-// functions that follow them. Included by one file per instruction set; see simd.h for what that demands.
+// functions that follow them. Included by one file per instruction set; simd.h lists the rules for such files.
 //
-// An output is the sum over inputs in rising order (float32), or an integer sum (int8), whatever the number of rows,
-// so a row's result cannot depend on its neighbours.
+// An output is the sum over inputs in rising order (float32), or an integer sum (int8), for any number of rows, so a
+// row's result cannot depend on its neighbours.
 #pragma once
 
 #include "kernels.h"
@@ -30,7 +30,7 @@ ANTIPHON_INLINE F32 Erf(F32 x) {
   return x < 0.0f ? -y : y;
 }
 
-// Through the exponential, and near zero, where that cancels, by Cephes' polynomial: a few ulp.
+// tanh by the exponential; near zero, where that loses digits, by Cephes' polynomial. Error: a few ulp.
 ANTIPHON_INLINE F32 Tanh(F32 x) {
   const F32 bounded = Min(Splat(20.0f), Max(Splat(-20.0f), x));  // in this order NaN stays
   const F32 square = x * x;
@@ -42,7 +42,7 @@ ANTIPHON_INLINE F32 Tanh(F32 x) {
   return Abs(x) < 0.625f ? near : 1.0f - 2.0f / (Exp(bounded * 2.0f) + 1.0f);
 }
 
-// x times the logistic function of x; of its two forms the one whose exponential cannot overflow.
+// x times the logistic function of x, in the form whose exponential cannot overflow.
 ANTIPHON_INLINE F32 Silu(F32 x) {
   const F32 e = Exp(-Abs(x));
   return (x < 0.0f ? x * e : x) / (1.0f + e);
@@ -60,7 +60,7 @@ ANTIPHON_INLINE F32 Activate(F32 x) {
   return x;
 }
 
-// Calls body(constant) with the activation as a template argument: a choice inside the loops would cost more than they.
+// Calls body(constant) with the activation as a template argument: a branch inside the loops costs more than they do.
 template <typename Body>
 ANTIPHON_INLINE void WithActivation(Activation activation, const Body& body) {
   switch (activation) {
@@ -84,7 +84,7 @@ ANTIPHON_INLINE int PanelWidth(int64_t outputs, int64_t panel) {
   return static_cast<int>(left < kPanel ? left : kPanel);
 }
 
-// Rows x Panels outputs at once: as many accumulators as hide the latency of a fused multiply-add.
+// Rows x Panels outputs at once: enough accumulators to hide the latency of a fused multiply-add.
 template <Activation kind, int Rows, int Panels>
 ANTIPHON_INLINE void FloatTile(const float* x, const FloatWeight& weight, int64_t panel, float* out, int64_t stride) {
   const float* columns[Panels];
@@ -146,8 +146,8 @@ ANTIPHON_INLINE void StoreBytes(F32 v, uint8_t* to) {
 #endif
 }
 
-// Rows that are nowhere negative use all 256 levels from 0 up; others 255 levels around 128. Every 64 inputs lie
-// `spacing` bytes after the 64 before.
+// Rows without negative numbers use all 256 levels from 0 up; others use 255 levels around 128. Each group of 64
+// inputs starts `spacing` bytes after the group before.
 ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, uint8_t* row, int64_t spacing,
                                  float* step, int32_t* zero) {
   F32 low = Splat(kInfinity), high = Splat(-kInfinity);
@@ -185,7 +185,7 @@ void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRow
   }
 }
 
-// From a panel's integer sums to outputs: (sum - zero * column sum) * scale * step + bias, activation.
+// Converts a panel's integer sums to outputs: (sum - zero * column sum) * scale * step + bias, activation.
 template <Activation kind>
 class Dequantizer {
  public:
@@ -215,8 +215,8 @@ class Dequantizer {
 };
 
 #if defined(__AVX512VNNI__)
-// Sums of Rows x Panels at once, so that a load feeds several products: with one row and one panel at a time the loads
-// decide (64 rows of the shipped model, one core of a Zen 4: decoder 2.8 -> 2.2 ms, encoder 19.5 -> 15 ms).
+// Sums of Rows x Panels at once, so that each load feeds several products: with one row and one panel at a time, loads
+// are the bottleneck (64 rows of the shipped model, one core of a Zen 4: decoder 2.8 -> 2.2 ms, encoder 19.5 -> 15 ms).
 template <int Rows, int Panels>
 ANTIPHON_INLINE void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, I32 (&sums)[Rows][Panels]) {
   __m512i chains[Rows][Panels] = {};

@@ -1,4 +1,4 @@
-// Linear, QuantizedLinear and NibbleLinear, Gate: the products of a layer and what follows them.
+// Products of a layer and the gate after them: Linear, QuantizedLinear, NibbleLinear and Gate.
 #include "operators.h"
 #include "product.h"
 
@@ -29,7 +29,7 @@ class Linear {
   Activation activation_;
 };
 
-// The same with int8 weights; every row of x is quantised by a scale of its own.
+// The same with int8 weights; every row of x is quantised with its own scale.
 class QuantizedLinear {
  public:
   static constexpr const char* kName = "QuantizedLinear";

@@ -1,8 +1,8 @@
 // Products with 4-bit weights: exact sums within a group of 32 inputs, float32 from group to group in rising order.
-// Included by one file per instruction set; see simd.h for what that demands.
+// Included by one file per instruction set; simd.h lists the rules for such files.
 //
-// An integer of 4 bits is used in the upper half of a byte, as 16 times itself: that takes a mask, and for the lower
-// half a shift, but no sign extension. The scales know of the 16.
+// An integer of 4 bits is used in the upper nibble of a byte, that is, as 16 times itself. This takes a mask, and for
+// lower nibbles a shift, but no sign extension. The scales include the factor 1 / 16.
 #pragma once
 
 #include "kernels.h"

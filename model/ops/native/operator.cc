@@ -7,7 +7,7 @@ namespace antiphon {
 
 namespace {
 
-// More batches than threads, so that one slow task does not leave the others' thread waiting.
+// More batches than threads, so that other threads do not wait for one slow task.
 constexpr size_t kMaxBatches = 32;
 
 void Check(const OrtApi* api, OrtStatus* status, const std::string& what) {
@@ -21,7 +21,7 @@ Tensor Describe(const OrtApi* api, const OrtValue* value, const char* name) {
   Tensor tensor;
   OrtTensorTypeAndShapeInfo* shape = nullptr;
   Check(api, api->GetTensorTypeAndShape(value, &shape), name);
-  // These two cannot fail on a shape just got, and must not leak it.
+  // These calls cannot fail on a shape just read; if they do, the shape must still be released.
   OrtStatus* failed = api->GetTensorElementType(shape, &tensor.type);
   if (failed == nullptr) failed = api->GetDimensionsCount(shape, &tensor.rank);
   if (failed == nullptr && tensor.rank <= Tensor::kMaxRank) {

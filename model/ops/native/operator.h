@@ -1,5 +1,5 @@
-// What an operator of this library is written against: typed inputs, outputs, attributes, tasks, and errors that say
-// which operator refuses which value. Hides ONNX Runtime's C interface; knows no operator.
+// Base of the operators of this library: typed inputs, outputs, attributes, tasks, and errors that name the operator
+// and the refused value. Hides ONNX Runtime's C interface; defines no operator.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace antiphon {
 
-// A call that cannot be served: the message names the value and what was allowed. Becomes an OrtStatus.
+// A refused call: the message names the value and the allowed range. Becomes an OrtStatus.
 class OperatorError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -42,7 +42,7 @@ class Attributes {
  public:
   Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
   int64_t Int(const char* name) const;
-  // A number of columns, tokens or heads: 1 to 2^31 - 1, so that products of a few sizes stay whole numbers.
+  // A number of columns, tokens or heads: 1 to 2^31 - 1, so that products of a few sizes do not overflow.
   int64_t Size(const char* name) const;
   float Float(const char* name) const;
   std::string String(const char* name) const;
@@ -58,7 +58,7 @@ class Call {
  public:
   Call(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
 
-  // An input of that rank. Throws OperatorError naming it, when rank or presence differ.
+  // Returns an input of that rank. Throws OperatorError naming it when it is missing or has another rank.
   Tensor Input(size_t index, const char* name, size_t rank) const;
   Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
   void* Output(size_t index, std::initializer_list<int64_t> dims) const;

@@ -1,4 +1,4 @@
-// Every operator of this library, by room; and the division of work that goes row by row.
+// Every operator of this library, by family, and the division of work that is done row by row.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The part of ONNX Runtime's C ABI this library uses, declared here because no package ships the header.
 //
-// Slots of OrtApi never move once released; names and indices follow onnxruntime_c_api.h. Unused slots are padding,
-// and the assertions below hold every used slot to its index.
+// Slots of OrtApi never move after their release; names and indices follow onnxruntime_c_api.h. Unused slots are
+// padding, and the assertions below check the index of every used slot.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ constexpr int kOrtMemTypeDefault = 0;    // OrtMemType
 constexpr uint32_t kOrtApiVersion = 18;  // first whose OrtAllocator has Reserve; custom ops need 17 for versions
 constexpr const char* kSupportedRuntime = "1.31.";  // the release line this ABI was checked against
 
-// ONNXTensorElementDataType; kAnyElement lets an input take every type, checked when it arrives.
+// ONNXTensorElementDataType; kAnyElement lets an input have any type, which the operator checks at run time.
 enum ElementType : int {
   kAnyElement = 0,
   kFloat32 = 1,
@@ -114,7 +114,7 @@ struct OrtApiBase {
 };
 static_assert(sizeof(OrtApiBase) == 16);
 
-// What the runtime calls to learn of an operator and to run it. Null is allowed where a comment says so.
+// Functions by which the runtime describes and runs an operator. Null is allowed where a comment says so.
 struct OrtCustomOp {
   uint32_t version;
   void* create_kernel_v1;  // null: CreateKernelV2 is there

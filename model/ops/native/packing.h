@@ -1,4 +1,4 @@
-// What the attention operators share: where packed sequences lie, heads of equal width, and score biases.
+// Shared by the attention operators: ranges of packed sequences, heads of equal width, and score biases.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace antiphon {
 
-// Where each sequence's tokens lie. Throws unless offsets rise from 0 to `tokens`.
+// Token range of each sequence. Throws unless offsets rise from 0 to `tokens`.
 struct Packing {
   const int32_t* offsets;
   int64_t sequences;

@@ -1,6 +1,7 @@
 // PagedSelfAttention and PagedCrossAttention (decoder), PagedWrite (a source's keys and values): attention over blocks.
 //
-// Caches are changed in place, so whatever could lead a pointer out of the pool is checked before the first write.
+// Caches are changed in place, so every value that could move a pointer out of the pool is checked before the first
+// write.
 #include <string>
 
 #include "operators.h"
@@ -74,8 +75,9 @@ class Tables {
 const PagedKernels<float>& Paged(const Kernels& kernels, float) { return kernels.paged_float32; }
 const PagedKernels<uint16_t>& Paged(const Kernels& kernels, uint16_t) { return kernels.paged_float16; }
 
-// Calls body(row, head, scores) for all of them: whole rows where there are many, since a block's heads lie together.
-// scores: room for `positions` floats, one task's own (the workspace's lock is too dear for every head).
+// Calls body(row, head, scores) for every row and head. Where there are many rows, a task takes whole rows, since a
+// block's heads are adjacent.
+// scores: room for `positions` floats, one buffer for each task (for every head, the workspace's lock is too slow).
 template <typename Body>
 void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_t positions, const Body& body) {
   if (rows == 0) return;
@@ -94,8 +96,8 @@ void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_
   });
 }
 
-// Attention of new tokens over their row's cache, their own keys and values appended first: qkv [N, 3 H D] -> [N, H D].
-// A token at position p sees positions 0 .. p.
+// Appends the keys and values of new tokens to their row's cache, then attends over it: qkv [N, 3 H D] -> [N, H D]. A
+// token at position p sees positions 0 .. p.
 class PagedSelfAttention {
  public:
   static constexpr const char* kName = "PagedSelfAttention";
@@ -167,7 +169,7 @@ class PagedSelfAttention {
   int64_t layer_;
 };
 
-// Attention of every token over the source its row has cached: query [N, H D] -> [N, H D].
+// Attends from every token over the cached source of its row: query [N, H D] -> [N, H D].
 class PagedCrossAttention {
  public:
   static constexpr const char* kName = "PagedCrossAttention";
@@ -218,7 +220,7 @@ class PagedCrossAttention {
   int64_t layer_;
 };
 
-// Writes the keys and values of packed sequences into their blocks from position 0 on: kv [N, 2 H D] -> N.
+// Writes the keys and values of packed sequences into their blocks, beginning at position 0: kv [N, 2 H D] -> N.
 class PagedWrite {
  public:
   static constexpr const char* kName = "PagedWrite";
@@ -243,7 +245,7 @@ class PagedWrite {
     const Tables<Element> tables(pool, call.Input(2, "block_tables", 2), packing.sequences,
                                  [&](int64_t sequence) { return packing.length(sequence); });
     const auto& kernels = Paged(ActiveKernels(), Element{});
-    const double macs = static_cast<double>(kv.size()) * 4;  // what storing one number costs
+    const double macs = static_cast<double>(kv.size()) * 4;  // cost of storing one number
     ForHeads(call, packing.sequences, heads_, macs, 0, [&](int64_t sequence, int64_t head, float*) {
       const PagedHead<Element> view = tables.Head(pool, sequence, head, width, 1.0f);
       for (int64_t first = 0; first < packing.length(sequence); first += kBlockSize) {

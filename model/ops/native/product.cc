@@ -6,15 +6,15 @@ namespace antiphon {
 
 namespace {
 
-// Rates of one core, measured on a Xeon with AMX; they only decide how finely work is cut.
+// Rates of one core, measured on a Xeon with AMX; they decide only the number of tasks.
 constexpr double kBytesPerNs = 20.0;           // weights streamed
 constexpr double kQuantizedMacsPerNs = 500.0;  // int8 products
 constexpr double kFloatMacsPerNs = 40.0;
 constexpr double kQuantizedPerNs = 8.0;  // activations quantised
-constexpr double kTaskNs = 1500.0;       // starting a task costs about 1 us, waiting for the last one more
+constexpr double kTaskNs = 1500.0;       // starting a task costs about 1 us; waiting for the last task costs more
 constexpr size_t kMaxTasks = 32;
 
-// With so many rows each task takes some of them and every column, as long as the weights stay in its core's cache.
+// From this number of rows, a task takes some rows and every column, if the weights stay in its core's cache.
 constexpr int64_t kRowBlock = 64;
 constexpr int64_t kCachedWeightBytes = 3 << 19;
 

@@ -1,4 +1,4 @@
-// How the work of a product is divided into tasks. Knows tensors and tasks, not what the numbers mean.
+// Division of a product's work into tasks.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const 
 NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
                            const Tensor& bias, int64_t inputs, int64_t outputs);
 
-// out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided so that no task waits for another.
+// out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided into independent tasks.
 void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
               float* out);
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const QuantizedWeight& weight,
@@ -28,7 +28,7 @@ void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, co
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const NibbleWeight& weight,
               Activation activation, float* out);
 
-// Quantised rows and the memory they lie in.
+// Quantised rows and their memory.
 class QuantizedBuffer {
  public:
   QuantizedBuffer(int64_t rows, int64_t padded_inputs);
@@ -41,10 +41,10 @@ class QuantizedBuffer {
   QuantizedRows rows_;
 };
 
-// All rows of x, quantised on this thread or, where they are many, on all.
+// Quantises all rows of x, on this thread or, where there are many rows, on all threads.
 void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows);
 
-// Tasks worth starting for work that takes one thread about so many nanoseconds.
+// Number of tasks to start for work that takes one thread about so many nanoseconds.
 size_t TasksFor(double nanoseconds);
 
 }  // namespace antiphon

@@ -1,4 +1,4 @@
-// What ONNX Runtime and Python call: registration with the environment, and the counters through a C interface.
+// Entry points for ONNX Runtime and Python: registration with the environment, and a C interface to the counters.
 
 #include <dlfcn.h>
 
@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "operators.h"
@@ -54,7 +55,7 @@ const OrtMemoryInfo* Info(const OrtAllocator*) { return g_memory_info; }
 
 OrtAllocator g_allocator{kOrtApiVersion, Allocate, Free, Info, Allocate};
 
-// A session closes the library when it ends, but the environment keeps the allocator: hold the code in memory.
+// Keeps the code in memory: a session closes the library when it ends, but the environment keeps the allocator.
 void StayLoaded() {
   Dl_info self;
   if (dladdr(reinterpret_cast<void*>(&StayLoaded), &self) != 0) {
@@ -68,7 +69,7 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (registered) return nullptr;
   StayLoaded();
-  OrtEnv* env = nullptr;  // the process has one; the reference stays ours for as long as it lives
+  OrtEnv* env = nullptr;  // the process has one; this reference is never released
   if (OrtStatus* failed = api->CreateEnv(kOrtLoggingWarning, "antiphon", &env)) return failed;
   if (OrtStatus* failed = api->CreateCpuMemoryInfo(kOrtDeviceAllocator, kOrtMemTypeDefault, &g_memory_info)) {
     return failed;
@@ -76,6 +77,30 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   if (OrtStatus* failed = api->RegisterAllocator(env, &g_allocator)) return failed;
   registered = true;
   return nullptr;
+}
+
+std::vector<const OrtCustomOp*> AllOperators() {
+  std::vector<const OrtCustomOp*> all;
+  for (const auto& family : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
+                             antiphon::PagedOperators(), antiphon::SelectOperators()}) {
+    all.insert(all.end(), family.begin(), family.end());
+  }
+  return all;
+}
+
+// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark behind
+// an optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
+std::string Signature(const OrtCustomOp* op) {
+  std::string text = op->GetName(op);
+  for (size_t index = 0; index < op->GetInputTypeCount(op); ++index) {
+    text += " " + std::to_string(op->GetInputType(op, index));
+    if (op->GetInputCharacteristic(op, index) == kOptional) text += "?";
+  }
+  text += " ->";
+  for (size_t index = 0; index < op->GetOutputTypeCount(op); ++index) {
+    text += " " + std::to_string(op->GetOutputType(op, index));
+  }
+  return text;
 }
 
 // One domain for the process: operators have no state of their own, sessions share them.
@@ -86,11 +111,8 @@ OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
   if (domain == nullptr) {
     OrtCustomOpDomain* built = nullptr;
     if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
-    for (const auto& room : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
-                             antiphon::PagedOperators(), antiphon::SelectOperators()}) {
-      for (const OrtCustomOp* op : room) {
-        if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
-      }
+    for (const OrtCustomOp* op : AllOperators()) {
+      if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
     }
     domain = built;
   }
@@ -100,7 +122,7 @@ OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
 
 OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
   try {
-    antiphon::ActiveKernels();  // a wrong ANTIPHON_CPU is found here, not in the first run
+    antiphon::ActiveKernels();  // refuses a wrong ANTIPHON_CPU here, not in the first run
   } catch (const std::exception& error) {
     return api->CreateStatus(kOrtFail, error.what());
   }
@@ -124,8 +146,19 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   return AddOperators(api, options);
 }
 
-// Raised whenever operators, their packing or these functions change: model/ops/workspace.py loads its own number only.
+// Raise it whenever operators, their packing or these functions change: model/ops/workspace.py loads only the number
+// that it names.
 ANTIPHON_EXPORT int antiphon_native_version() { return 3; }
+
+// The signature of every operator, one in a line; a test compares them with the declarations in model/ops/operators.
+ANTIPHON_EXPORT const char* antiphon_operators() {
+  static const std::string* signatures = [] {
+    auto* text = new std::string;
+    for (const OrtCustomOp* op : AllOperators()) *text += Signature(op) + "\n";
+    return text;
+  }();
+  return signatures->c_str();
+}
 
 // The kernels this process runs: amx, avx512, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
 ANTIPHON_EXPORT const char* antiphon_kernels() {
@@ -139,10 +172,10 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
 // Another allocator, for a thread to use. It is never destroyed, since blocks may outlive its user; 3 KiB each.
 ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
 
-// Nobody will use it again; blocks still held go back to the operating system when they are freed.
+// Ends the use of an allocator; blocks still held go back to the operating system when they are freed.
 ANTIPHON_EXPORT void antiphon_workspace_close(CountingAllocator* workspace) { workspace->Close(); }
 
-// From here on the calling thread allocates from it, nullptr: from the process's own. Returns what it used before.
+// Makes the calling thread allocate from it; nullptr is the process's own allocator. Returns the previous allocator.
 ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_use(CountingAllocator* workspace) {
   return antiphon::UseWorkspace(workspace);
 }

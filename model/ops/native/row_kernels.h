@@ -1,5 +1,5 @@
-// What happens to one row at a time: norms, gates, embeddings, rotary positions, and the reductions over logits.
-// Included by one file per instruction set; see simd.h for what that demands.
+// Kernels of single rows: norms, gates, embeddings, rotary positions, and reductions over logits. Included by one file
+// per instruction set; simd.h lists the rules for such files.
 #pragma once
 
 #include "kernels.h"

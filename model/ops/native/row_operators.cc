@@ -1,4 +1,4 @@
-// Embed and QuantizedEmbed, AddNorm, Rotary: what is done to one token at a time.
+// Operators that treat each token by itself: Embed, QuantizedEmbed, AddNorm and Rotary.
 #include <cstring>
 #include <string>
 
@@ -132,7 +132,7 @@ class AddNorm {
   bool is_layer_ = false;
 };
 
-// Rotary positions (Su et al. 2021, section 3.4) on the queries and keys of qkv [N, 3 H D]; values pass unchanged.
+// Rotary positions (Su et al. 2021, section 3.4) on the queries and keys of qkv [N, 3 H D]; values are unchanged.
 class Rotary {
  public:
   static constexpr const char* kName = "Rotary";

@@ -10,7 +10,7 @@ namespace antiphon {
 
 namespace {
 
-// Bounds of inverse temperatures: 0 times infinity would not be 0, whichever of them a logit's distance is.
+// Bounds of inverse temperatures, which keep products with a logit's distance from being 0 times infinity.
 constexpr float kSteepest = 1e30f, kFlattest = 1e-37f;
 
 Scale ScaleOf(const ValueRow& row, float temperature) {
@@ -37,8 +37,8 @@ int64_t Invert(const float* weights, int64_t count, double uniform) {
   return last;
 }
 
-// Weights as integers, whose sums are exact: a kept set depends neither on the order in which tokens are looked at nor on
-// the search. A unit is 2^-49 for 8,192 tokens and 2^-44 for 262,144: so small that all masses together stay below 2^63.
+// Weights as integers, whose sums are exact: a kept set depends neither on the order in which tokens are read nor on the
+// search. A unit is 2^-49 for 8,192 tokens and 2^-44 for 262,144: so small that all masses together stay below 2^63.
 // A weight of 2^-25 (2^-20) of the likeliest one's or more is converted exactly, a smaller one is rounded down by less
 // than a unit; all of them together by less than 2^-36 of the total, where each weight itself, a float, is rounded by up
 // to 2^-24 of its size. A sum of doubles in some order would be off by up to 2^-40.
@@ -56,7 +56,7 @@ class Masses {
   float units_;  // of the likeliest token's weight
 };
 
-// The mass that a share of a total comes to, rounded up: 1 to the total.
+// Mass of a share of a total, rounded up: 1 to the total.
 struct Share {
   explicit Share(float share) : share(static_cast<double>(share)) {}
   int64_t operator()(int64_t total) const {
@@ -129,7 +129,7 @@ class Support {
     Narrow(list.size());
   }
 
-  // Where the largest values reach a target, their buckets being known.
+  // Finds the point at which the largest values reach a target, given their buckets.
   template <typename MassAt, typename TargetOf>
   Cut<uint32_t> CutLargest(const MassAt& mass_at, const TargetOf& target_of) const {
     const auto key = [values = values_](int64_t index) { return DescendingKey(values[index]); };

@@ -1,5 +1,5 @@
-// From one row of values to a token: temperature, top-k, top-p, min-p and typical-p, each on what the one before left,
-// then one draw. The steps of model/ops/warpers.py, which tests hold it to.
+// Sampling of a token from one row of values: temperature, top-k, top-p, min-p and typical-p, each applied to the tokens
+// that the one before kept, then one draw. Tests compare it with model/ops/warpers.py.
 #pragma once
 
 #include <cstdint>

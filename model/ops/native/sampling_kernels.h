@@ -1,6 +1,6 @@
-// Loops over all tokens of a distribution that is narrowed: ranks, sums, and keeping those that pass. See sampling.cc.
-// Included by one file per instruction set; see simd.h for what that demands. Results are the same on all of them for
-// equal weights: there is one order of addition, and no product is fused with a sum.
+// Loops over all tokens of a distribution for the warpers of sampling.cc: ranks, sums, and filters. Included by one file
+// per instruction set; simd.h lists the rules for such files. Results are the same on all instruction sets for equal
+// weights: there is one order of addition, and no product is fused with a sum.
 #pragma once
 
 #include "kernels.h"

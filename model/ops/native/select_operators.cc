@@ -1,7 +1,7 @@
-// Select and QuantizedSelect, the end of a step: from the hidden states of picked tokens to what follows each of them.
+// Select and QuantizedSelect, the end of a step: they sample the next token after each picked token.
 //
-// The logits of a chunk of columns live only until they are summarised; whole rows are kept only for choices that look
-// beyond the largest logit and a given token's. The chunks are fixed, so sums over the vocabulary have one order.
+// The logits of a chunk of columns are kept only until they are summarised. Whole rows are kept only for choices that
+// need more than the largest logit and the forced token's. Chunks are fixed, so sums over the vocabulary have one order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -22,7 +22,7 @@ constexpr int64_t kNotFinite = -1;
 constexpr int64_t kNoneAllowed = -2;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Hidden states of the picked tokens, [choices, width]: the tensor itself where every token is picked in its place.
+// Hidden states of the picked tokens, [choices, width]: the tensor itself where all tokens are picked in order.
 class PickedHidden {
  public:
   PickedHidden(const Tensor& hidden, const Choices& choices)
@@ -51,7 +51,7 @@ class PickedHidden {
   const float* data_;
 };
 
-// What is kept of the logits: a summary of every choice and chunk, given tokens' logits, and whole rows where needed.
+// Kept parts of the logits: a summary of every choice and chunk, forced tokens' logits, and whole rows where needed.
 class Logits {
  public:
   Logits(const Choices& choices, int64_t vocab)
@@ -82,7 +82,7 @@ class Logits {
   }
 
   struct Best {
-    int64_t id;  // kNotFinite: the logits are not
+    int64_t id;  // kNotFinite where the logits are not finite
     float logit;
     double log_sum;  // log of the sum of exp over the vocabulary; 0 where the choice does not need it
   };
@@ -165,7 +165,7 @@ class Draw {
   }
 
  private:
-  // What stands where nothing is asked or found.
+  // Values of outputs that were not requested or not found.
   void Leave(int64_t i) const {
     if (logprobs_ != nullptr) logprobs_[i] = 0.0f;
     for (int64_t place = i * width_; place < (i + 1) * width_; ++place) {
@@ -186,7 +186,7 @@ class Draw {
     return SampleRow(kernels, row, choices.sampling(i), choices.uniform(i));
   }
 
-  // Lists the candidates of choice i: the largest of `row`, with what the model gives them in `own`.
+  // Lists the candidates of choice i: the largest of `row`, with their log-probabilities by the model's logits in `own`.
   void List(const Kernels& kernels, const Choices& choices, int64_t i, const ValueRow& row, const ValueRow& own,
             double log_sum) const {
     if (choices.num_logprobs(i) <= 0) return;
@@ -210,7 +210,7 @@ class Draw {
   float* top_scores_;
 };
 
-// Runs product(chunk, first panel, last panel, out) for every chunk and chooses from what it wrote.
+// Runs product(chunk, first panel, last panel, out) for every chunk and chooses from its results.
 template <typename Product>
 void Choose(const Call& call, const Choices& choices, int64_t vocab, const Product& product) {
   const Kernels& kernels = ActiveKernels();

@@ -1,5 +1,5 @@
-// One row of values over the vocabulary, and the largest of them without sorting the rest: what candidates, top-k and
-// nuclei are cut from.
+// One row of values over the vocabulary, and its largest values, found without sorting the rest. Candidates, top-k and
+// nuclei are subsets of these.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr int64_t kChunk = kChunkPanels * kPanel;  // columns that are summarise
 
 inline int64_t ChunksOf(int64_t vocab) { return (vocab + kChunk - 1) / kChunk; }
 
-// Values of every token, none of them NaN or above the largest float: logits, or what edits make of them.
+// Values of every token, none of them NaN or above the largest float: logits, or edited logits.
 struct ValueRow {
   const float* values;
   int64_t vocab;

@@ -1,9 +1,9 @@
-// Sixteen floats at a time, for whatever instruction set this translation unit is compiled for.
+// Vectors of sixteen floats, for the instruction set that this translation unit is compiled for.
 //
-// Vector extensions of the compiler do the width; intrinsics only where it would miss an instruction. Everything here
-// is in an unnamed namespace and uses no standard template: files that include it are compiled with different flags,
-// and the linker must never pick one file's copy for another. Results are bit-identical for equal inputs on one
-// instruction set; compile with -ffp-contract=off, so that only Fma fuses.
+// The compiler's vector extensions provide the width; intrinsics are used only where it would miss an instruction. Rules
+// for this file and all that include it: everything is in an unnamed namespace and uses no standard template, since
+// these files are compiled with different flags and the linker must never use one file's copy for another. Results
+// are bit-identical for equal inputs on one instruction set; compile with -ffp-contract=off, so that only Fma fuses.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ ANTIPHON_INLINE F32 LoadPart(const float* from, int count) {
 #if defined(__AVX512F__)
   return reinterpret_cast<F32>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from));
 #else
-  if (count == kLanes) return Load(from);  // most often; a copy of a variable length is a call
+  if (count == kLanes) return Load(from);  // the usual case; a copy of variable length is a function call
   F32 v = {};
   memcpy(&v, from, static_cast<size_t>(count) * sizeof(float));
   return v;
@@ -54,7 +54,7 @@ ANTIPHON_INLINE void StorePart(float* to, F32 v, int count) {
 #endif
 }
 
-// Listed lane by lane: adding x to zeros would be an addition indeed, for it turns -0 into 0.
+// Listed lane by lane: adding x to zeros would turn -0 into 0.
 ANTIPHON_INLINE F32 Splat(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 ANTIPHON_INLINE F32 Fma(F32 a, F32 b, F32 c) {

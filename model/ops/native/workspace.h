@@ -1,7 +1,7 @@
 // The counting allocators that ONNX Runtime's sessions and the kernels of this library allocate from.
 //
-// ONNX Runtime knows one allocator a process. Which of ours stands behind it is a matter of the calling thread, so that
-// each model's memory is counted and bounded apart from the others'; a block goes back to the one it is from.
+// ONNX Runtime has one allocator a process. The calling thread chooses which of ours serves it, so that each model's
+// memory is counted and limited separately. A block goes back to the allocator that it is from.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace antiphon {
 
-// The process's own.
+// The process's own allocator.
 CountingAllocator& ProcessWorkspace();
 
-// The calling thread's: the one it uses, or the process's own.
+// The allocator of the calling thread: the one it chose, or the process's own.
 CountingAllocator& Workspace();
 
-// Makes the calling thread use an allocator, nullptr for the process's own. Returns what it used.
+// Makes the calling thread use an allocator, nullptr for the process's own. Returns the previous one.
 CountingAllocator* UseWorkspace(CountingAllocator* workspace) noexcept;
 
 // Lends a thread of a pool the allocator of the thread that it works for.
@@ -32,8 +32,8 @@ class WorkspaceOf {
   CountingAllocator* previous_;
 };
 
-// Memory a kernel works in for one call or one task; counted like every tensor of the run, and not cleared.
-// Construction throws std::runtime_error when the workspace limit refuses.
+// Working memory of a kernel for one call or one task. It is counted like every tensor of the run, and not cleared.
+// The constructor throws std::runtime_error when the workspace limit is exceeded.
 template <typename T>
 class Scratch {
  public:

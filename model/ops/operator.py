@@ -1,0 +1,146 @@
+"""Declaration of an operator: the one place that lists its inputs, attributes and outputs.
+
+From an `Operator` derive its PyTorch registration and fake (`torch_registration.py`), its ONNX schema
+(`onnx_schema.py`), its translation at export (`export/translation.py`), the packing of its weight
+(`export/packing.py`) and its entry in docs/OPERATORS.md (`operator_table.py`). The C++ kernels in `native/` register
+themselves; a test compares them with the declarations. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+DOMAIN = "antiphon"
+"""Name space of the operators in PyTorch, and their domain in ONNX."""
+
+Kind = Literal["float", "cache", "int64", "int32", "int8", "float16"]
+"""Element type. "float" computes, and is float32 in the kernels; "cache" is float32 or float16."""
+
+Shape = Sequence[Any]
+"""Sizes of the axes, ints or symbolic ints of PyTorch."""
+
+NODE_PREFIXES = {"float32": "", "int8": "Quantized", "int4": "Nibble"}
+"""By precision of the weight, the beginning of the name of the ONNX node that reads it packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor that an operator reads. axes: letters as in the module's docstring, separated by commas."""
+
+    name: str
+    kind: Kind
+    axes: str
+    meaning: str
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """One constant of an operator, required. A bool is an int in ONNX."""
+
+    name: str
+    type: type[int] | type[float] | type[bool] | type[str]
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that an operator returns.
+
+    updates: name of the input of which this output is the changed copy. The PyTorch operator returns the copy; the
+    ONNX node changes the input in place and has no such output.
+    """
+
+    name: str
+    kind: Kind
+    axes: str
+    meaning: str
+    updates: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedWeight:
+    """Layouts in which export stores the input `weight` of an operator.
+
+    sizes: attributes that packing adds to the node: the weight's outputs, then its inputs, before padding.
+    parts: by precision, the inputs of the node in place of `weight`. A precision that is missing has no kernel.
+    """
+
+    sizes: tuple[str, ...]
+    parts: Mapping[str, tuple[Input, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Signature of an ONNX node: an operator, or one of the forms that an operator takes when its weight is packed."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    attributes: tuple[Attribute, ...]
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """One operator of this project.
+
+    name: its name in PyTorch, in snake case.
+    purpose: its result, in one sentence, with the paper that defines it.
+    shapes: rule that returns the shape of every output, given the inputs by name.
+    weight: layouts of its weight, or None where it has none.
+    has_kernel: False where the export replaces the operator by one of ONNX Runtime's own.
+    """
+
+    name: str
+    purpose: str
+    inputs: tuple[Input, ...]
+    attributes: tuple[Attribute, ...] = ()
+    outputs: tuple[Output, ...]
+    shapes: Callable[[Mapping[str, Any]], Sequence[Shape]]
+    weight: PackedWeight | None = None
+    has_kernel: bool = True
+
+    @property
+    def node_name(self) -> str:
+        """Return its name in ONNX, in camel case."""
+        return "".join(word.capitalize() for word in self.name.split("_"))
+
+    @property
+    def updated_inputs(self) -> tuple[int, ...]:
+        """Return the indices of the inputs that the ONNX node changes in place."""
+        names = [given.name for given in self.inputs]
+        return tuple(names.index(output.updates) for output in self.outputs if output.updates is not None)
+
+    def node(self) -> Node:
+        """Return the signature of its ONNX node, as export first writes it: with a plain weight."""
+        kept = tuple(output for output in self.outputs if output.updates is None)
+        return Node(name=self.node_name, inputs=self.inputs, attributes=self.attributes, outputs=kept)
+
+    def packed_node(self, precision: str) -> Node | None:
+        """Return the signature of the node that reads the weight packed; None where there is no such kernel."""
+        if self.weight is None or precision not in self.weight.parts:
+            return None
+        node, index, parts = self.node(), self.weight_index, self.weight.parts[precision]
+        sizes = (Attribute(name, int, "size of the weight before it is padded") for name in self.weight.sizes)
+        return replace(
+            node,
+            name=NODE_PREFIXES[precision] + node.name,
+            inputs=(*node.inputs[:index], *parts, *node.inputs[index + 1 :]),
+            attributes=(*node.attributes, *sizes),
+        )
+
+    @property
+    def weight_index(self) -> int:
+        """Return the index of the input `weight`."""
+        return [given.name for given in self.inputs].index("weight")
+
+    def kernels(self) -> tuple[Node, ...]:
+        """Return the signatures of all nodes for which the native library has a kernel."""
+        if not self.has_kernel:
+            return ()
+        if self.weight is None:
+            return (self.node(),)
+        nodes = (self.packed_node(precision) for precision in NODE_PREFIXES)
+        return tuple(node for node in nodes if node is not None)

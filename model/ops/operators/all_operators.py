@@ -1,0 +1,31 @@
+"""List of all operators. Importing it registers them with PyTorch."""
+
+from __future__ import annotations
+
+from antiphon.model.ops.operator import Operator
+from antiphon.model.ops.operators.add_norm import ADD_NORM
+from antiphon.model.ops.operators.disentangled_attention import DISENTANGLED_ATTENTION
+from antiphon.model.ops.operators.embed import EMBED
+from antiphon.model.ops.operators.fused_attention import ATTENTION, CACHED_ATTENTION
+from antiphon.model.ops.operators.linear import GATE, LINEAR
+from antiphon.model.ops.operators.packed_attention import PACKED_ATTENTION
+from antiphon.model.ops.operators.paged_attention import PAGED_CROSS_ATTENTION, PAGED_SELF_ATTENTION
+from antiphon.model.ops.operators.paged_write import PAGED_WRITE
+from antiphon.model.ops.operators.rotary import ROTARY
+from antiphon.model.ops.operators.select import SELECT
+
+OPERATORS: tuple[Operator, ...] = (
+    EMBED,
+    LINEAR,
+    GATE,
+    ADD_NORM,
+    ROTARY,
+    PACKED_ATTENTION,
+    DISENTANGLED_ATTENTION,
+    PAGED_SELF_ATTENTION,
+    PAGED_CROSS_ATTENTION,
+    PAGED_WRITE,
+    SELECT,
+    ATTENTION,
+    CACHED_ATTENTION,
+)
