@@ -98,5 +98,5 @@ class Shares:
 
 
 def is_fixed(group: SequenceGroup) -> bool:
-    """Return whether a group keeps its rows until its outputs end: a beam search, or any where graphs cannot go on."""
+    """Return whether a group keeps its rows until its outputs end: a beam search."""
     return group.request.task is Task.GENERATE and not group.can_pause

@@ -213,7 +213,7 @@ class Stepper:
         types = [request.type_ids for request in requests]
         is_read = any(not request.has_target for request in requests)
         try:
-            report = self._runner.encode(sources, len(self._rows), tables, type_ids=types, keep_memory=is_read)
+            report = self._runner.encode(sources, tables, type_ids=types, keep_memory=is_read)
             found = read_out(requests, report.memory, self._runner) if report.memory is not None else {}
         except Exception as fault:
             if len(groups) == 1:
@@ -380,13 +380,7 @@ class Stepper:
         row = sequence.row
         assert row is not None
         sequence.num_generated = self._rows.num_generated(row)
-        moved = self._rows.remove(row)
-        if moved is None:
-            return
-        try:
-            self._runner.move_row(len(self._rows), row, int(self._rows.positions[row]), moved.group.source_len)
-        except Exception as fault:
-            self._fail((moved.group,), "move a row", fault)
+        self._rows.remove(row)
 
     @property
     def _occupancy(self) -> tuple[int, int, int]:
