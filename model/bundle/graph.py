@@ -1,7 +1,6 @@
-"""One graph of a bundle in an ONNX Runtime session that runs it sparingly and counts what it works in.
+"""One graph of a bundle in a serving session, with arrays bound to it and the memory of its runs counted.
 
-Owns the settings every session of this project shares: threads, spinning, the counting allocator. Refuses to know
-what the graph computes. Torch-free: the server, the profile and the export's own check run graphs through it.
+Refuses to know what the graph computes. Torch-free: the server and the profile run graphs through it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.exact_products import keep_products_exact
-from antiphon.model.bundle.onnx_runtime import ort
-from antiphon.model.ops.workspace import Workspace
-
-# How long a worker of the intra-op pool looks for work before it sleeps. Long enough for the nodes of one run to find
-# it awake, too short for an idle server to notice: the pool's own default burns a core between two steps.
-_SPIN_US = 50
+from antiphon.model.bundle.session import serving_session
+from antiphon.model.ops.workspace import Workspace, WorkspaceError
 
 
 class GraphError(Exception):
@@ -35,18 +29,19 @@ class GraphError(Exception):
 class Graph:
     """One ONNX file in a session; failures name the file.
 
-    kind is the graph's part in the bundle, for messages. Raises GraphError when the file cannot be loaded.
+    kind is the graph's part in the bundle, for messages. Raises GraphError when the file cannot be loaded, and
+    WorkspaceError when the workspace does not fit this ONNX Runtime.
     """
 
     def __init__(self, path: Path, kind: str, threads: int, workspace: Workspace) -> None:
         self._path = path
         self._kind = kind
-        options = _session_options(threads)
-        workspace.attach(options)
         self._workspace = workspace
         previous = workspace.enter()
         try:
-            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session = serving_session(path, threads, workspace)
+        except WorkspaceError:
+            raise
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the {kind} graph cannot be loaded: {error}") from error
         finally:
@@ -98,16 +93,3 @@ class Graph:
             raise GraphError(f"{self._path}: the {self._kind} graph failed: {error}") from error
         finally:
             self._workspace.leave(previous)
-
-
-def _session_options(threads: int) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # every failure is raised, and the log is ours
-    # A pattern is kept for every batch shape ever seen, and there are thousands; our allocator is as fast without.
-    options.enable_mem_pattern = False
-    # Of a pool per session, since the pool they could share cannot be told to stop spinning.
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
-    keep_products_exact(options)
-    return options
