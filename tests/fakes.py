@@ -48,7 +48,7 @@ class FakeRunner:
 
     A decoder alone is to read its history, and ends by chance.
 
-    before_encode, before_decode, before_move: called first, to hold a step or to raise a fault.
+    before_encode, before_decode: called first, to hold a step or to raise a fault.
     reads_history: the logits depend on the whole target so far, and the end token may come earlier: for beams.
     overrides: rows of logits, by source, that take the place of the computed ones at every position.
     begin_id: what every target begins with.
@@ -68,9 +68,6 @@ class FakeRunner:
         max_target_len: int = 32,
         block_size: int = 16,
         num_blocks: int | None = None,
-        can_share_blocks: bool = True,
-        can_resume: bool = True,
-        can_embed: bool = True,
         reads_history: bool = False,
         has_encoder: bool = True,
         has_decoder: bool = True,
@@ -86,25 +83,19 @@ class FakeRunner:
         self.has_encoder = has_encoder
         self.has_decoder = has_decoder
         self.heads: Mapping[HeadTask, HeadConfig] = heads or {}
-        self.can_share_blocks = can_share_blocks
-        self.can_resume = can_resume
-        self.can_embed = can_embed
         self.reads_history = reads_history
         self.begin_id = BOS_ID
         self.before_encode: Callable[[Sequence[Sequence[int]]], None] = lambda sources: None
         self.before_decode: Callable[[int], None] = lambda num_rows: None
-        self.before_move: Callable[[], None] = lambda: None
         self.overrides: dict[tuple[int, ...], NDArray[np.float32]] = {}
         self.encoded: list[list[tuple[int, ...]]] = []
         self.decoded_rows: list[int] = []
         self.decoded_tokens: list[int] = []
         self._cells = _Cells(self.num_blocks, block_size)
-        self._marks = [0] * max_rows  # of what each row caches by itself, where rows cannot share blocks
 
     def encode(
         self,
         sources: Sequence[Sequence[int]],
-        first_row: int,
         block_tables: Sequence[Sequence[int]],
         *,
         type_ids: Sequence[Sequence[int]] = (),
@@ -112,19 +103,17 @@ class FakeRunner:
     ) -> EncodeReport:
         _require(self.has_encoder, "it encodes nothing")
         self.before_encode(sources)
-        _require(0 <= first_row <= self.max_rows - len(sources), f"rows from {first_row} do not exist")
-        _require(self.can_embed or not keep_memory, "it cannot keep the encoder's states")
+        _require(not self.has_decoder or len(sources) <= self.max_rows, f"{len(sources)} sources have no rows")
         for source, types in zip(sources, type_ids, strict=False):
             _require(len(types) in (0, len(source)), f"{len(types)} token types for {len(source)} tokens")
-        for row, (source, table) in enumerate(zip(sources, block_tables, strict=True), first_row):
+        for index, (source, table) in enumerate(zip(sources, block_tables, strict=True)):
             if not self.has_decoder:
-                _require(not table, f"row {row} has blocks for nothing")
+                _require(not table, f"source {index} has blocks for nothing")
                 continue
-            _require(len(table) == blocks_for(len(source), self.block_size), f"row {row} has {len(table)} blocks")
+            _require(len(table) == blocks_for(len(source), self.block_size), f"source {index} has {len(table)} blocks")
             mark = _mark(0, len(source))
             for position, token_id in enumerate(source):
                 mark = self._cells.write(table, position, token_id, mark)
-            self._marks[row] = mark
         self.encoded.append([tuple(source) for source in sources])
         return self._report(sources, keep_memory=keep_memory)
 
@@ -158,21 +147,12 @@ class FakeRunner:
                 mark = self._feed(batch, row, index, history, mark)
                 if (held := np.flatnonzero(picks == index)).size:
                     logits[held] = self.logits_after(source, history)
-            self._marks[row] = mark
         return choose(logits, batch.choices, batch.positions[picks])
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        _require(self.can_share_blocks, "it cannot copy blocks")
         _require(len(sources) == len(targets) == len(set(targets.tolist())), f"blocks copied to {targets.tolist()}")
         _require(not {*sources.tolist()} & {*targets.tolist()}, "a block is both source and target of a copy")
         self._cells.copy(sources, targets)
-
-    def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
-        self.before_move()
-        _require(0 <= target < source < self.max_rows, f"row {source} cannot move to row {target}")
-        _require(0 <= self_len <= self.max_target_len, f"{self_len} target tokens")
-        _require(self.has_encoder <= source_len <= self.max_source_len, f"{source_len} source tokens")
-        self._marks[target] = self._marks[source]
 
     def _past(self, batch: DecodeBatch, row: int) -> tuple[tuple[int, ...], list[int], int]:
         """A row's source and target so far, read from its blocks, and the mark of both."""
@@ -180,8 +160,6 @@ class FakeRunner:
         source, mark = self._cells.read(batch.cross_tables[row], source_len, _mark(0, source_len))
         past_len = int(batch.positions[batch.offsets[row]])
         history, mark = self._cells.read(batch.self_tables[row], past_len, mark)
-        if not self.can_share_blocks:
-            _require(mark == self._marks[row], f"row {row} does not cache what its blocks hold")
         return tuple(source), history, mark
 
     def _feed(self, batch: DecodeBatch, row: int, index: int, history: list[int], mark: int) -> int:
@@ -193,7 +171,7 @@ class FakeRunner:
         return self._cells.write(batch.self_tables[row], position, token_id, mark)
 
     def _check_sharing(self, batch: DecodeBatch) -> None:
-        """No row reads a block that another writes; where rows cannot share, none reads another's at all."""
+        """Require that no row uses a block that another writes."""
         uses: Counter[int] = Counter()
         written: list[int] = []
         for row in range(batch.num_rows):
@@ -202,7 +180,7 @@ class FakeRunner:
             num_cross = blocks_for(int(batch.source_lens[row]), self.block_size)
             written += batch.self_tables[row, first:end].tolist()
             uses.update(batch.self_tables[row, :end].tolist() + batch.cross_tables[row, :num_cross].tolist())
-        shared = [block for block in (written if self.can_share_blocks else uses) if uses[block] > 1]
+        shared = [block for block in written if uses[block] > 1]
         _require(not shared, f"blocks {shared} are written by one row and used by another")
 
     def logits_after(self, source: Sequence[int], history: Sequence[int]) -> NDArray[np.float32]:

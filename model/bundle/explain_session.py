@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.onnx_runtime import ort
+from antiphon.model.bundle.session import explain_session
 
 INPUTS = ["source_ids", "target_ids"]
 OUTPUTS = ["encoder_self", "decoder_self", "cross"]
@@ -41,19 +41,8 @@ class ExplainSession:
 
     def __init__(self, path: Path, *, threads: int = 1) -> None:
         self._path = path
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # every failure is raised
-        # Constant folding would unpack every weight when the session opens and would keep the copy. Measured for the
-        # shipped model: 730 ms and 12 MB with folding, 86 ms (with the first run) and 3 MB without. Without folding a
-        # run takes 45 ms more.
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # An arena would keep the memory of the longest call forever.
-        options.enable_cpu_mem_arena = False
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session = explain_session(path, threads)
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the explain graph cannot be loaded: {error}") from error
 

@@ -1,7 +1,6 @@
-"""ONNX Runtime session for one graph of a bundle, with a counted workspace.
+"""One graph of a bundle in a serving session, with arrays bound to it and the memory of its runs counted.
 
-Owns the settings that all sessions share: threads, spinning and the counting allocator. It does not know the meaning
-of the graph's tensors. The server, `antiphon profile` and the check after an export use it. Imports no torch.
+Refuses to know what the graph computes. Torch-free: the server and the profile run graphs through it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.exact_products import keep_products_exact
-from antiphon.model.bundle.onnx_runtime import ort
-from antiphon.model.ops.workspace import Workspace
-
-# Time that a thread of the intra-op pool spins before it sleeps. It is long enough to stay awake between the nodes of
-# one run, and short enough to cost nothing when the server is idle. ONNX Runtime's default keeps a core busy between
-# two steps.
-_SPIN_US = 50
+from antiphon.model.bundle.session import serving_session
+from antiphon.model.ops.workspace import Workspace, WorkspaceError
 
 
 class GraphError(Exception):
@@ -36,20 +29,19 @@ class GraphError(Exception):
 class Graph:
     """Session of one ONNX file.
 
-    kind: the graph's role in the bundle, such as "decoder"; used in messages.
-    threads: size of the intra-op pool.
-    Raises GraphError naming the file when it cannot be loaded.
+    kind is the graph's part in the bundle, for messages. Raises GraphError when the file cannot be loaded, and
+    WorkspaceError when the workspace does not fit this ONNX Runtime.
     """
 
     def __init__(self, path: Path, kind: str, threads: int, workspace: Workspace) -> None:
         self._path = path
         self._kind = kind
-        options = _session_options(threads)
-        workspace.attach(options)
         self._workspace = workspace
         previous = workspace.enter()
         try:
-            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session = serving_session(path, threads, workspace)
+        except WorkspaceError:
+            raise
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the {kind} graph cannot be loaded: {error}") from error
         finally:
@@ -104,16 +96,3 @@ class Graph:
             raise GraphError(f"{self._path}: the {self._kind} graph failed: {error}") from error
         finally:
             self._workspace.leave(previous)
-
-
-def _session_options(threads: int) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # every failure is raised, and the caller logs it
-    # ONNX Runtime keeps one pattern for each batch shape, and there are thousands. Our allocator is as fast without.
-    options.enable_mem_pattern = False
-    # Each session has its own pool: the shared pool has no setting for the spin time.
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
-    keep_products_exact(options)
-    return options

@@ -17,7 +17,6 @@ import json
 import logging
 import re
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -214,22 +213,18 @@ class Bundle:
         """Absolute path of a file listed in the manifest."""
         return self.path / name
 
-    def graph_set(self, precision: Precision | None = None, lowering: Lowering | None = None) -> GraphSet:
-        """Return the graph set to run.
+    def graph_set(self, precision: Precision | None = None, lowering: Lowering = "native") -> GraphSet:
+        """Return the graphs of a lowering; precision None takes int8, else float32, else int4.
 
-        precision=None takes the first of int8, float32 and int4 that the bundle has; lowering=None takes native before
-        contrib. Eager graphs are only returned for lowering="eager".
-        Raises BundleError naming the graph sets of the bundle.
+        The server runs native graphs only. Raises BundleError naming the graphs that the bundle has.
         """
-        precisions = (precision,) if precision else ("int8", "float32", "int4")
-        lowerings = (lowering,) if lowering else ("native", "contrib")
-        held = {(graphs.precision, graphs.lowering): graphs for graphs in reversed(self.manifest.graphs)}
-        for choice in product(precisions, lowerings):
+        held = {graphs.precision: graphs for graphs in reversed(self.manifest.graphs) if graphs.lowering == lowering}
+        for choice in (precision,) if precision else ("int8", "float32", "int4"):
             if choice in held:
                 return held[choice]
-        names = ", ".join(f"{g.lowering}-{g.precision}" for g in self.manifest.graphs)
-        wanted = lowering or "servable"
-        raise BundleError(f"{self.path}: no {wanted} graphs at precision {precision or 'any'}; it holds {names}")
+        wanted = f"{lowering} graphs" + (f" at precision {precision}" if held else "")
+        names = ", ".join(f"{graphs.lowering}-{graphs.precision}" for graphs in self.manifest.graphs)
+        raise BundleError(f"{self.path / MANIFEST_NAME}: no {wanted}; the bundle holds {names}; export the model again")
 
     def memory_fit(self, graphs: GraphSet) -> MemoryFit | None:
         """Return the memory fit of these graphs; None if they were not measured."""

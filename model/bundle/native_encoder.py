@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import GraphSet
-from antiphon.model.bundle.native_stepper import native_session, run_native
+from antiphon.model.bundle.native_stepper import run_native
+from antiphon.model.bundle.session import native_session
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import Task
 
@@ -26,8 +27,8 @@ class NativeEncoder:
 
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._has_types = config.token_types > 0
-        self._encoder = native_session(str(directory / graphs.encoder_file), threads)
-        self._heads = {task: native_session(str(directory / name), threads) for task, name in graphs.heads.items()}
+        self._encoder = native_session(directory / graphs.encoder_file, threads)
+        self._heads = {task: native_session(directory / name, threads) for task, name in graphs.heads.items()}
 
     def encode(self, sources: Sequence[Ids], types: Sequence[Ids] | None = None) -> list[Floats]:
         """Return float32 states [S, M] of each source [S] int64, all encoded in one packed batch.

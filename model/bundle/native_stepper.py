@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import GraphSet
 from antiphon.model.bundle.onnx_runtime import ort
+from antiphon.model.bundle.session import native_session
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
 from antiphon.model.ops.choices import Choices, greedy_choices
-from antiphon.model.ops.workspace import LIBRARY, Workspace
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -63,8 +63,8 @@ class NativeStepper:
         self._config = config
         self._cache_type = np.dtype(graphs.cache)
         has_encoder = config.architecture != "decoder"
-        self._encoder = native_session(str(directory / graphs.encoder_file), threads) if has_encoder else None
-        self._decoder = native_session(str(directory / graphs.decoder_file), threads)
+        self._encoder = native_session(directory / graphs.encoder_file, threads) if has_encoder else None
+        self._decoder = native_session(directory / graphs.decoder_file, threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
         """Encode sources and return a function for steps of one token a row.
@@ -132,15 +132,6 @@ def settings_of(choices: Choices) -> dict[str, NDArray[Any]]:
     """Return the sampling inputs of a decoder graph by name; seeds are int64 with the same bits as the uint64 ones."""
     settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
     return settings | {"seeds": choices.seeds.view(np.int64)}
-
-
-def native_session(model: str | bytes, threads: int = 1, library: Path = LIBRARY) -> Any:
-    """Return a session with this project's operators; model is a path or a serialised graph."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    Workspace(library).attach(options)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.exact_products import keep_products_exact
 from antiphon.model.bundle.graph_ports import Port, decoder_inputs
 from antiphon.model.bundle.manifest import GraphSet
 from antiphon.model.bundle.onnx_runtime import ort
+from antiphon.model.bundle.session import plain_session
 from antiphon.model.config import ModelConfig
 
 Floats = NDArray[np.float32]
@@ -29,8 +28,8 @@ class GraphStepper:
     def __init__(self, directory: Path, graphs: GraphSet, config: ModelConfig, *, threads: int = 1) -> None:
         self._config = config
         self._lowering = graphs.lowering
-        self._encoder = _session(directory / graphs.encoder_file, threads)
-        self._decoder = _session(directory / graphs.decoder_file, threads)
+        self._encoder = plain_session(directory / graphs.encoder_file, threads)
+        self._decoder = plain_session(directory / graphs.decoder_file, threads)
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
         """Encode sources and return a function for steps of one token a row.
@@ -81,11 +80,3 @@ class GraphStepper:
 
     def _cache_ports(self, side: str) -> list[Port]:
         return [port for port in decoder_inputs(self._config, self._lowering) if f".{side}." in port.name]
-
-
-def _session(path: Path, threads: int) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    keep_products_exact(options)
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

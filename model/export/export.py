@@ -271,8 +271,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=LOWERINGS,
         default=["native"],
-        help="native: our own operators, the fastest here (default); contrib: operators that ship in ONNX Runtime; "
-        "eager: the score matrix in plain sight, the baseline that `antiphon profile` measures against",
+        help="native: our own operators, the only graphs that are served (default); contrib: operators that ship in "
+        "ONNX Runtime; eager: score matrices written out; contrib and eager are baselines of `antiphon profile`",
     )
     parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
     parser.add_argument("--eager", action="store_true", help="add eager graphs")

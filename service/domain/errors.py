@@ -90,7 +90,7 @@ class LastModel(AntiphonError):
 
 
 class Unsupported(AntiphonError):
-    """The served graphs cannot do the task; another bundle or lowering could."""
+    """The served model cannot do what is asked; another bundle could."""
 
     status = Status.UNIMPLEMENTED
     reason = "UNSUPPORTED"

@@ -26,14 +26,12 @@ from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
 class EncoderRunner:
     """The encoder graph and the heads of one bundle.
 
-    max_rows: sources of a step. threads, workspace_limit_bytes: as in NativeRunner.
-    Raises GraphError, BundleError (no such precision) or WorkspaceError.
+    max_rows: sources of a step. threads, workspace_limit_bytes: as of NativeRunner.
+    Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
 
-    has_encoder = can_embed = True
+    has_encoder = True
     has_decoder = False
-    can_share_blocks = True
-    can_resume = False
     block_size = BLOCK_SIZE
     num_blocks = 0
     cache_bytes_per_token = 0
@@ -48,7 +46,7 @@ class EncoderRunner:
         precision: Precision | None = None,
         workspace_limit_bytes: int | None = None,
     ) -> None:
-        model, graphs = bundle.manifest.model, bundle.graph_set(precision, "native")
+        model, graphs = bundle.manifest.model, bundle.graph_set(precision)
         self.max_rows = max_rows
         self.vocab_size = model.vocab_size
         self.source_vocab_size = model.resolved_source_vocab_size
@@ -72,13 +70,12 @@ class EncoderRunner:
     def encode(
         self,
         sources: Sequence[Sequence[int]],
-        first_row: int,
         block_tables: Sequence[Sequence[int]],
         *,
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        """Encode packed sources of any lengths, and return the output; first_row and block_tables are ignored.
+        """Encode sources of any lengths, packed, and keep their states; block_tables mean nothing.
 
         Raises ValueError when a source is too long, GraphError when the graph fails.
         """
@@ -97,9 +94,6 @@ class EncoderRunner:
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Raise NotImplementedError; the engine never calls this without blocks."""
         raise NotImplementedError("an encoder alone has no cache blocks")
-
-    def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
-        """Nothing to do: there are no rows."""
 
 
 def _width_of(head: HeadConfig, vocab_size: int) -> int:

@@ -31,15 +31,13 @@ _LANES = 16  # head widths in the pool are multiples of it
 class NativeRunner:
     """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks.
 
-    threads: cores of one forward pass. num_blocks: size of the pool; None is enough for max_rows of the longest
-    sequences, resident only where used. workspace_limit_bytes: most memory of ONNX Runtime beside weights; a pass that
-    needs more raises GraphError, and the runner stays usable.
-    Raises GraphError, BundleError (no such precision) or WorkspaceError.
+    threads counts the cores one run may use. num_blocks is the size of the pool; None is enough for max_rows of the
+    longest sequences, resident only where used. workspace_limit_bytes bounds what ONNX Runtime may hold beside weights;
+    a run that needs more raises GraphError and leaves the runner usable.
+    Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
 
     has_decoder = True
-    can_share_blocks = True
-    can_resume = True
     heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 
     def __init__(
@@ -52,8 +50,8 @@ class NativeRunner:
         num_blocks: int | None = None,
         workspace_limit_bytes: int | None = None,
     ) -> None:
-        model, graphs = bundle.manifest.model, bundle.graph_set(precision, "native")
-        self.has_encoder = self.can_embed = model.architecture != "decoder"
+        model, graphs = bundle.manifest.model, bundle.graph_set(precision)
+        self.has_encoder = model.architecture != "decoder"
         self.max_rows = max_rows
         self.vocab_size = model.vocab_size
         self.source_vocab_size = model.resolved_source_vocab_size
@@ -81,7 +79,6 @@ class NativeRunner:
     def encode(
         self,
         sources: Sequence[Sequence[int]],
-        first_row: int,
         block_tables: Sequence[Sequence[int]],
         *,
         type_ids: Sequence[Sequence[int]] = (),
@@ -89,8 +86,8 @@ class NativeRunner:
     ) -> EncodeReport:
         """Encode packed sources of any lengths; source i fills the blocks block_tables[i].
 
-        first_row and type_ids are ignored. Raises ValueError when a source does not fit its table, GraphError when the
-        graph fails.
+        type_ids mean nothing here. Raises ValueError when a source does not fit its table, GraphError when the graph
+        fails.
         """
         if self._encoder is None:
             raise ValueError("a decoder alone encodes nothing")
@@ -112,9 +109,6 @@ class NativeRunner:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.cache[target] = self.cache[source]
 
-    def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
-        """Nothing to do: a row's cache is where its block tables say."""
-
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Raise NotImplementedError; only encoder-only models have heads."""
         raise NotImplementedError(f"this model has no {task} head")
@@ -124,5 +118,5 @@ def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDAr
     """Return the pool's memory, as GraphSet describes it."""
     head_width = -(-model.resolved_head_dim // _LANES) * _LANES
     shape = (num_blocks, model.decoder_layers, 2, model.num_heads, BLOCK_SIZE * head_width)
-    # Blocks are allocated from one end of the pool, and a block just freed is allocated first.
-    return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks", is_dense=True)
+    # Blocks are handed out from one end of the pool, and a block just freed goes first.
+    return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks")

@@ -1,4 +1,4 @@
-"""Large arrays that use memory only where they are written."""
+"""Large arrays that are resident only where they are written."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from numpy.typing import NDArray
 from antiphon.model.bundle.graph import GraphError
 
 
-def reserve(shape: Sequence[int], dtype: np.dtype[Any], what: str, *, is_dense: bool = False) -> NDArray[Any]:
-    """Return an array of zeros, resident only where written. Raises GraphError with `what`, the array's purpose.
+def reserve(shape: Sequence[int], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """Return an array of zeros, resident only where written. Raises GraphError naming `what` it is for.
 
-    is_dense: written parts lie together, so pages of two megabytes waste little and save address translations.
+    Used entries should lie together: then pages of two megabytes waste little and spare address translations.
     """
     num_bytes = dtype.itemsize * math.prod(shape)
-    # Not np.zeros: it asks for huge pages; one token of a sparse array would make two megabytes resident.
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise GraphError(f"{what} need {num_bytes} bytes of address space: {error}") from error
-    if is_dense:
-        with suppress(OSError):  # kernels without huge pages work too, a little slower
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # kernels without huge pages serve as well, a little slower
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)

@@ -1,7 +1,7 @@
 """Interface of a model for the engine.
 
-The protocol is the whole boundary: the engine knows rows, token ids, lengths and the ids of cache blocks; the runner
-knows arrays, graphs and devices. `native_runner.py` and `model_runner.py` implement it with ONNX Runtime,
+The protocol is the whole boundary: on this side rows, token ids, lengths and the ids of cache blocks; on the other
+arrays, graphs and devices. `native_runner.py` and `encoder_runner.py` implement it with ONNX Runtime,
 `tests/fakes.py` with arithmetic.
 
 Axes: N new tokens of a step, R rows, K samples or states read, X and Y widths of the block tables,
@@ -130,43 +130,31 @@ class Runner(Protocol):
         """Bytes of keys and values of one token, all layers; the same for self and cross attention."""
 
     @property
-    def can_share_blocks(self) -> bool:
-        """Whether several rows may read the same blocks, and copy_blocks works: beams and samples need it."""
-
-    @property
-    def can_resume(self) -> bool:
-        """Whether a source encoded again and a target fed again, in one step, go on with the same bits."""
-
-    @property
-    def can_embed(self) -> bool:
-        """True when `encode` can return the encoder output."""
-
-    @property
     def heads(self) -> Mapping[HeadTask, HeadConfig]:
         """Heads that read the encoder output, by task."""
 
     def encode(
         self,
         sources: Sequence[Sequence[int]],
-        first_row: int,
         block_tables: Sequence[Sequence[int]],
         *,
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        """Encode sources of any lengths; source i fills the cross blocks block_tables[i], for row first_row + i.
+        """Encode sources of any lengths; source i fills the cross blocks block_tables[i].
 
-        type_ids: token types of each source; empty where all are 0. Encoder-only models ignore rows and blocks.
+        type_ids: token types of each source; empty where all are 0. keep_memory: report the encoder's states too.
+        Sources encoded again fill the same bits. An encoder alone has no blocks.
         """
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return outputs [K, O] of a head for rows [K, M] of the encoder output; each row is computed independently."""
 
     def decode(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its new tokens, and sample. Positions fed before can be fed again."""
+        """Feed every row its new tokens and make the choices. Positions may be fed again, with the same bits.
+
+        Several rows may read the same blocks.
+        """
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Copy the content of block sources[i] to block targets[i], all layers; no block is both."""
-
-    def move_row(self, source: int, target: int, self_len: int, source_len: int) -> None:
-        """Row `source`, of so many cached target and source tokens, goes on as row `target`."""
+        """Copy what block sources[i] holds to block targets[i], all layers; no block is both."""

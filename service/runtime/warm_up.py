@@ -37,7 +37,6 @@ def warm_up(runner: Runner) -> None:
         _encode(runner, [[runner.eos_id] * usual_len])
         states = _encode(runner, [[runner.eos_id]] * _num_rows(runner))
         for task in runner.heads:
-            assert states is not None
             _check(runner.run_head(task, states[:_HEAD_ROWS]), task)
     if runner.has_decoder:
         _decode(runner)
@@ -50,14 +49,14 @@ def _num_rows(runner: Runner) -> int:
     return max(1, min(runner.max_rows, runner.num_blocks // (1 + runner.has_encoder)))
 
 
-def _encode(runner: Runner, sources: list[list[int]]) -> NDArray[np.float32] | None:
-    """Encode sources into blocks 0 and following; returns the encoder output [N, M] where the runner keeps it."""
+def _encode(runner: Runner, sources: list[list[int]]) -> NDArray[np.float32]:
+    """Encode sources into the blocks from 0 on and return their states [N, M]."""
     num_blocks = [blocks_for(len(source), runner.block_size) if runner.has_decoder else 0 for source in sources]
     ends = np.cumsum(num_blocks).tolist()
     tables = [range(end - count, end) for end, count in zip(ends, num_blocks, strict=True)]
-    states = runner.encode(sources, 0, tables, keep_memory=runner.can_embed).memory
-    if states is not None:
-        _check(states, "encoder")
+    states = runner.encode(sources, tables, keep_memory=True).memory
+    assert states is not None
+    _check(states, "encoder")
     return states
 
 

@@ -53,7 +53,7 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        need = need_of(bundle, bundle.graph_set(plan.precision, plan.lowering), plan)
+        need = need_of(bundle, bundle.graph_set(plan.precision), plan)
         shared.budget.take(name, need)
         try:
             check_memory(shared.budget.held, shared.machine_bytes)
@@ -97,7 +97,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
 def _metrics(metrics: Metrics, bundle: Bundle, plan: ModelPlan, memory: ModelMemory) -> Metrics:
     """The metrics of a model, with what is known of it before it serves."""
     metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
-    graphs, architecture = bundle.graph_set(plan.precision, plan.lowering), bundle.manifest.model.architecture
+    graphs, architecture = bundle.graph_set(plan.precision), bundle.manifest.model.architecture
     metrics.is_served(precision=graphs.precision, lowering=graphs.lowering, architecture=architecture)
     if (fit := bundle.memory_fit(graphs)) is not None:
         metrics.predicts_by(fit)
@@ -125,7 +125,7 @@ def _warm_up(bundle: Bundle, runner: AnyRunner, plan: ModelPlan) -> None:
     try:
         warm_up(runner)
     except NotFinite as error:
-        graphs = bundle.graph_set(plan.precision, plan.lowering)
+        graphs = bundle.graph_set(plan.precision)
         names = {"encoder": graphs.encoder, "decoder": graphs.decoder}
         name = names.get(error.part) or {str(task): file for task, file in graphs.heads.items()}[error.part]
         raise StartupError(f"{bundle.file(name)}: {error}; export the bundle again") from None
@@ -150,7 +150,6 @@ def _runner(bundle: Bundle, plan: ModelPlan) -> AnyRunner:
         max_rows=plan.max_num_seqs,
         threads=plan.threads,
         precision=plan.precision,
-        lowering=plan.lowering,
         num_blocks=plan.kv_cache_blocks,
         workspace_limit_bytes=plan.workspace_limit_bytes,
     )
@@ -169,7 +168,7 @@ def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
 
 def _encode_budget(bundle: Bundle, plan: ModelPlan) -> EncodeBudget | None:
     """What encoding may work in. Raises StartupError where that would not do for any source."""
-    budget = encode_budget(bundle, bundle.graph_set(plan.precision, plan.lowering), plan)
+    budget = encode_budget(bundle, bundle.graph_set(plan.precision), plan)
     if budget is not None and not budget.fits(1, 1):
         raise StartupError(
             f"workspace_limit_bytes is {plan.workspace_limit_bytes}; it must be at least "

@@ -50,13 +50,13 @@ class ModelMemory:
 class Need:
     """What a model would count for, and what could be made smaller.
 
-    block_bytes: of one cache block; None where the cache is sized by max_num_seqs.
+    num_blocks, block_bytes: cache blocks and bytes of one; 0 without a decoder.
     fewest_blocks: what one longest sequence takes, below which no cache can be.
     """
 
     memory: ModelMemory
     num_blocks: int
-    block_bytes: int | None
+    block_bytes: int
     fewest_blocks: int
 
 
@@ -93,19 +93,13 @@ def need_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Need:
     """What serving these graphs of a bundle counts for."""
     model = bundle.manifest.model
     fewest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
-    num_blocks = plan.kv_cache_blocks or plan.max_num_seqs * fewest
-    block_bytes = None
-    if graphs.decoder is None:
-        cache_bytes = num_blocks = 0
-    elif graphs.lowering == "native":
+    num_blocks = block_bytes = 0
+    if graphs.decoder is not None:
+        num_blocks = plan.kv_cache_blocks or plan.max_num_seqs * fewest
         block_bytes = math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
-        cache_bytes = num_blocks * block_bytes
-    else:  # arrays for every row, whatever the number of blocks
-        token_bytes = 2 * model.decoder_layers * model.attention_width * 4
-        cache_bytes = plan.max_num_seqs * (model.max_source_len + model.max_target_len) * token_bytes
     memory = ModelMemory(
         weight_bytes=_weight_bytes(bundle, graphs),
-        cache_bytes=cache_bytes,
+        cache_bytes=num_blocks * block_bytes,
         workspace_bytes=_workspace_bytes(bundle, graphs, plan),
     )
     return Need(memory=memory, num_blocks=num_blocks, block_bytes=block_bytes, fewest_blocks=fewest)
@@ -118,9 +112,7 @@ def encode_budget(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> EncodeBu
         return None
 
     def predict(num_tokens: int, longest: int) -> float:
-        if graphs.lowering == "native":  # packed, in parts
-            return fit.predict(1, min(num_tokens, max(RUN_TOKENS, longest)))
-        return fit.a + num_tokens * (fit.b + fit.c * longest)  # rows of one length together: this at most
+        return fit.predict(1, min(num_tokens, max(RUN_TOKENS, longest)))  # packed, in parts
 
     max_bytes = _workspace_bytes(bundle, graphs, plan)
     if plan.workspace_limit_bytes is not None:
@@ -154,9 +146,8 @@ def _workspace_bytes(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> int:
     fit, longest = bundle.memory_fit(graphs), bundle.manifest.model.max_source_len
     if fit is None:
         return DEFAULT_WORKSPACE_BYTES
-    if graphs.lowering == "native":  # packed: only the tokens count
-        return math.ceil(fit.predict(1, max(min(plan.max_num_batched_tokens, RUN_TOKENS), longest)))
-    return math.ceil(fit.predict(max(1, plan.max_num_batched_tokens // longest), longest))
+    # Packed: only the tokens count.
+    return math.ceil(fit.predict(1, max(min(plan.max_num_batched_tokens, RUN_TOKENS), longest)))
 
 
 def _refusal(name: str, need: Need, free_bytes: int, limit_bytes: int) -> str:
@@ -175,8 +166,6 @@ def _refusal(name: str, need: Need, free_bytes: int, limit_bytes: int) -> str:
 
 def _cache_setting(need: Need, free_bytes: int) -> str:
     """The setting that makes the cache smaller, and to what, where that alone would do."""
-    if need.block_bytes is None:
-        return "max_num_seqs"
     room_bytes = free_bytes - (need.memory.total_bytes - need.memory.cache_bytes)
     fitting = max(0, room_bytes // need.block_bytes)
     if fitting >= need.fewest_blocks:

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from antiphon.model.bundle.manifest import NAME_PATTERN
 
 PrecisionChoice = Literal["float32", "int8", "int4"]
-LoweringChoice = Literal["native", "contrib"]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 NumSeqs = Annotated[int, Field(ge=1, le=4096)]
@@ -36,7 +35,6 @@ class ModelSettings(BaseModel):
 
     path: Path
     precision: PrecisionChoice | None = None
-    lowering: LoweringChoice | None = None
     threads: Threads | None = None
     max_num_seqs: NumSeqs | None = None
     max_num_batched_tokens: BatchedTokens | None = None
@@ -59,7 +57,6 @@ class ModelPlan:
     name: str | None
     path: Path
     precision: PrecisionChoice | None
-    lowering: LoweringChoice | None
     threads: int
     max_num_seqs: int
     max_num_batched_tokens: int

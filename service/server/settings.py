@@ -28,7 +28,6 @@ from antiphon.service.rpc.security.access_settings import AccessSettings, Port, 
 from antiphon.service.server.model_settings import (
     BatchedTokens,
     CacheBlocks,
-    LoweringChoice,
     ModelName,
     ModelPlan,
     ModelSettings,
@@ -79,9 +78,6 @@ class ServerConfig(AccessSettings):
     )
     precision: PrecisionChoice | None = Field(
         default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
-    )
-    lowering: LoweringChoice | None = Field(
-        default=None, description="Operators of the graphs to run; unset takes native where the bundle has them."
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
     port: Port = Field(default=50051, description="Port that gRPC listens on; 0 takes any free one.")

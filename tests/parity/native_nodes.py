@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from antiphon.model.bundle.native_stepper import native_session, run_native
+from antiphon.model.bundle.native_stepper import run_native
+from antiphon.model.bundle.session import native_session
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 from antiphon.model.ops.cache_pool import write_position
 from antiphon.model.ops.operator import DOMAIN

@@ -189,3 +189,19 @@ def test_native_encoder_works_in_no_more_than_its_widest_moment(bundle: Bundle, 
     peak = measure_peak(encoder, workspace, inputs)
     scratch = 16 * 4 * (max(lens) + 16 + config.resolved_head_dim) + 256  # a tile of scores and one of queries
     assert 4 * widest * sum(lens) <= peak <= 4 * widest * sum(lens) + scratch
+
+
+def test_workspace_grows_linearly_fused_and_by_score_matrices_eager(bundle: Bundle) -> None:
+    bends, workspace = {}, Workspace(is_own=True)
+    lowerings: tuple[Lowering, ...] = ("contrib", "eager")
+    for lowering in lowerings:
+        file = bundle.file(bundle.graph_set("float32", lowering).encoder_file)
+        encoder = Graph(file, "encoder", 1, workspace)
+        short, middle, long = (
+            measure_peak(encoder, workspace, {"input_ids": np.full((1, length), 5, np.int64)})
+            for length in (16, 32, 48)
+        )
+        bends[lowering] = long - 2 * middle + short
+    assert bends["contrib"] == 0
+    score_matrix = bundle.manifest.model.num_heads * 4
+    assert bends["eager"] >= score_matrix * (48**2 - 2 * 32**2 + 16**2)

@@ -199,10 +199,8 @@ def test_states_and_outputs_of_heads_are_the_same_bits_alone_and_in_a_crowd(bund
     dice = np.random.default_rng(3)
     sources = [dice.integers(5, 19, length).tolist() for length in (1, 31, 7, 16, 40)]
     types = [[0] * (len(source) // 2) + [1] * (len(source) - len(source) // 2) for source in sources]
-    together = runner.encode(sources, 0, [], type_ids=types).memory
-    alone = [
-        runner.encode([source], 0, [], type_ids=[kinds]).memory for source, kinds in zip(sources, types, strict=True)
-    ]
+    together = runner.encode(sources, [], type_ids=types).memory
+    alone = [runner.encode([source], [], type_ids=[kinds]).memory for source, kinds in zip(sources, types, strict=True)]
     assert together is not None
     np.testing.assert_array_equal(together, np.concatenate([states for states in alone if states is not None]))
     for task in runner.heads:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from antiphon.cli import main as cli
 from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
-from antiphon.model.bundle.native_stepper import native_session, run_native
+from antiphon.model.bundle.native_stepper import run_native
+from antiphon.model.bundle.session import native_session
 from antiphon.service.domain.request import Request, SamplingParams
 from antiphon.service.rpc.v1.model_defaults import own_defaults
 from antiphon.service.runtime.native_runner import NativeRunner
@@ -69,7 +70,7 @@ def encoder_states(bundle: Bundle, sources: Sequence[Ids]) -> list[NDArray[np.fl
     lens = [len(source) for source in sources]
     stepper = native_stepper(bundle, "float32")
     sequences = stepper.encode(sources, 1)
-    session = native_session(str(bundle.file(bundle.graph_set("float32", "native").encoder_file)))
+    session = native_session(bundle.file(bundle.graph_set("float32").encoder_file))
     inputs = {
         "input_ids": np.concatenate(sources),
         "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),

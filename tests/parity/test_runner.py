@@ -9,13 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.manifest import Bundle, GraphSet, Precision
+from antiphon.model.bundle.manifest import Bundle, Precision
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.export.verify import TOLERANCES, compare
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import Draw
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.runtime.native_runner import NativeRunner
 from tests.batches import Choice, Tables, batch_of, choices_of
 
@@ -35,24 +34,13 @@ def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
     return sources, tokens
 
 
-def run_batch(runner: ModelRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
-    """Logits [B, STEPS, V] of sources that decode together."""
-    runner.encode(sources, 0)
-    source_lens = [len(source) for source in sources]
-    steps = [
-        runner.logits(batch_of(tokens[:, step : step + 1].tolist(), [step] * len(sources), source_lens)).copy()
-        for step in range(STEPS)
-    ]
-    return np.stack(steps, axis=1)
-
-
 def encode_native(runner: NativeRunner, sources: list[list[int]]) -> tuple[list[int], tuple[Tables, Tables]]:
     """Lengths of the sources, encoded, and the self and cross tables of their rows."""
     pool = BlockPool(runner.num_blocks, runner.block_size)
     lens = [len(source) for source in sources]
     cross = [pool.allocate(blocks_for(length, runner.block_size)) for length in lens]
     own = [pool.allocate(blocks_for(runner.max_target_len, runner.block_size)) for _ in sources]
-    runner.encode(sources, 0, cross)
+    runner.encode(sources, cross)
     width = max(map(len, cross))
     return lens, (own, [(*table, *[0] * (width - len(table))) for table in cross])
 
@@ -66,25 +54,6 @@ def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[n
         drawn = runner.decode(batch_of(fed, past, lens, tables=tables, num_logprobs=runner.vocab_size))
         np.put_along_axis(scores[:, step], drawn.top_ids, drawn.top_logprobs, axis=1)
     return scores
-
-
-def graph_sets(bundle: Bundle, precision: Precision) -> list[GraphSet]:
-    return [
-        graphs for graphs in bundle.manifest.graphs if graphs.precision == precision and graphs.lowering != "native"
-    ]
-
-
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoint, precision: Precision) -> None:
-    sources, tokens = random_batch(checkpoint.config.vocab_size)
-    with torch.no_grad():
-        pairs = zip(sources, tokens, strict=True)
-        expected = [checkpoint.model(torch.tensor([s]), torch.from_numpy(t[None]))[0].numpy() for s, t in pairs]
-    for graphs in graph_sets(bundle, precision):
-        runner = ModelRunner(bundle, max_rows=8, threads=1, precision=precision, lowering=graphs.lowering)
-        found = run_batch(runner, sources, tokens)
-        flat = found.reshape(-1, found.shape[-1])
-        assert compare(flat, np.concatenate(expected)).excess(TOLERANCES[precision]) is None
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
@@ -103,7 +72,7 @@ def test_native_runner_keeps_the_states_of_pytorchs_encoder(bundle: Bundle, chec
     sources, _ = random_batch(checkpoint.config.vocab_size)
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision="float32")
     tables = [(row, row + 8, row + 16)[: blocks_for(len(source), 16)] for row, source in enumerate(sources)]
-    memory = runner.encode(sources, 0, tables, keep_memory=True).memory
+    memory = runner.encode(sources, tables, keep_memory=True).memory
     with torch.no_grad():
         expected = torch.cat([checkpoint.model.encode(torch.tensor([source]))[0] for source in sources])
     assert memory is not None
@@ -159,48 +128,10 @@ def test_native_runner_judges_a_target_at_once_as_token_by_token(bundle: Bundle,
 def test_native_runner_workspace_does_not_depend_on_how_tokens_are_divided(bundle: Bundle) -> None:
     runner = NativeRunner(bundle, max_rows=8, threads=1)
     reports = [
-        runner.encode(
-            [[5] * length] * (48 // length), 0, [(row,) * blocks_for(length, 16) for row in range(48 // length)]
-        )
+        runner.encode([[5] * length] * (48 // length), [(row,) * blocks_for(length, 16) for row in range(48 // length)])
         for length in (6, 12, 48)
     ]
     peaks = [report.peak_workspace_bytes or 0 for report in reports]
     # Attention's scratch, 64 bytes a token of the longest source, is all that may differ.
     assert min(peaks) > 0
     assert max(peaks) - min(peaks) <= 64 * 48
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_runner_gives_int8_rows_the_same_bits_alone_and_in_a_crowd(bundle: Bundle, threads: int) -> None:
-    sources, tokens = random_batch(bundle.manifest.model.vocab_size)
-    together = run_batch(ModelRunner(bundle, max_rows=8, threads=threads, precision="int8"), sources, tokens)
-    alone = ModelRunner(bundle, max_rows=1, threads=threads, precision="int8")
-    for row, source in enumerate(sources):
-        np.testing.assert_array_equal(run_batch(alone, [source], tokens[row : row + 1])[0], together[row])
-
-
-def test_runner_gives_float32_rows_the_same_logits_alone_and_in_a_crowd(bundle: Bundle) -> None:
-    sources, tokens = random_batch(bundle.manifest.model.vocab_size)
-    together = run_batch(ModelRunner(bundle, max_rows=8, threads=1, precision="float32"), sources, tokens)
-    alone = ModelRunner(bundle, max_rows=1, threads=1, precision="float32")
-    for row, source in enumerate(sources):
-        # ONNX Runtime's float32 product may choose another kernel, and so another order of sums, for one row.
-        np.testing.assert_allclose(run_batch(alone, [source], tokens[row : row + 1])[0], together[row], atol=1e-5)
-
-
-def test_runner_serves_every_kind_of_positions(variant: Bundle) -> None:
-    sources, tokens = random_batch(variant.manifest.model.vocab_size)
-    together = run_batch(ModelRunner(variant, max_rows=8, threads=1), sources, tokens)
-    alone = ModelRunner(variant, max_rows=1, threads=1)
-    np.testing.assert_array_equal(run_batch(alone, sources[3:4], tokens[3:4])[0], together[3])
-
-
-def test_runner_workspace_grows_linearly_fused_and_by_score_matrices_eager(bundle: Bundle) -> None:
-    bends = {}
-    for graphs in graph_sets(bundle, "float32"):
-        runner = ModelRunner(bundle, max_rows=1, threads=1, precision="float32", lowering=graphs.lowering)
-        short, middle, long = (runner.encode([[5] * n], 0).peak_workspace_bytes or 0 for n in (16, 32, 48))
-        bends[graphs.lowering] = long - 2 * middle + short
-    assert bends["contrib"] == 0
-    score_matrix = bundle.manifest.model.num_heads * 4
-    assert bends["eager"] >= score_matrix * (48**2 - 2 * 32**2 + 16**2)

@@ -336,7 +336,6 @@ def test_command_refuses_an_empty_file_of_sentences(tmp_path: Path, capsys: pyte
         ["--seconds", "0"],
         ["--preset", "huge"],
         ["--model", "other"],
-        ["--lowering", "eager"],
     ],
 )
 def test_command_refuses_flags_out_of_range(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,6 @@ def test_load_config_refuses_two_bundles() -> None:
             r"max_stream_messages_per_s \(from --max-stream-messages-per-s\) is '0'; it must be a whole number from 1",
         ),
         ("--precision", "int2", r"precision .* is 'int2'; it must be one of float32, int8, int4"),
-        ("--lowering", "eager", r"lowering .* is 'eager'; it must be one of native, contrib"),
         ("--host", "", r"host .* is ''; it must be a text that is not empty"),
         ("--kv-cache-blocks", "0", r"kv_cache_blocks .* is '0'; it must be a whole number from 1"),
     ],

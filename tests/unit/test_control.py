@@ -142,7 +142,11 @@ async def test_a_failed_load_leaves_nothing(host: Host, tmp_path: Path) -> None:
         (BadBundle, f"tokenizer.json is missing|{MANIFEST_NAME}", plan("second", tmp_path / "broken")),
         (BadBundle, f"{MANIFEST_NAME} is missing", plan("second", tmp_path / "other")),
         (BadBundle, "kv_cache_blocks is 3", dataclasses.replace(plan("second"), kv_cache_blocks=3)),
-        (BadBundle, "no servable graphs", dataclasses.replace(plan("second"), precision="float32")),
+        (
+            BadBundle,
+            "no native graphs at precision float32",
+            dataclasses.replace(plan("second"), precision="float32"),
+        ),
         (OverBudget, "lower kv_cache_blocks from 16384", dataclasses.replace(plan("second"), max_num_seqs=512)),
         (ModelExists, "'first' is served already", plan("first")),
     ):

@@ -19,7 +19,7 @@ Fed = Sequence[Sequence[int]]
 def runner() -> FakeRunner:
     """One source in blocks 0 and 1."""
     runner = FakeRunner(block_size=3, num_blocks=40, reads_history=True)
-    runner.encode([SOURCE], 0, [(0, 1)])
+    runner.encode([SOURCE], [(0, 1)])
     return runner
 
 
@@ -56,7 +56,7 @@ def test_fake_runner_lets_rows_share_what_neither_writes(runner: FakeRunner) -> 
 
 
 def test_fake_runner_keeps_states_that_depend_on_the_tokens_alone(runner: FakeRunner) -> None:
-    report = runner.encode([(3, EOS_ID), SOURCE], 0, [(5,), (6, 7)], keep_memory=True)
+    report = runner.encode([(3, EOS_ID), SOURCE], [(5,), (6, 7)], keep_memory=True)
     assert report.memory is not None
     assert report.memory.shape == (6, MEMORY_WIDTH)
     np.testing.assert_array_equal(report.memory[2:], runner.memory(SOURCE))
@@ -65,7 +65,7 @@ def test_fake_runner_keeps_states_that_depend_on_the_tokens_alone(runner: FakeRu
 
 def stale(runner: FakeRunner) -> None:
     """A block whose former owner had another source."""
-    runner.encode([(3, 4, EOS_ID)], 0, [(2,)])
+    runner.encode([(3, 4, EOS_ID)], [(2,)])
     tables = ([(30,)], [(2,)])
     runner.decode(batch_of([[BOS_ID, 5]], [0], [3], tables=tables))
     runner.decode(batch([[4]], [2], [(30,)]))
@@ -92,7 +92,6 @@ MISUSES: dict[str, tuple[str, Callable[[FakeRunner], object]]] = {
         "copied to",
         lambda runner: runner.copy_blocks(np.array([3, 4], np.int32), np.array([5, 5], np.int32)),
     ),
-    "moved_up": ("cannot move", lambda runner: runner.move_row(0, 1, 1, 4)),
 }
 
 
@@ -102,20 +101,3 @@ def test_fake_runner_notices_misuse(runner: FakeRunner, name: str) -> None:
     runner.decode(batch([[BOS_ID]], [0], [(10, 11)]))
     with pytest.raises(AssertionError, match=complaint):
         misuse(runner)
-
-
-def test_fake_runner_without_shared_blocks_wants_rows_moved() -> None:
-    runner = FakeRunner(block_size=4, can_share_blocks=False, can_embed=False)
-    runner.encode([SOURCE, SOURCE], 0, [(0,), (1,)])
-    tables = [(10,), (11,)]
-    runner.decode(batch([[BOS_ID, 5], [BOS_ID, 6]], [0, 0], tables, [(0,), (1,)]))
-    with pytest.raises(AssertionError, match="row 0 does not cache what its blocks hold"):
-        runner.decode(batch([[4]], [2], [tables[1]], [(1,)]))
-    runner.move_row(1, 0, 2, len(SOURCE))
-    runner.decode(batch([[4]], [2], [tables[1]], [(1,)]))
-    with pytest.raises(AssertionError, match="used by another"):
-        runner.decode(batch([[4], [4]], [3, 3], [tables[1], tables[0]], [(1,), (1,)]))
-    with pytest.raises(AssertionError, match="cannot copy"):
-        runner.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
-    with pytest.raises(AssertionError, match="cannot keep"):
-        runner.encode([SOURCE], 0, [(0,)], keep_memory=True)

@@ -18,7 +18,6 @@ from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavaila
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.pacing import Pacing
-from antiphon.service.runtime.model_runner import ModelRunner
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.server.loading import Shared, StartupError, load
@@ -33,7 +32,7 @@ from antiphon.service.server.memory import (
 from antiphon.service.server.model_settings import ModelPlan, ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
-from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
+from tests.unit.tiny_graphs import tiny_model
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle
 from tests.waits import client_waits
 
@@ -50,13 +49,6 @@ def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, nu
     runner = NativeRunner(bundle, max_rows=5, threads=1, num_blocks=num_blocks)
     assert (need.memory.cache_bytes, need.num_blocks) == (runner.cache.nbytes, runner.num_blocks)
     assert need.block_bytes == runner.cache[0].nbytes
-
-
-def test_need_counts_the_arrays_that_the_contrib_runner_reserves(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path / "tiny", tiny_model(tiny_config()))
-    runner = ModelRunner(bundle, max_rows=5, threads=1)
-    need = need_of(bundle, bundle.graph_set(), plan(kv_cache_blocks=100))
-    assert need.memory.cache_bytes == runner.self_kv.nbytes + runner.cross_kv.nbytes
 
 
 def test_need_counts_graphs_and_the_weights_that_they_share_once() -> None:
@@ -99,24 +91,12 @@ def test_encode_budget_predicts_as_the_runner_reports(shipped: Bundle, limit_byt
         count = max(n for n in range(1, 1 + 1024 // length) if budget.fits(n * length, length))
         blocks = iter(range(runner.num_blocks))
         tables = [[next(blocks) for _ in range(blocks_for(length, runner.block_size))] for _ in range(count)]
-        report = runner.encode([[5] * length] * count, 0, tables)
+        report = runner.encode([[5] * length] * count, tables)
         predicted = report.predicted_fused_bytes
         assert predicted is not None
         assert predicted <= budget.predict(count * length, length) <= budget.max_bytes
         if count * length <= RUN_TOKENS:
             assert predicted == budget.predict(count * length, length)
-
-
-def test_encode_budget_of_rows_of_one_length_is_no_less_than_each_run_is_predicted_to_take(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path / "tiny", tiny_model(tiny_config()))
-    fit = MemoryFit(a=1000, b=10, c=2, residual=0, exponent=2, max_len=40, max_rows=4)
-    profile = MemoryProfile(fits={"contrib-float32": fit}, machine="none")
-    measured = replace(bundle, manifest=bundle.manifest.model_copy(update={"memory": profile}))
-    budget = encode_budget(measured, bundle.graph_set(), plan(workspace_limit_bytes=5000))
-    assert budget is not None
-    assert budget.predict(3 * 8 + 5, 8) >= max(fit.predict(3, 8), fit.predict(1, 5))
-    assert budget.predict(24, 8) == fit.predict(3, 8)
-    assert encode_budget(bundle, bundle.graph_set(), plan(workspace_limit_bytes=5000)) is None
 
 
 def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
@@ -141,10 +121,8 @@ def test_the_description_names_the_longest_source_that_fits_the_workspace() -> N
                 served.engine.submit(request_of("a", (5,) * length), OutputStream("a", loop=loop))
 
 
-def need(weights: int, cache_blocks: int, workspace: int, block_bytes: int | None = 10) -> Need:
-    memory = ModelMemory(
-        weight_bytes=weights, cache_bytes=cache_blocks * (block_bytes or 10), workspace_bytes=workspace
-    )
+def need(weights: int, cache_blocks: int, workspace: int, block_bytes: int = 10) -> Need:
+    memory = ModelMemory(weight_bytes=weights, cache_bytes=cache_blocks * block_bytes, workspace_bytes=workspace)
     return Need(memory=memory, num_blocks=cache_blocks, block_bytes=block_bytes, fewest_blocks=4)
 
 
@@ -166,8 +144,6 @@ def test_budget_refusal_offers_no_cache_that_could_not_be() -> None:
     budget = MemoryBudget(269)
     with pytest.raises(OverBudget, match="kv_cache_blocks from 70, though 4, the fewest, would not fit either"):
         budget.take("one", need(200, 70, 30))
-    with pytest.raises(OverBudget, match=r"of cache \(lower max_num_seqs\)"):
-        budget.take("one", need(200, 70, 30, block_bytes=None))
     with pytest.raises(OverBudget) as caught:
         budget.take("one", need(300, 0, 30))
     assert "cache" not in str(caught.value)

@@ -7,14 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.manifest import Bundle, BundleError, MemoryFit, MemoryProfile, load_bundle, write_manifest
+from antiphon.model.bundle.manifest import (
+    Bundle,
+    BundleError,
+    MemoryFit,
+    MemoryProfile,
+    file_entry,
+    load_bundle,
+    write_manifest,
+)
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.engine.block_pool import BlockPool
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.runtime.runner import DecodeBatch
 from antiphon.service.runtime.runners import open_runner
@@ -74,7 +82,7 @@ class Tables:
 
 def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> Tables:
     tables = Tables(runner, sources)
-    runner.encode(sources, 0, tables.cross)
+    runner.encode(sources, tables.cross)
     return tables
 
 
@@ -190,7 +198,7 @@ def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
 
 def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRunner, model: TinyModel) -> None:
     source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block, and three tokens of the next
-    runner.encode([source], 0, [(0, 1)])
+    runner.encode([source], [(0, 1)])
     first, second = (10, 11), (10, 12)
     runner.decode(batch_of([past], [0], [len(source)], tables=([first], [(0, 1)])))
     runner.copy_blocks(np.array([11], np.int32), np.array([12], np.int32))
@@ -219,13 +227,12 @@ def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, mod
     sources = [*SOURCES, *[tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(20)]]
     tables = [(3 * row, 3 * row + 1, 3 * row + 2)[: blocks_for(len(s), BLOCK)] for row, s in enumerate(sources)]
     roomy = NativeRunner(bundle, max_rows=32, threads=1)
-    assert roomy.can_embed
-    report = roomy.encode(sources, 0, tables, keep_memory=True)
+    report = roomy.encode(sources, tables, keep_memory=True)
     assert report.memory is not None
     assert report.memory.dtype == np.float32
     expected = np.concatenate([model.memory(source) for source in sources])  # 828 tokens: two runs
     np.testing.assert_allclose(report.memory, expected, atol=TOLERANCE)
-    assert roomy.encode(sources, 0, tables).memory is None
+    assert roomy.encode(sources, tables).memory is None
 
 
 def test_native_runner_gives_no_logprobs_unasked(runner: NativeRunner) -> None:
@@ -259,7 +266,7 @@ def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, mo
     memory = MemoryProfile(fits={"native-float32": fit}, machine="here")
     write_manifest(profiled.path, profiled.manifest.model_copy(update={"memory": memory}))
     runner = NativeRunner(load_bundle(profiled.path), max_rows=4, threads=1)
-    report = runner.encode(SOURCES, 0, Tables(runner, SOURCES).cross)
+    report = runner.encode(SOURCES, Tables(runner, SOURCES).cross)
     assert (report.rows, report.num_tokens, report.longest) == (3, 4 + 20 + 4, 20)
     assert report.predicted_fused_bytes == 100 + 10 * 28
     assert report.predicted_materialised_bytes == 2 * 4 * (16 + 400 + 16)
@@ -292,14 +299,14 @@ def test_native_runner_refuses_sources_that_do_not_fit(
     runner: NativeRunner, sources: list[list[int]], tables: list[tuple[int, ...]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        runner.encode(sources, 0, tables)
+        runner.encode(sources, tables)
 
 
 def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runner: NativeRunner) -> None:
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*PagedWrite"):
-        runner.encode([[5, 2]], 0, [(runner.num_blocks,)])
+        runner.encode([[5, 2]], [(runner.num_blocks,)])
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*Embed"):
-        runner.encode([[24, 2]], 0, [(0,)])
+        runner.encode([[24, 2]], [(0,)])
     tables = encode(runner)
     with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph failed: .*PagedSelfAttention"):
         runner.decode(tables.batch([[1]] * 3, [0, 0, 48]))
@@ -310,13 +317,49 @@ def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runn
     assert runner.decode(tables.batch([[1]] * 3, [0] * 3)).token_ids.min() >= 0
 
 
-def test_open_runner_takes_the_runner_that_the_graphs_are_for(bundle: Bundle, tmp_path: Path) -> None:
+def rewrite(bundle: Bundle, name: str, content: bytes) -> Bundle:
+    """Replace a file and list it as if it belonged."""
+    (bundle.path / name).write_bytes(content)
+    files = {**bundle.manifest.files, name: file_entry(bundle.path / name)}
+    write_manifest(bundle.path, bundle.manifest.model_copy(update={"files": files}))
+    return load_bundle(bundle.path)
+
+
+def test_native_runner_names_a_graph_that_onnx_runtime_refuses(tmp_path: Path, model: TinyModel) -> None:
+    bundle = write_native_bundle(tmp_path / "b", model)
+    graph = onnx.load(bundle.path / "decoder.onnx")
+    graph.graph.node[-1].op_type = "NoSuchOperator"
+    bundle = rewrite(bundle, "decoder.onnx", graph.SerializeToString())
+    with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph cannot be loaded"):
+        NativeRunner(bundle, max_rows=1, threads=1)
+
+
+def test_native_runner_names_what_a_graph_lacks(tmp_path: Path, model: TinyModel) -> None:
+    bundle = write_native_bundle(tmp_path / "b", model)
+    graph = onnx.load(bundle.path / "decoder.onnx")
+    graph.graph.output[0].name = graph.graph.node[-1].output[0] = "chosen"
+    bundle = rewrite(bundle, "decoder.onnx", graph.SerializeToString())
+    with pytest.raises(GraphError, match=r"outputs of the decoder graph differ .*: chosen, token_ids"):
+        NativeRunner(bundle, max_rows=1, threads=1)
+
+
+def test_native_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path: Path) -> None:
+    bundle = write_native_bundle(tmp_path / "long", tiny_model(tiny_native_config(4096)))
+    runner = NativeRunner(bundle, max_rows=2, threads=1, workspace_limit_bytes=512 << 10)
+    table = range(256)
+    with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*workspace limit reached"):
+        runner.encode([[5] * 4096], [table])
+    assert runner.encode([[5] * 16], [table[:1]]).rows == 1
+
+
+def test_open_runner_takes_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
     contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
     assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
-    assert isinstance(open_runner(contrib, max_rows=1, threads=1), ModelRunner)
     assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9
-    with pytest.raises(BundleError, match="no contrib graphs at precision any; it holds native-float32"):
-        open_runner(bundle, max_rows=1, threads=1, lowering="contrib")
+    with pytest.raises(BundleError, match=r"manifest\.json: no native graphs; the bundle holds contrib-float32"):
+        open_runner(contrib, max_rows=1, threads=1)
+    with pytest.raises(BundleError, match="no native graphs at precision int8; the bundle holds native-float32"):
+        open_runner(bundle, max_rows=1, threads=1, precision="int8")
 
 
 def test_native_runner_fills_the_same_caches_when_sources_take_several_runs(bundle: Bundle) -> None:
@@ -324,10 +367,10 @@ def test_native_runner_fills_the_same_caches_when_sources_take_several_runs(bund
     sources = [tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(30)]
     tables = [tuple(range(3 * row, 3 * row + 3)) for row in range(len(sources))]
     together, one_by_one = (NativeRunner(bundle, max_rows=1, threads=1, num_blocks=90) for _ in range(2))
-    report = together.encode(sources, 0, tables)
+    report = together.encode(sources, tables)
     for source, table in zip(sources, tables, strict=True):
-        one_by_one.encode([source], 0, [table])
+        one_by_one.encode([source], [table])
     np.testing.assert_array_equal(together.cache, one_by_one.cache)
     assert together.cache[-1].any()
     assert (report.rows, report.num_tokens, report.longest) == (30, 1200, 40)
-    assert report.peak_workspace_bytes == one_by_one.encode(sources[:19], 0, tables[:19]).peak_workspace_bytes
+    assert report.peak_workspace_bytes == one_by_one.encode(sources[:19], tables[:19]).peak_workspace_bytes

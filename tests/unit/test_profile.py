@@ -3,14 +3,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from antiphon.model.bundle.manifest import Bundle, load_bundle
+from antiphon.model.bundle.graph import Graph
+from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.model.bundle.memory_fit import Measurement, fit_memory
 from antiphon.model.export import profile
 from antiphon.model.ops.workspace import Workspace
-from antiphon.service.runtime.model_runner import ModelRunner
+from antiphon.service.runtime.native_runner import NativeRunner
 from tests.unit.tiny_graphs import tiny_config, tiny_model, write_bundle
+from tests.unit.tiny_native import tiny_native_config, write_native_bundle
 
 LONGEST = 512
 
@@ -89,13 +92,24 @@ def test_profile_finds_fused_linear_and_eager_quadratic(bundle: Bundle, capsys: 
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_profile_prediction_meets_what_the_server_measures(bundle: Bundle, lowering: str) -> None:
+def test_profile_prediction_meets_what_another_run_takes(bundle: Bundle, lowering: Lowering) -> None:
+    assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
+    graphs, profiled = bundle.graph_set("float32", lowering), load_bundle(bundle.path)
+    fit = profiled.memory_fit(graphs)
+    assert fit is not None
+    workspace = Workspace(is_own=True)
+    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
+    peak = profile.measure_peak(encoder, workspace, {"input_ids": np.full((2, 200), 5, np.int64)})
+    assert peak == pytest.approx(fit.predict(2, 200), rel=fit.residual + 0.02)
+
+
+def test_profile_prediction_meets_what_the_server_measures(tmp_path: Path) -> None:
+    bundle = write_native_bundle(tmp_path / "tiny", tiny_model(tiny_native_config(LONGEST)))
     assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
     profiled = load_bundle(bundle.path)
-    assert profiled.manifest.memory is not None
-    fit = profiled.manifest.memory.fits[f"{lowering}-float32"]
-    runner = ModelRunner(profiled, max_rows=4, threads=1, lowering=lowering)  # type: ignore[arg-type]
-    report = runner.encode([[5] * 200] * 2, 0)
+    fit = profiled.memory_fit(profiled.graph_set())
+    assert fit is not None
+    report = NativeRunner(profiled, max_rows=4, threads=1).encode([[5] * 200] * 2, [range(13), range(13, 26)])
     assert report.predicted_fused_bytes is not None
     assert report.peak_workspace_bytes == pytest.approx(report.predicted_fused_bytes, rel=fit.residual + 0.02)
 

@@ -221,18 +221,6 @@ def test_a_search_as_wide_as_all_rows_still_runs(loop: asyncio.AbstractEventLoop
     assert bench.outputs(wide)[0].error is None
 
 
-def test_callers_of_graphs_that_cannot_go_on_leave_a_row_to_others(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, can_resume=False)
-    for index in range(2 * ROWS):
-        bench.ask(short_of(f"many {index}", client="many", length=30))
-    while rows_of(bench, "many") < ROWS - ROWS // 8:
-        bench.step()
-    few = bench.ask(short_of("few"))
-    assert steps_until_begun(bench, few) <= START_STEPS
-    bench.finish()
-    assert bench.sample("preemptions_total") == 0
-
-
 def test_blocks_are_taken_from_a_caller_that_holds_most_of_them(loop: asyncio.AbstractEventLoop) -> None:
     """Free rows are of no use to a caller for whom no blocks are left."""
     bench = Bench(loop, max_rows=ROWS, num_blocks=40, reads_history=True)

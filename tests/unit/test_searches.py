@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.service.domain.errors import EngineFault, InvalidArgument, Unsupported
+from antiphon.service.domain.errors import EngineFault, InvalidArgument
 from antiphon.service.domain.request import (
     EarlyStopping,
     FinishReason,
@@ -360,14 +360,6 @@ def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     assert vector_of(bench.output(first)) == pytest.approx(states[0], abs=1e-6)
     top = states.max(axis=0)
     assert vector_of(bench.output(largest)) == pytest.approx(top / np.linalg.norm(top), abs=1e-6)
-
-
-def test_graphs_that_cannot_share_blocks_refuse_more_rows(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, can_share_blocks=False)
-    with pytest.raises(Unsupported, match="beam_width is 2"):
-        bench.add("a", source_of(target_len=3), SamplingParams(beam_width=2))
-    with pytest.raises(Unsupported, match="num_return_sequences is 3"):
-        bench.add("b", source_of(target_len=3), SamplingParams(num_return_sequences=3, temperature=1.0))
 
 
 def test_more_rows_than_a_batch_has_are_refused(bench: Bench) -> None:

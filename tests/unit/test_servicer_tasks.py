@@ -173,21 +173,14 @@ async def test_explain_is_unimplemented_where_the_bundle_has_no_graph_for_it() -
     assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
 
 
-def cannot_embed_or_share(runner: FakeRunner) -> None:
-    runner.can_embed = runner.can_share_blocks = False
+def has_no_encoder(runner: FakeRunner) -> None:
+    runner.has_encoder = False
 
 
-async def test_what_the_graphs_cannot_do_is_unimplemented() -> None:
-    async with serving(prepare=cannot_embed_or_share) as served:
-        stub = stub_of(served)
-        for call in (
-            stub.Embed(pb.EmbedRequest(text="a")),
-            stub.GenerateUnary(asking_whole(beam_width=2)),
-            stub.GenerateUnary(asking_whole(temperature=1.0, num_return_sequences=2)),
-        ):
-            error = await refusal(call)
-            assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
-        assert (await stub.GenerateUnary(asking_whole())).outputs
+async def test_what_the_model_cannot_do_is_unimplemented() -> None:
+    async with serving(prepare=has_no_encoder) as served:
+        error = await refusal(stub_of(served).Embed(pb.EmbedRequest(text="a")))
+    assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
 
 
 TOO_MANY = pb.TokenIds(ids=[5] * 40)

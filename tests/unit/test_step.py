@@ -91,18 +91,6 @@ def test_step_fills_the_whole_target_when_nothing_ends_it(bench: Bench) -> None:
     assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.max_target_len)
 
 
-def test_step_reserves_for_the_longest_target_where_none_could_go_on_later(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    bench = Bench(loop, num_blocks=10, can_resume=False)
-    params = SamplingParams(max_new_tokens=11)  # 3 blocks, and 1 for the source
-    sequences = [bench.add(str(i), source_of(target_len=20, variant=i), params) for i in range(3)]
-    bench.step()
-    assert [sequence.state for sequence in sequences].count(SequenceState.RUNNING) == 2
-    bench.finish()
-    assert all(bench.output(sequence).finish_reason is FinishReason.LENGTH for sequence in sequences)
-
-
 def test_step_frees_a_cancelled_running_request_within_one_step(bench: Bench) -> None:
     kept, cancelled = bench.add("kept", source_of(target_len=4)), bench.add("cancelled", source_of(target_len=20))
     bench.step()
@@ -232,24 +220,6 @@ def test_step_fails_every_row_of_a_decoder_run_that_raised_and_goes_on(bench: Be
     assert bench.output(later).finish_reason is FinishReason.STOP
 
 
-def test_step_fails_the_request_whose_row_could_not_be_moved(bench: Bench) -> None:
-    ended, stays, moved = (
-        bench.add(name, source_of(target_len=n)) for name, n in (("ended", 1), ("stays", 5), ("moved", 6))
-    )
-
-    faults = iter([RuntimeError("no memory")])
-
-    def fail_once() -> None:
-        if fault := next(faults, None):
-            raise fault
-
-    bench.runner.before_move = fail_once
-    bench.finish()
-    assert bench.output(ended).finish_reason is FinishReason.STOP
-    assert bench.output(moved).finish_reason is FinishReason.ERROR
-    assert bench.output(stays).token_ids == expected(bench, stays)[0]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_step_fails_only_the_request_whose_logits_are_not_finite(bench: Bench, bad: float) -> None:
     source = source_of(target_len=9, variant=3)
@@ -320,7 +290,7 @@ def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_end(
 ) -> None:
     dice = random.Random(seed)
     bench = Bench(loop, max_rows=dice.randint(1, 7), num_blocks=dice.choice([17, 30, 200]))
-    faults = {"encode": 0.0, "decode": 0.0, "move": 0.0}
+    faults = {"encode": 0.0, "decode": 0.0}
     faults[dice.choice(list(faults))] = dice.choice([0.0, 0.05])
 
     def maybe(kind: str) -> None:
@@ -329,7 +299,6 @@ def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_end(
 
     bench.runner.before_encode = lambda sources: maybe("encode")
     bench.runner.before_decode = lambda num_rows: maybe("decode")
-    bench.runner.before_move = lambda: maybe("move")
     for turn in range(120):
         if turn < 80:
             for i in range(dice.choice([0, 0, 1, 3])):

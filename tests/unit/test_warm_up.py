@@ -28,7 +28,6 @@ HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", lab
         (FakeRunner(max_rows=1), 1),
         (FakeRunner(max_source_len=4, max_target_len=4, block_size=4), 8),
         (FakeRunner(max_rows=8, num_blocks=7, block_size=16), 3),
-        (FakeRunner(can_share_blocks=False, can_embed=False), 8),
         (FakeRunner(has_encoder=False), 8),
         (FakeRunner(has_encoder=False, num_blocks=3), 3),
     ],

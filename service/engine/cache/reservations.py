@@ -29,10 +29,10 @@ LOOKAHEAD_STEPS = 4
 
 
 def may_run_short(runner: Runner, num_rows: int) -> bool:
-    """Return whether num_rows rows could need more blocks than there are, and a preempted request can resume."""
+    """Return whether so many rows could need more blocks than there are."""
     source_len = runner.max_source_len if runner.has_encoder else 0
     longest = blocks_of_longest(source_len, runner.max_target_len, runner.block_size)
-    return runner.has_decoder and runner.can_resume and runner.num_blocks < num_rows * longest
+    return runner.has_decoder and runner.num_blocks < num_rows * longest
 
 
 def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
@@ -46,7 +46,7 @@ def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
         num_rows,
         self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
         cross_width=blocks_for(runner.max_source_len, runner.block_size) if runner.has_encoder else 1,
-        history_width=1 + runner.max_target_len if runner.has_decoder and runner.can_resume else 0,
+        history_width=1 + runner.max_target_len if runner.has_decoder else 0,
     )
 
 

@@ -24,10 +24,8 @@ from antiphon.service.runtime.runner import Runner
 class AdmissionLimits:
     """Limits of the model and of the pool.
 
-    vocab_size, source_vocab_size: token ids are below them. max_source_len, max_target_len: lengths in tokens.
-    num_rows, num_blocks: rows and blocks in all.
-    has_encoder, has_decoder, can_share_blocks, can_resume, can_embed, heads: properties of the runner.
-    may_run_short: requests of one row receive further blocks when they need them.
+    has_encoder, has_decoder, heads: as of the runner.
+    may_run_short: requests of one row take their blocks as they need them.
     """
 
     vocab_size: int
@@ -39,9 +37,6 @@ class AdmissionLimits:
     block_size: int
     has_encoder: bool
     has_decoder: bool
-    can_share_blocks: bool
-    can_resume: bool
-    can_embed: bool
     heads: frozenset[HeadTask]
     may_run_short: bool
 
@@ -61,9 +56,6 @@ def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None)
         block_size=runner.block_size,
         has_encoder=runner.has_encoder,
         has_decoder=runner.has_decoder,
-        can_share_blocks=runner.can_share_blocks,
-        can_resume=runner.can_resume,
-        can_embed=runner.can_embed,
         heads=frozenset(runner.heads),
         may_run_short=may_run_short(runner, num_rows),
     )
@@ -90,7 +82,7 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
         num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size) if limits.has_decoder else 0,
         num_first_blocks=first_blocks(num_fed, num_self_blocks, limits.block_size) if grows else num_self_blocks,
         grows=grows,
-        can_pause=limits.can_resume and request.task is Task.GENERATE and request.params.beam_width == 1,
+        can_pause=request.task is Task.GENERATE and request.params.beam_width == 1,
     )
     if group.max_blocks > limits.num_blocks:
         raise _too_large(group, limits)
@@ -107,8 +99,6 @@ def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None
         return
     if not limits.has_encoder:
         raise Unsupported("this model is a decoder alone and encodes nothing; it generates and scores")
-    if not limits.can_embed:
-        raise Unsupported("the graphs served here do not give the encoder's states; native ones do")
     head = head_of(task, pooling)
     if head is not None and head not in limits.heads:
         raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")
@@ -152,8 +142,6 @@ def _check_rows(request: Request, limits: AdmissionLimits) -> None:
     if request.task is not Task.GENERATE or params.num_rows == 1:
         return
     field = "beam_width" if params.beam_width > 1 else "num_return_sequences"
-    if not limits.can_share_blocks:
-        raise Unsupported(f"{field} is {params.num_rows}; the graphs served here run 1 only, native ones more")
     if params.num_rows > limits.num_rows:
         raise InvalidArgument(field, params.num_rows, f"at most {limits.num_rows}, the rows of a batch")
 

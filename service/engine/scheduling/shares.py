@@ -99,5 +99,5 @@ class Shares:
 
 
 def is_fixed(group: SequenceGroup) -> bool:
-    """Return whether a group keeps its rows to the end: a beam search, or any group on graphs that cannot resume."""
+    """Return whether a group keeps its rows until its outputs end: a beam search."""
     return group.request.task is Task.GENERATE and not group.can_pause

@@ -104,13 +104,7 @@ class Endings:
         rows, row = self._state.rows, sequence.row
         assert row is not None
         sequence.num_generated = rows.num_generated(row)
-        moved = rows.remove(row)
-        if moved is None:
-            return
-        try:
-            self._parts.runner.move_row(len(rows), row, int(rows.positions[row]), moved.group.source_len)
-        except Exception as fault:
-            self.fail((moved.group,), "move a row", fault)
+        rows.remove(row)
 
     def _release(self, group: SequenceGroup) -> None:
         self._parts.queue.remove(group.request_id)

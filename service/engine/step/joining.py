@@ -109,7 +109,7 @@ class Joining:
         tables = [group.cross_block_table for group in groups]
         types = [request.type_ids for request in requests]
         is_read = any(not request.has_target for request in requests)
-        report = runner.encode(sources, len(self._state.rows), tables, type_ids=types, keep_memory=is_read)
+        report = runner.encode(sources, tables, type_ids=types, keep_memory=is_read)
         readouts = read_out(requests, report.memory, runner) if report.memory is not None else {}
         return report, readouts
 

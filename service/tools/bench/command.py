@@ -57,7 +57,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work", type=Path, metavar="DIR", help="keep models made for the benchmark here (default: made anew)"
     )
-    parser.add_argument("--lowering", choices=("native", "contrib"), help="graphs to run (default: as serve does)")
 
 
 def _add_sentences(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +144,6 @@ def _setup(args: argparse.Namespace, scratch: Path) -> Setup:
         threads=args.threads,
         repeat=args.repeat,
         seconds=args.seconds,
-        lowering=args.lowering,
     )
     setup.bundle_subject.sources(len(setup.corpus.texts))  # one too long is found before anything is measured
     return setup

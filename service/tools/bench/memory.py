@@ -28,7 +28,7 @@ def _memory_of(subject: Subject, setup: Setup) -> list[Finding]:
     settings = Twin(subject.twin_folder).best(candidates, prompts_of(sources), subject.max_new_tokens)
     runs = [
         (
-            _child(subject, "antiphon", subject.bundle.path, [setup.threads, setup.lowering or ""]),
+            _child(subject, "antiphon", subject.bundle.path, [setup.threads]),
             _child(subject, "ctranslate2", subject.twin_folder, _as_arguments(settings)),
         )
         for _ in range(setup.repeat)

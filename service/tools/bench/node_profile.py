@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from antiphon.model.bundle import graph
+from antiphon.model.bundle.session import profiling
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.static import translate_static
 
@@ -56,16 +55,7 @@ def summary(events: Sequence[Mapping[str, Any]]) -> str:
 def _profiles(subject: Subject, setup: Setup, rows: int) -> dict[str, list[dict[str, Any]]]:
     """Events of the encoder's and the decoder's session over one batch of `rows` sources."""
     with tempfile.TemporaryDirectory(prefix="antiphon-profile-") as folder:
-        plain = graph._session_options
-
-        def profiled(threads: int) -> Any:
-            options = plain(threads)
-            options.enable_profiling = True
-            options.profile_file_prefix = str(Path(folder) / "session")
-            return options
-
-        # The runner makes its sessions itself, with options like any other's but for these two.
-        with patch.object(graph, "_session_options", profiled):
+        with profiling(Path(folder) / "session"):
             runner = setup.runner(subject, rows)
         translate_static(
             runner, subject.sources(rows), rows=rows, max_new_tokens=subject.max_new_tokens, is_sorted=False

@@ -1,7 +1,7 @@
 """One side of the memory benchmark: loads, translates one batch, and says what was resident.
 
     MODULE=antiphon.service.tools.bench.resident
-    python -m $MODULE antiphon BUNDLE MAX_NEW_TOKENS THREADS LOWERING < sources.json
+    python -m $MODULE antiphon BUNDLE MAX_NEW_TOKENS THREADS < sources.json
     python -m $MODULE ctranslate2 FOLDER MAX_NEW_TOKENS WORKERS THREADS SIZE TYPE < sources.json
 
 Prints {loaded_mb, peak_mb}. The peak is VmHWM: getrusage's ru_maxrss would start from the parent's, which outlives
@@ -33,15 +33,14 @@ def resident_mb(field: str) -> float:
 
 
 def _antiphon(folder: Path, sources: list[Ids], max_new_tokens: int, settings: list[str]) -> float:
-    from antiphon.model.bundle.manifest import Lowering, load_bundle
+    from antiphon.model.bundle.manifest import load_bundle
     from antiphon.service.runtime.runners import open_runner
     from antiphon.service.runtime.warm_up import warm_up
     from antiphon.service.tools.bench.offline import Offline
 
-    threads, lowering = settings
+    (threads,) = settings
     rows = len(sources)
-    chosen: dict[str, Lowering | None] = {"": None, "native": "native", "contrib": "contrib"}
-    runner = open_runner(load_bundle(folder), max_rows=rows, threads=int(threads), lowering=chosen[lowering])
+    runner = open_runner(load_bundle(folder), max_rows=rows, threads=int(threads))
     warm_up(runner)
     with Offline(runner, rows=rows) as offline:
         loaded_mb = resident_mb("VmRSS")

@@ -73,7 +73,7 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
     asked: Sequence[Source] = sources if subject.is_endless else subject.texts(setup.num_sentences)
     with (
         Offline(setup.runner(subject, STREAMS), rows=STREAMS) as offline,
-        BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, lowering=setup.lowering) as server,
+        BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server,
     ):
         alone = partial(offline.translate, sources, concurrency=STREAMS, max_new_tokens=limit)
         over_grpc = partial(run_client, server.target, asked, streams=STREAMS, max_new_tokens=limit)
@@ -92,7 +92,7 @@ def startup(setup: Setup) -> list[Finding]:
     texts, limit = subject.texts(setup.num_sentences), subject.max_new_tokens
     ready_s = []
     for _ in range(setup.repeat):
-        with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, lowering=setup.lowering) as server:
+        with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server:
             ready_s.append(server.ready_s)
             figures = [("ready", server.memory_mb("VmRSS"))]
             run_client(server.target, texts, streams=STREAMS, max_new_tokens=limit)

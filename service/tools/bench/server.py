@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Self
 
 from antiphon.client import Source
-from antiphon.model.bundle.manifest import Lowering
 from antiphon.service.tools.bench.report import BenchFailure, Speed
 
 _READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
@@ -28,10 +27,9 @@ class BenchServer:
     ready_s: seconds from the start of the process to its ready line. Raises BenchFailure where that never comes.
     """
 
-    def __init__(self, bundle: Path, *, rows: int, threads: int, lowering: Lowering | None = None) -> None:
+    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
         settings = {
             "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error",
-            "lowering": lowering,
         }  # fmt: skip
         flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
         started_s = time.perf_counter()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from antiphon.model.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
+from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
 from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.service.runtime.runners import AnyRunner, open_runner
 from antiphon.service.runtime.warm_up import warm_up
@@ -92,7 +92,6 @@ class Setup:
     rows: numbers of rows to measure at; None leaves them to the section.
     seconds: length of one open-loop run; what a run under load is given grows with it.
     checkpoint: the bundle's weights in float32, for its twin. preset: size of the random model.
-    lowering: graphs of a bundle to run; None takes what a server would.
     """
 
     bundle: Bundle
@@ -105,7 +104,6 @@ class Setup:
     threads: int
     repeat: int
     seconds: float = 8.0
-    lowering: Lowering | None = None
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None:
@@ -118,7 +116,7 @@ class Setup:
 
     def runner(self, subject: Subject, rows: int) -> AnyRunner:
         """A model's graphs with caches for so many rows, warmed up."""
-        runner = open_runner(subject.bundle, max_rows=rows, threads=self.threads, lowering=self.lowering)
+        runner = open_runner(subject.bundle, max_rows=rows, threads=self.threads)
         warm_up(runner)
         return runner
 

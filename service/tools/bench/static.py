@@ -51,7 +51,7 @@ class StaticBatch:
 
     def encode(self) -> None:
         """Encode all sources."""
-        self._runner.encode(self._sources, 0, self._cross)
+        self._runner.encode(self._sources, self._cross)
 
     def step(self, token_ids: NDArray[np.int64], position: int) -> NDArray[np.int64]:
         """Feed one token to each row at a position; their next tokens."""

@@ -101,8 +101,6 @@ def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
 
 
 def _cache_formula(need: Need) -> str:
-    if need.block_bytes is None:
-        return "arrays of all rows, at their longest"
     return f"{need.num_blocks:,} blocks of {BLOCK_SIZE} tokens x {need.block_bytes:,} bytes"
 
 
@@ -117,7 +115,7 @@ def _workspace_terms(bundle: Bundle, need: Need, plan: ModelPlan) -> Sequence[Te
 
 
 def _encoder(bundle: Bundle, need: Need, plan: ModelPlan) -> Term:
-    graphs = bundle.graph_set(plan.precision, plan.lowering)
+    graphs = bundle.graph_set(plan.precision)
     fit, num_bytes = bundle.memory_fit(graphs), need.memory.workspace_bytes
     formula = f"{num_bytes:,} bytes, the largest run of the encoder"
     if fit is not None and plan.workspace_limit_bytes is None:

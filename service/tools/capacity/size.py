@@ -150,7 +150,6 @@ def _plan(arguments: argparse.Namespace) -> ModelPlan:
         name=None,
         path=arguments.bundle,
         precision=None,
-        lowering=None,
         threads=arguments.cores,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,

@@ -63,8 +63,7 @@ def open_profiled(path: Path) -> Bundle:
         raise CapacityError(str(error)) from None
     if bundle.memory_fit(graphs) is None and bundle.manifest.model.architecture != "decoder":
         raise CapacityError(
-            f"{path} has no memory profile of its {graphs.lowering}-{graphs.precision} graphs; measure it with: "
-            f"antiphon profile {path}"
+            f"{path} has no memory profile of its {graphs.precision} graphs; measure it with: antiphon profile {path}"
         )
     return bundle
 

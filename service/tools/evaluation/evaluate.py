@@ -81,9 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=("float32", "int8", "int4"), help="graphs of the bundle (default: int8 if held)"
     )
-    parser.add_argument(
-        "--lowering", choices=("native", "contrib"), help="operators of the graphs (default: native if held)"
-    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
     parser.add_argument("--ctranslate2", action="store_true", help="for a checkpoint: also CTranslate2, same weights")
@@ -146,9 +143,7 @@ def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
         raise EvaluationError(f"--text measures a decoder alone; {args.model} has architecture={architecture!r}")
 
     def score(precision: Precision | None) -> TextScore:
-        runner = open_runner(
-            bundle, max_rows=args.rows, threads=args.threads, precision=precision, lowering=args.lowering
-        )
+        runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
         return evaluate_texts(bundle, runner, texts)
 
     try:
@@ -264,9 +259,7 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     languages = _languages(text, args)
     limit = bundle.manifest.model.max_source_len
     reader = Reader(open_tokenizer(bundle.path, text), text, limit, languages.ids)
-    runner = open_runner(
-        bundle, max_rows=args.rows, threads=args.threads, precision=args.precision, lowering=args.lowering
-    )
+    runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=args.precision)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
         return asyncio.run(run_engine(runner, sources, languages))
