@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from antiphon.model.bundle.manifest import MANIFEST_NAME
 from antiphon.model.ops.workspace import _NativeStats
 from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
-from antiphon.service.domain.request import Request, SamplingParams
+from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.models import Models, Served
@@ -28,6 +28,7 @@ from antiphon.service.server.loading import Shared, load
 from antiphon.service.server.memory import MemoryBudget
 from antiphon.service.server.model_settings import ModelPlan, ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from tests.fakes import request_of
 from tests.waits import client_waits
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
@@ -80,7 +81,7 @@ def ask(served: Served, max_new_tokens: int = 3) -> OutputStream:
     stream = OutputStream("a", coalesce_s=0.0)
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     engine = served.engine
-    engine.submit(Request(request_id="a", source_ids=(5, 6, 2), params=params, arrival_s=engine.clock()), stream)
+    engine.submit(request_of("a", (5, 6, 2), params=params, arrival_s=engine.clock()), stream)
     return stream
 
 

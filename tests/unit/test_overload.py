@@ -19,7 +19,7 @@ from antiphon.service.engine.request_queue import MAX_RETRY_S, MIN_RETRY_S
 from antiphon.service.engine.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
-from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.fakes import FakeClock, FakeRunner, changed, request_of, source_of
 from tests.serving import Details, Serving, asking, asking_whole, details_of, refusal, serving, stub_of
 
 STEP_S = 0.1
@@ -60,7 +60,7 @@ class Overload:
             name = f"waiting {next(self._tickets)}"
             made = request_of(name, source_of(target_len=2, length=LENGTH), arrival_s=self.clock())
             stream = OutputStream(name)
-            self.served.engine.submit(dataclasses.replace(made, client=client, priority=priority), stream)
+            self.served.engine.submit(changed(made, client=client, priority=priority), stream)
             streams.append(stream)
         return streams
 
