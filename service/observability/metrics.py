@@ -16,10 +16,10 @@ from prometheus_client import Counter
 from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.domain.cancellation import CancelCause
-from antiphon.service.domain.errors import Status, refusal_reasons
+from antiphon.service.domain.errors import refusal_reasons
 from antiphon.service.domain.request import ANSWERED, FinishReason, Priority, Task, Timing
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.workspace_by_length import WorkspaceByLength
+from antiphon.service.observability.workspace_metrics import WorkspaceMetrics
 from antiphon.service.runtime.runner import EncodeReport
 
 STAGES = ("waiting", "encoding", "running")
@@ -36,43 +36,6 @@ class CacheUse:
     num_cross: int
     num_free: int
     block_bytes: int
-
-
-class RpcMetrics:
-    """The metrics of RPCs, whatever model they name. For the event loop."""
-
-    def __init__(self, families: MetricFamilies) -> None:
-        self._families = families
-        self._handled: dict[tuple[str, str], Counter] = {}
-        self._num_in_flight = 0
-        families.rpcs_in_flight.set_function(lambda: self._num_in_flight)
-        for reason in refusal_reasons():
-            families.requests_refused.labels("", reason)
-
-    def expect(self, method: str) -> None:
-        """Show a method's counts at zero, for every status it may end with."""
-        if (method, "OK") not in self._handled:
-            for code in ("OK", *Status.__members__):
-                self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
-
-    def begun(self) -> None:
-        """Note that an RPC is under way."""
-        self._num_in_flight += 1
-
-    def handled(self, method: str, code: str) -> None:
-        """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
-        child = self._handled.get((method, code))
-        if child is None:
-            child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
-        child.inc()
-
-    def left(self) -> None:
-        """Note that an RPC is in flight no longer."""
-        self._num_in_flight -= 1
-
-    def refused(self, reason: str) -> None:
-        """Count an RPC refused before it was known which model it is for."""
-        self._families.requests_refused.labels("", reason).inc()
 
 
 class WatchedQueue(Protocol):
@@ -101,10 +64,9 @@ class Metrics:
         self._name = model_name
         self._is_removed = False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # of `_count`, as they are needed
-        self._max_measured_bytes = 0
         self._bind_requests(families, model_name)
         self._bind_steps(families, model_name)
-        self._bind_workspace(families, model_name)
+        self._workspace = WorkspaceMetrics(families.workspace, model_name)
         self._show_labels(families)
 
     def remove(self) -> None:
@@ -145,10 +107,8 @@ class Metrics:
         self._families.model_info.labels(self._name, precision, lowering, architecture).set(1)
 
     def predicts_by(self, fit: MemoryFit) -> None:
-        """Note the fit that predictions of its workspace come from."""
-        for term, value in (("a", fit.a), ("b", fit.b), ("c", fit.c)):
-            self._families.workspace_fit.labels(self._name, term).set(value)
-        self._families.workspace_fit_residual.labels(self._name).set(fit.residual)
+        """Report the fit that predicts the workspace of the model's encoder."""
+        self._workspace.predicts_by(fit)
 
     def watch_arena(self, workspace: Workspace) -> None:
         """Read the allocator that the model's graphs work in at every scrape."""
@@ -175,7 +135,7 @@ class Metrics:
         self._encode_batch_size.observe(report.rows)
         self._prompt_tokens.inc(num_source_tokens)
         self._padding_tokens.inc(report.num_tokens - num_source_tokens)
-        self._note_workspace(report)
+        self._workspace.encoded(report)
 
     def prompted(self, num_tokens: int) -> None:
         """Note the tokens of prompts that a decoder alone is about to read."""
@@ -262,23 +222,6 @@ class Metrics:
                 child = self._children[family, labels] = family.labels(self._name, *labels)
             child.inc()
 
-    def _note_workspace(self, report: EncodeReport) -> None:
-        measured, predicted = report.peak_workspace_bytes, report.predicted_fused_bytes
-        self._by_length.note(report)
-        self._materialised.set(report.predicted_materialised_bytes)
-        self._materialised_runs.observe(report.predicted_materialised_bytes)
-        if predicted is not None:
-            self._fused.set(predicted)
-            self._fused_runs.observe(predicted)
-        if measured is not None:
-            self._measured.set(measured)
-            self._measured_runs.observe(measured)
-            self._max_measured_bytes = max(self._max_measured_bytes, measured)
-            self._measured_max.set(self._max_measured_bytes)
-        if measured is not None and predicted is not None:
-            self._residual.set(measured - predicted)
-            self._quotient_runs.observe(measured / predicted if predicted else 1.0)
-
     def _bind_requests(self, families: MetricFamilies, name: str) -> None:
         self._submitted = {
             (task, priority): families.requests_submitted.labels(name, task.value, priority.value)
@@ -309,15 +252,3 @@ class Metrics:
             use: (families.kv_cache_blocks.labels(name, use), families.kv_cache_bytes.labels(name, use))
             for use in ("self", "cross", "free")
         }
-
-    def _bind_workspace(self, families: MetricFamilies, name: str) -> None:
-        self._materialised = families.workspace_materialised.labels(name)
-        self._fused = families.workspace_fused.labels(name)
-        self._measured = families.workspace_measured.labels(name)
-        self._measured_max = families.workspace_measured_max.labels(name)
-        self._residual = families.workspace_residual.labels(name)
-        self._materialised_runs = families.workspace_materialised_runs.labels(name)
-        self._fused_runs = families.workspace_fused_runs.labels(name)
-        self._measured_runs = families.workspace_measured_runs.labels(name)
-        self._quotient_runs = families.workspace_quotient_runs.labels(name)
-        self._by_length = WorkspaceByLength(families, name)

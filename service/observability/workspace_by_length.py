@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.workspace_families import WorkspaceFamilies
 from antiphon.service.runtime.runner import EncodeReport
 
 # Tokens; doubled each time, as a square would be quadrupled.
@@ -20,7 +20,7 @@ KINDS = ("measured", "predicted_fused", "predicted_materialised")
 class WorkspaceByLength:
     """Counters of one model, all shown at zero from the start. For the engine's thread."""
 
-    def __init__(self, families: MetricFamilies, model_name: str) -> None:
+    def __init__(self, families: WorkspaceFamilies, model_name: str) -> None:
         self._runs = [families.lone_runs.labels(model_name, length) for length in LENGTHS]
         self._tokens = [families.lone_tokens.labels(model_name, length) for length in LENGTHS]
         self._bytes = [

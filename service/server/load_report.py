@@ -22,8 +22,9 @@ from antiphon.service.domain.errors import InvalidArgument, Status
 from antiphon.service.engine.engine import Engine
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.telemetry import Context
+from antiphon.service.rpc.calls.method_handlers import handler
 from antiphon.service.rpc.calls.parsing import parser
-from antiphon.service.rpc.calls.rpc import InFlight, handler
+from antiphon.service.rpc.calls.rpc import InFlight
 from antiphon.service.rpc.v1.models import Models
 from antiphon.service.server.machine import ResidentMemory
 from antiphon.service.server.settings import usable_cores

@@ -243,7 +243,7 @@ async def test_renewal_waits_until_the_port_takes_connections(
             renew(pair, new)
             await is_logged(f"port {port} keeps its certificate and tries again: ", caplog)
             assert served.registry.get_sample_value("antiphon_tls_reloads_total", {"result": "failed"}) != 0
-        await is_logged(f"port {port} shows the new certificate", caplog)
+        await is_logged(f"port {port} presents the new certificate", caplog)
         await is_shown("127.0.0.1", port, new)
 
 

@@ -13,8 +13,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from antiphon.service.domain.errors import InvalidArgument, Unsupported
+from antiphon.service.rpc.calls.method_handlers import handler
 from antiphon.service.rpc.calls.parsing import Malformed, Parser
-from antiphon.service.rpc.calls.rpc import Context, InFlight, Method, handler
+from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
 
 # All unknown methods are counted under one name: clients must not be able to create metric labels.
 _UNKNOWN = "(unknown)"

@@ -1,4 +1,4 @@
-"""Settings of a server's ports: who may enter, over what, and how much of a connection one client may have."""
+"""Settings of a server's ports: authentication, TLS, and limits on connections and calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings
 File = Annotated[Path, WithJsonSchema({"type": "string", "format": "file"})]
 Seconds = Annotated[float, Field(ge=1, le=31_536_000)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-# What HTTP/2 carries of a metadata key.
+# Metadata keys that HTTP/2 allows.
 MetadataKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]$")]
 
 
@@ -87,7 +87,7 @@ class AccessSettings(BaseSettings):
 
 
 def contradiction(settings: AccessSettings, *, has_admin: bool) -> str | None:
-    """What is wrong with the settings together; None where nothing is."""
+    """Return a message about settings that contradict each other; None if there are none."""
     if (settings.tls_cert is None) != (settings.tls_key is None):
         given, missing = ("tls_cert", "tls_key") if settings.tls_key is None else ("tls_key", "tls_cert")
         return f"{given} is {getattr(settings, given)} and {missing} is unset; TLS needs both"

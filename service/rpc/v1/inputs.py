@@ -163,7 +163,7 @@ class Inputs:
         return await self._ids("text_pair", message.text_pair, self._limits.max_source_len)
 
     async def _ids(self, field: str, given: str | Sequence[int], limit: int, *, shortest: int = 0) -> tuple[int, ...]:
-        """Return the tokens of a text, or the given ids. Refuses a text that is surely too long before tokenising it."""
+        """Return the tokens of a text, or the given ids. Refuses a text before tokenising it if surely too long."""
         if not isinstance(given, str):
             _check_len(field, len(given), limit, shortest)
             return tuple(given)
