@@ -1,7 +1,7 @@
-"""Every metric's name, meaning and buckets, once. Meanings follow vLLM's where it has the metric.
+"""Names, help texts and buckets of all metrics. Metrics that vLLM has too have the same meaning.
 
-What is of one model has the label model_name, as vLLM's families have: what its engine reports goes through its own
-view (`metrics.py`), and goes away with it. Refuses labels that grow with traffic.
+Metrics of one model have the label model_name, as vLLM's families have. Its engine reports them through `metrics.py`,
+and they are removed with the model. No label grows with traffic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from antiphon.service.observability.arena_metrics import ArenaMetrics
 from antiphon.service.observability.model_families import MODEL_LABEL, PREFIX, ModelFamilies
 from antiphon.service.observability.workspace_families import WorkspaceFamilies
 
-# A token takes these models 2-10 ms on a CPU.
+# These models take 2-10 ms per token on a CPU.
 TOKEN_BUCKETS_S = (
     0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
@@ -25,7 +25,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
 
 class MetricFamilies:
-    """The server's metrics in a registry, for every model; one a registry."""
+    """All metrics of the server. Create one per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -46,38 +46,38 @@ class MetricFamilies:
         self.arenas.remove_by_labels({MODEL_LABEL: model_name})
 
     def set_budget(self, num_bytes: int) -> None:
-        """Report the memory budget; without a call there is none, and no such metric."""
+        """Report the memory budget. Without this call there is no such metric."""
         Gauge(f"{PREFIX}memory_budget_bytes", "Bytes that all models may hold together.", registry=self._registry).set(
             num_bytes
         )
 
     def set_machine(self, num_bytes: int) -> None:
-        """Report the memory that there is; without a call it is not known, and no such metric."""
+        """Report the memory of the machine or container. Without this call there is no such metric."""
         Gauge(
             f"{PREFIX}machine_memory_bytes",
-            "Memory that the process may come to use: its container's, or the machine's where that is less.",
+            "Memory that the process can use: its container's or the machine's, whichever is less.",
             registry=self._registry,
         ).set(num_bytes)
 
     def watch_loop(self, lag_s: Callable[[], float]) -> None:
-        """Read how late the event loop is, at every scrape."""
-        Gauge(
-            f"{PREFIX}event_loop_lag_seconds", "By how much the event loop is late.", registry=self._registry
-        ).set_function(lag_s)
+        """Read the delay of the event loop at every scrape."""
+        Gauge(f"{PREFIX}event_loop_lag_seconds", "Delay of the event loop.", registry=self._registry).set_function(
+            lag_s
+        )
 
     def watch_connections(self, is_full: Callable[[], bool]) -> None:
-        """Read whether the gRPC port has as many connections as it may, at every scrape."""
+        """Read at every scrape whether the gRPC port has its largest number of connections."""
         Gauge(
             f"{PREFIX}connections_full",
-            "1 while the gRPC port has as many connections as it may; further ones are closed at once.",
+            "1 while the gRPC port has its largest number of connections; further ones are closed at once.",
             registry=self._registry,
         ).set_function(is_full)
 
     def certificate_expiry(self) -> Gauge:
-        """When the certificate in use expires; without a call there is none, and no such metric."""
+        """Create the metric of the certificate's expiry. Without this call there is no such metric."""
         return Gauge(
             f"{PREFIX}tls_certificate_expiry_timestamp_seconds",
-            "When the certificate that the ports show expires, in Unix time.",
+            "Expiry of the certificate that the ports present, in Unix time.",
             registry=self._registry,
         )
 
@@ -87,52 +87,54 @@ class MetricFamilies:
             "num_tokens_waiting", "Source tokens of the requests in the queue."
         )
         self.num_requests_preempted = self._of_model.gauge(
-            "num_requests_preempted", "Of the requests in the queue, those that ran before."
+            "num_requests_preempted", "Requests in the queue that were preempted."
         )
         self.preemptions = self._of_model.counter(
-            "preemptions", "Times that a running output gave its row or its blocks to others, to go on later."
+            "preemptions", "Times that a running output lost its row or its blocks to others, to continue later."
         )
         self.expected_wait = self._of_model.gauge(
-            "expected_wait_seconds", "How long it would take to serve all in the queue; not a number while unknown."
+            "expected_wait_seconds", "Estimated time to serve all requests in the queue; not a number while unknown."
         )
         self.num_requests_running = self._of_model.gauge("num_requests_running", "Requests being generated.")
         self.requests_submitted = self._of_model.counter(
-            "requests_submitted", "Requests that the engine took up, by what they ask for.", "task", "priority"
+            "requests_submitted", "Requests that the engine accepted, by task and priority.", "task", "priority"
         )
         self.request_success = self._of_model.counter(
-            "request_success", "Requests answered in full, by how the output ended.", "finished_reason"
+            "request_success", "Requests answered in full, by finish reason.", "finished_reason"
         )
         self.request_errors = self._of_model.counter(
             "request_errors", "Requests ended by a fault or a shutdown.", "stage"
         )
         self.requests_refused = self._of_model.counter(
-            "requests_refused", "RPCs refused, by ErrorInfo reason; model_name is empty where none was found.", "reason"
+            "requests_refused",
+            "RPCs refused, by ErrorInfo reason; model_name is empty if no model was found.",
+            "reason",
         )
         self.cancellations = self._of_model.counter(
             "cancellations",
-            "Requests given up, by why and where: waiting, encoding, running; streaming: answered, but not read.",
+            "Requests cancelled, by cause and stage: waiting, encoding, running; streaming: answered, but not read.",
             "stage",
             "cause",
         )
         self.deadline_misses = self._of_model.counter(
-            "deadline_misses", "Requests whose deadline passed: at submit, or in a stage of cancellations.", "stage"
+            "deadline_misses", "Requests whose deadline passed, by stage: submit, or those of cancellations.", "stage"
         )
 
     def _rpcs(self) -> None:
         self.rpcs_handled = Counter(
             f"{PREFIX}grpc_server_handled",
-            "RPCs that are over, by full method and status code.",
+            "Finished RPCs, by full method and status code.",
             ("method", "code"),
             registry=self._registry,
         )
         self.rpcs_in_flight = Gauge(
             f"{PREFIX}grpc_server_in_flight",
-            "RPCs from their headers until their status is written, and requests of a stream of them, each.",
+            "RPCs from their headers until their status is written; each request of a stream counts as one too.",
             registry=self._registry,
         )
         self.calls_waiting = Gauge(
             f"{PREFIX}calls_waiting_for_client",
-            "Calls that wait for their client: to send its request, to read its answer, or in a stream that may idle.",
+            "Calls that wait for their client, by stage: to send a request, to read an answer, or in an idle stream.",
             ("stage",),
             registry=self._registry,
         )
@@ -152,24 +154,24 @@ class MetricFamilies:
         )
         self.stream_messages = self._of_model.counter("stream_messages", "Messages written to streams.")
         self.tls_reloads = Counter(
-            f"{PREFIX}tls_reloads", "Changed certificates read again, by result.", ("result",), registry=self._registry
+            f"{PREFIX}tls_reloads", "Reloads of changed certificates, by result.", ("result",), registry=self._registry
         )
         self.token_reloads = Counter(
-            f"{PREFIX}token_reloads", "Changed token files read again, by result.", ("result",), registry=self._registry
+            f"{PREFIX}token_reloads", "Reloads of changed token files, by result.", ("result",), registry=self._registry
         )
 
     def _background_writers(self) -> None:
         self.log_lines_dropped = Counter(
             f"{PREFIX}log_lines_dropped",
-            "Lines of the log, access lines above all, that standard error took too late, or refused.",
+            "Log lines, mostly access lines, that were dropped because standard error was too slow or failed.",
             registry=self._registry,
         )
         self.spans_exported = Counter(
-            f"{PREFIX}spans_exported", "Spans that the collector took.", registry=self._registry
+            f"{PREFIX}spans_exported", "Spans that the collector accepted.", registry=self._registry
         )
         self.spans_dropped = Counter(
             f"{PREFIX}spans_dropped",
-            "What the collector was not told, by why: calls that found the queue full, spans that it did not take.",
+            "Dropped, by reason: queue_full counts calls, not_exported spans that the collector did not accept.",
             ("reason",),
             registry=self._registry,
         )
@@ -178,26 +180,26 @@ class MetricFamilies:
 
     def _latencies(self) -> None:
         self.time_to_first_token = self._of_model.histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", REQUEST_BUCKETS_S
+            "time_to_first_token_seconds", "Time from arrival to the first token.", REQUEST_BUCKETS_S
         )
         self.inter_token_latency = self._of_model.histogram(
-            "inter_token_latency_seconds", "From one token of a request to its next.", TOKEN_BUCKETS_S
+            "inter_token_latency_seconds", "Time from one token of a request to the next.", TOKEN_BUCKETS_S
         )
         self.e2e_request_latency = self._of_model.histogram(
-            "e2e_request_latency_seconds", "From arrival to the end of a full answer.", REQUEST_BUCKETS_S
+            "e2e_request_latency_seconds", "Time from arrival to the end of a full answer.", REQUEST_BUCKETS_S
         )
         self.request_queue_time = self._of_model.histogram(
-            "request_queue_time_seconds", "From arrival to joining the running batch.", REQUEST_BUCKETS_S
+            "request_queue_time_seconds", "Time from arrival to joining the running batch.", REQUEST_BUCKETS_S
         )
 
     def _steps(self) -> None:
         self.engine_last_step_age = self._of_model.gauge(
-            "engine_last_step_age_seconds", "Since the step under way began, or should have; 0 where nothing is to do."
+            "engine_last_step_age_seconds", "Time since the current step began or was due; 0 if there is no work."
         )
         self.engine_stuck = self._of_model.gauge("engine_stuck", "1 while a step takes longer than watchdog_timeout_s.")
         self.prompt_tokens = self._of_model.counter("prompt_tokens", "Source tokens encoded, or prompt tokens read.")
         self.generation_tokens = self._of_model.counter(
-            "generation_tokens", "Target tokens decoded, end tokens included, those of every beam."
+            "generation_tokens", "Target tokens decoded, for all beams, end tokens included."
         )
         self.padding_tokens = self._of_model.counter("padding_tokens", "Tokens the encoder computed for padding.")
         self.encode_batch_size = self._of_model.histogram(
@@ -218,8 +220,12 @@ class MetricFamilies:
 
     def _memory(self) -> None:
         self.model_info = self._of_model.gauge(
-            "model_info", "How a model is served; always 1.", "precision", "lowering", "architecture"
+            "model_info",
+            "Precision, lowering and architecture of a model; always 1.",
+            "precision",
+            "lowering",
+            "architecture",
         )
         self.model_memory = self._of_model.gauge(
-            "model_memory_bytes", "What a model counts for in the memory budget: weights, cache, workspace.", "kind"
+            "model_memory_bytes", "Bytes of a model in the memory budget: weights, cache, workspace.", "kind"
         )

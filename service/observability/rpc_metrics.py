@@ -9,7 +9,7 @@ from antiphon.service.observability.metric_families import MetricFamilies
 
 
 class RpcMetrics:
-    """The metrics of RPCs, whatever model they name. For the event loop."""
+    """Metrics of RPCs, independent of the model that they name. For the event loop."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
@@ -20,26 +20,26 @@ class RpcMetrics:
             families.requests_refused.labels("", reason)
 
     def expect(self, method: str) -> None:
-        """Show a method's counts at zero, for every status it may end with."""
+        """Show a method's counts at zero, for every possible status."""
         if (method, "OK") not in self._handled:
             for code in ("OK", *Status.__members__):
                 self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
 
     def begun(self) -> None:
-        """Note that an RPC is under way."""
+        """Record that an RPC has begun."""
         self._num_in_flight += 1
 
     def handled(self, method: str, code: str) -> None:
-        """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
+        """Count a finished RPC. method: its full name, which must be one of the server's. code: name of its status."""
         child = self._handled.get((method, code))
         if child is None:
             child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
         child.inc()
 
     def left(self) -> None:
-        """Note that an RPC is in flight no longer."""
+        """Record that an RPC is no longer in flight."""
         self._num_in_flight -= 1
 
     def refused(self, reason: str) -> None:
-        """Count an RPC refused before it was known which model it is for."""
+        """Count an RPC that was refused before its model was known."""
         self._families.requests_refused.labels("", reason).inc()

@@ -16,7 +16,7 @@ class WorkspaceFamilies:
         name = "encoder_workspace_"
         self.materialised = families.gauge(
             f"{name}predicted_materialised_bytes",
-            "Score matrices of one layer, had the last encoder run written them out: the sum of H * S^2 * w.",
+            "Size of one layer's score matrices without fused attention, last encoder run: the sum of H * S^2 * w.",
         )
         self.fused = families.gauge(
             f"{name}predicted_fused_bytes", "Workspace that the bundle's fit predicts for the last encoder run."
@@ -26,7 +26,7 @@ class WorkspaceFamilies:
             f"{name}measured_max_bytes", "Largest peak workspace measured in any encoder run."
         )
         self.residual = families.gauge(
-            f"{name}residual_bytes", "Measured less predicted (fused) workspace of the last encoder run."
+            f"{name}residual_bytes", "Measured minus predicted (fused) workspace of the last encoder run."
         )
         self._runs(families, name)
         self._lone(families)
@@ -34,7 +34,7 @@ class WorkspaceFamilies:
     def _lone(self, families: ModelFamilies) -> None:
         self.lone_runs = families.counter(
             "encoder_lone_runs",
-            "Encoder runs of one source alone, by length: up to source_len tokens.",
+            "Encoder runs with a single source, by length: up to source_len tokens.",
             "source_len",
         )
         self.lone_tokens = families.counter("encoder_lone_tokens", "Source tokens of those runs.", "source_len")
@@ -59,15 +59,15 @@ class WorkspaceFamilies:
         )
         self.quotient_runs = families.histogram(
             f"{name}measured_to_predicted_ratio",
-            "Measured over predicted (fused) workspace of every encoder run: 1 and its relative residual.",
+            "Measured divided by predicted (fused) workspace of every encoder run.",
             QUOTIENT_BUCKETS,
         )
 
         self.fit = families.gauge(
             f"{name}fit_coefficient",
-            "The bundle's fit of an encoder run's workspace in bytes, a + B * (b * T + c * T^2): its a, b and c.",
+            "Terms a, b and c of the bundle's fit of an encoder run's workspace, a + B * (b * T + c * T^2) bytes.",
             "term",
         )
         self.fit_residual = families.gauge(
-            f"{name}fit_residual_ratio", "Largest relative error of the bundle's fit where it was measured."
+            f"{name}fit_residual_ratio", "Largest relative error of the bundle's fit at its measured points."
         )
