@@ -1,4 +1,4 @@
-"""Models loaded into a running server and out of it: what is published when, and that nothing of them stays."""
+"""Loading and unloading models of a running server: published states, and no memory left afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan(name: str, path: Path = SHIPPED_BUNDLE) -> ModelPlan:
 
 @dataclasses.dataclass
 class Host:
-    """A control with one model, "first", and everything that it tells others."""
+    """Control with one model, "first", that records all announcements."""
 
     registry: CollectorRegistry
     shared: Shared
@@ -54,7 +54,7 @@ class Host:
         return [served.name for served in self.control.models]
 
     def state(self) -> Any:
-        """Everything that a failed change must leave as it was."""
+        """Return the state that a failed change must not alter."""
         return self.names, self.shared.budget.held, dict(self.health), generate_latest(self.registry)
 
 
@@ -77,7 +77,7 @@ async def host() -> AsyncIterator[Host]:
 
 
 def ask(served: Served, max_new_tokens: int = 3) -> OutputStream:
-    """Greedy, on and on past the end token."""
+    """Return greedy parameters that ignore the end token."""
     stream = OutputStream("a", coalesce_s=0.0)
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     engine = served.engine
@@ -106,7 +106,7 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
 
 
 def _in_use(stats: Any, handle: int) -> int:
-    """What an allocator holds from the operating system after its Python side has gone."""
+    """Return the bytes that an allocator still has after its Python object was deleted."""
     native = _NativeStats()
     stats(handle, ctypes.byref(native))
     return int(native.reserved_bytes)

@@ -1,4 +1,4 @@
-"""Bearer tokens and the limits of a port: who is turned away, how, and what is told and counted of it."""
+"""Bearer tokens and the limits of a port: refused calls, their status, and their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client sees of every bound of the queue: a refusal without response headers, and when to try again."""
+"""Limits of the queue as a client sees them: a refusal without response headers, with a retry delay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 5  # source tokens of everything that waits
 
 
 class Overload:
-    """A server of one row whose steps take STEP_S each, held before one of them while requests wait."""
+    """Server with one row and steps of STEP_S, held before a step while requests wait."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -42,7 +42,7 @@ class Overload:
         runner.before_decode = self._pass
 
     async def hold(self) -> None:
-        """Let a request run, and hold it."""
+        """Start a request and hold it."""
         self._is_open.clear()
         self.reached.clear()
         self.wait(1)
@@ -54,7 +54,7 @@ class Overload:
     def wait(
         self, count: int, *, client: str = "other", priority: Priority = Priority.INTERACTIVE
     ) -> list[OutputStream]:
-        """Let so many requests more of a client wait, each of three steps."""
+        """Queue `count` further requests of a client, each with three steps."""
         streams = []
         for _ in range(count):
             name = f"waiting {next(self._tickets)}"
@@ -65,7 +65,7 @@ class Overload:
         return streams
 
     async def measure(self) -> None:
-        """Let the server find out how fast it is: a request in three steps."""
+        """Let the server measure its speed with one request of three steps."""
         streams = self.wait(20)
         await asyncio.gather(*(stream.collect() for stream in streams))
 
@@ -89,7 +89,7 @@ async def overload(config: EngineConfig) -> AsyncIterator[Overload]:
 
 
 async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
-    """The refusal of a stream and of a unary call, which say the same."""
+    """Return the refusals of a stream and of a unary call, which must be equal."""
     for call in (
         stub_of(served).Generate(asking(source_of(target_len=2, length=LENGTH))),
         stub_of(served).GenerateUnary(asking_whole(source_of(target_len=2, length=LENGTH))),
@@ -105,7 +105,7 @@ async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
 
 
 async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
-    """Bad as its source is, nobody looks at it: reading costs what the requests that run need."""
+    """Its invalid source is not read: reading takes CPU time from running requests."""
     async with overload(EngineConfig(max_queued_requests=2)) as held:
         unread = asking(prefix_ids=pb.TokenIds(ids=(10**6,)))
         taken = await refusal(stub_of(held.served).Generate(unread))
