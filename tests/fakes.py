@@ -7,9 +7,11 @@ so the right answer of any request is known beforehand.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +20,11 @@ from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.model.ops.choices import Choices, choose
-from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.service.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.service.domain.tasks import Generate, Score
 from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
+
+_R = TypeVar("_R", bound=Request)
 
 BOS_ID = 1
 EOS_ID = 2
@@ -308,15 +313,35 @@ def request_of(
     arrival_s: float = 0.0,
     deadline_s: float | None = None,
     prefix: tuple[int, ...] = (),
-) -> Request:
-    """A greedy request unless params say otherwise."""
-    return Request(
-        request_id=request_id,
+) -> Generate:
+    """Return a request to generate, greedy by default."""
+    return Generate(
+        arrival=Arrival(request_id=request_id, arrival_s=arrival_s, deadline_s=deadline_s),
         source_ids=source,
         params=params or SamplingParams(),
-        arrival_s=arrival_s,
-        deadline_s=deadline_s,
         prefix_ids=prefix,
+    )
+
+
+def changed(request: _R, **changes: Any) -> _R:
+    """Return a copy with other values of some fields, those of its arrival included."""
+    names = {field.name for field in dataclasses.fields(Arrival)}
+    arrival = {name: value for name, value in changes.items() if name in names}
+    rest = {name: value for name, value in changes.items() if name not in names}
+    return dataclasses.replace(request, arrival=dataclasses.replace(request.arrival, **arrival), **rest)
+
+
+def scored(request: Generate, target_ids: Sequence[int], *, name: str | None = None) -> Score:
+    """Return a request to score a target after the source and prefix of a request to generate."""
+    arrival = request.arrival
+    return Score(
+        arrival=arrival if name is None else dataclasses.replace(arrival, request_id=name),
+        source_ids=request.source_ids,
+        begin_id=request.begin_id,
+        prefix_ids=request.prefix_ids,
+        num_prompt_ids=request.num_prompt_ids,
+        target_ids=tuple(target_ids),
+        num_alternatives=request.num_logprobs or 0,
     )
 
 

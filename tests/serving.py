@@ -37,7 +37,8 @@ from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Models, Served
 from antiphon.service.rpc.v1.options import default_options
 from antiphon.service.rpc.v1.pacing import Pacing
-from antiphon.service.rpc.v1.servicer import InferenceServicer, ServedModel
+from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.server.access import Access
 from antiphon.service.server.listener import close_port, open_port
 from antiphon.service.server.process import SERVICES, build_server, build_waits, call_limits

@@ -6,6 +6,7 @@ Knows nothing of protobuf, tensors, blocks or clocks.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -103,6 +104,7 @@ class SamplingParams(SamplingFields):
 _FURTHER_FIELDS = tuple(one for one in fields(SamplingParams) if one.name not in FREE)
 _further = attrgetter(*(one.name for one in _FURTHER_FIELDS))
 _FURTHER_DEFAULTS = tuple(one.default for one in _FURTHER_FIELDS)
+_NO_PARAMS = SamplingParams()
 
 
 class StopMatcher(Protocol):
@@ -113,69 +115,154 @@ class StopMatcher(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One immutable request, already validated and tokenised.
+class Arrival:
+    """Identity, sender and time limit of a request of any task.
 
-    source_ids: source tokens, end token included; empty for decoder-only models.
-    begin_id: first decoder input; None is the model's begin token.
-    prefix_ids: first target tokens, given and not generated; without the begin token.
-    num_prompt_ids: decoder-only: number of tokens among the begin token and prefix_ids that are the prompt; otherwise
-        0.
+    request_id: unique among the requests of an engine.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
-    stop_matcher: makes a matcher for one output; None where there are no stop strings.
-    is_streamed: the client reads tokens as they come. A beam search that is not streamed sends outputs at its end only.
-    target_ids: tokens to score, end token included, for SCORE. pooling, normalize: for EMBED.
-    type_ids: token types of the source; empty where all are 0.
-    picks: source positions whose encoder output a head reads. num_fillings: tokens to propose for each, for FILL_MASK.
-    trace_id: id of its recorded trace; empty where there is none.
-    client: name of the caller from `caller.py`; waiting clients take turns. priority: order of service.
+    client: name of the caller, as `caller.py` gives it. Clients with waiting requests take turns.
+    priority: class of requests that it waits with.
+    trace_id: id of the recorded trace that it belongs to; empty if there is none.
     """
 
     request_id: str
-    source_ids: tuple[int, ...]
-    params: SamplingParams
     arrival_s: float
     deadline_s: float | None = None
-    begin_id: int | None = None
-    prefix_ids: tuple[int, ...] = ()
-    num_prompt_ids: int = 0
-    stop_matcher: Callable[[], StopMatcher] | None = None
-    is_streamed: bool = True
-    task: Task = Task.GENERATE
-    target_ids: tuple[int, ...] = ()
-    pooling: Pooling = Pooling.MEAN
-    normalize: bool = False
-    type_ids: tuple[int, ...] = ()
-    picks: tuple[int, ...] = ()
-    num_fillings: int = 0
     client: str = ""
-    trace_id: str = ""
     priority: Priority = Priority.INTERACTIVE
+    trace_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request(ABC):
+    """Validated and tokenised request. Each kind of task has a class of its own, see `tasks.py`.
+
+    The engine reads every kind through this class. The properties of fields that a kind does not have are empty.
+
+    source_ids: source tokens, end token included; empty for a decoder-only model.
+    """
+
+    arrival: Arrival
+    source_ids: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def task(self) -> Task:
+        """Task of this request."""
+
+    @property
+    def request_id(self) -> str:
+        """As in its arrival."""
+        return self.arrival.request_id
+
+    @property
+    def arrival_s(self) -> float:
+        """As in its arrival."""
+        return self.arrival.arrival_s
+
+    @property
+    def deadline_s(self) -> float | None:
+        """As in its arrival."""
+        return self.arrival.deadline_s
+
+    @property
+    def client(self) -> str:
+        """As in its arrival."""
+        return self.arrival.client
+
+    @property
+    def priority(self) -> Priority:
+        """As in its arrival."""
+        return self.arrival.priority
+
+    @property
+    def trace_id(self) -> str:
+        """As in its arrival."""
+        return self.arrival.trace_id
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters of a Generate."""
+        return _NO_PARAMS
+
+    @property
+    def begin_id(self) -> int | None:
+        """First decoder input of a Generate or Score; None is the model's begin token."""
+        return None
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Target tokens after the begin token that a Generate or Score starts with."""
+        return ()
+
+    @property
+    def num_prompt_ids(self) -> int:
+        """Number of tokens of the prompt of a decoder-only model: the begin token and the first prefix_ids."""
+        return 0
+
+    @property
+    def stop_matcher(self) -> Callable[[], StopMatcher] | None:
+        """Constructor of the stop string matchers of a Generate; None if it has no stop strings."""
+        return None
+
+    @property
+    def is_streamed(self) -> bool:
+        """True when the client reads the tokens of a Generate while they are generated."""
+        return False
+
+    @property
+    def target_ids(self) -> tuple[int, ...]:
+        """Tokens that a Score scores."""
+        return ()
+
+    @property
+    def type_ids(self) -> tuple[int, ...]:
+        """Token types of the source of an Embed or ReadHead; empty if all are 0."""
+        return ()
+
+    @property
+    def pooling(self) -> Pooling:
+        """Pooling of an Embed."""
+        return Pooling.MEAN
+
+    @property
+    def normalize(self) -> bool:
+        """True when the vector of an Embed is divided by its length."""
+        return False
+
+    @property
+    def picks(self) -> tuple[int, ...]:
+        """Source positions whose states a head reads."""
+        return ()
+
+    @property
+    def num_fillings(self) -> int:
+        """Number of tokens that a FILL_MASK proposes for each of its picks."""
+        return 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives reported with each token's log-probability; None reports no log-probabilities."""
+        return self.params.num_logprobs
 
     @property
     def has_target(self) -> bool:
-        """True when a target is generated or scored; otherwise only the encoder output is read."""
+        """True when the decoder runs: a target is generated or scored."""
         return self.task in (Task.GENERATE, Task.SCORE)
 
     @property
     def head(self) -> HeadTask | None:
-        """Head that reads the encoder output of its source; None where none does."""
+        """Head that reads the source's states; None if no head does."""
         return head_of(self.task, self.pooling)
 
     @property
     def num_source_tokens(self) -> int:
-        """Tokens of the source, or of the prompt for decoder-only models."""
+        """Number of tokens of the source, or of the prompt of a decoder-only model."""
         return len(self.source_ids) or self.num_prompt_ids
 
     def given_ids(self, bos_id: int) -> tuple[int, ...]:
-        """Return the tokens before the first produced one: begin_id, or bos_id where it is None, and the prefix."""
+        """Return the decoder input before the first new token: begin token (bos_id by default) and prefix."""
         return (bos_id if self.begin_id is None else self.begin_id, *self.prefix_ids)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Log-probabilities to return, as in the parameters; a SCORE without a number returns those of its target."""
-        asked = self.params.num_logprobs
-        return 0 if asked is None and self.task is Task.SCORE else asked
 
 
 def head_of(task: Task, pooling: Pooling = Pooling.MEAN) -> HeadTask | None:

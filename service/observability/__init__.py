@@ -1,1 +1,1 @@
-"""What is told of calls, engines and the process: metrics, log lines, spans."""
+"""Metrics, log lines and spans of calls, engines and the process."""

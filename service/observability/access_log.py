@@ -1,6 +1,6 @@
-"""One line for every RPC that is over: what was asked of which model, by whom, and how it went. Never text or tokens.
+"""Access log: one line for every finished RPC with method, model, caller, work and status. Never text or tokens.
 
-Of a refusal it gives the reason and the field; the message, which may quote the field's value, goes to the client only.
+The line of a refusal has the reason and the field, not the message: that may quote the field's value.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from antiphon.service.observability.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
-# How long a line may wait for others to be written with it.
+# Time in which further lines are collected to be written together.
 _GATHER_S = 0.05
 
 
 class AccessLog:
-    """A sink of calls that writes their lines, at info, from a thread of its own: standard error may be a full pipe.
+    """Sink that writes the lines of calls at level info, in a separate thread: standard error may be a full pipe.
 
-    Until then a call costs the event loop nothing but its place in a queue. is_for_all: also of those that ended well.
+    The event loop only puts a call into a queue. is_for_all: write lines for calls with status OK too.
     """
 
     def __init__(self, families: MetricFamilies, *, is_for_all: bool = True) -> None:
@@ -31,12 +31,12 @@ class AccessLog:
         self._calls = Outlet("antiphon-access-log", _write, on_drop=on_drop, gather_s=_GATHER_S)
 
     def __call__(self, call: Call) -> None:
-        """Take a call that is over; at once."""
+        """Queue a finished call; never blocks."""
         if (self._is_for_all or call.code != "OK") and log.isEnabledFor(logging.INFO):
             self._calls.put((call, time.time()))
 
     def close(self, timeout_s: float) -> None:
-        """Write what was taken, for at most so many seconds. Blocks."""
+        """Write the queued calls, for at most timeout_s. Blocks."""
         self._calls.close(timeout_s)
 
 
@@ -49,7 +49,7 @@ def _write(batch: list[tuple[Call, float]]) -> None:
 
 
 def fields_of(call: Call) -> dict[str, object]:
-    """What is known of a call that is over, in the order of its life; docs/OBSERVABILITY.md explains each field."""
+    """Return the fields of a finished call in order of time; docs/OBSERVABILITY.md explains each field."""
     fields: dict[str, object] = {"method": call.method, "status": call.code, "request_id": call.request_id}
     if call.trace is not None:
         fields["trace_id"] = call.trace.trace_id
@@ -67,7 +67,7 @@ def fields_of(call: Call) -> dict[str, object]:
 
 
 def _work(asked: list[Asked]) -> dict[str, object]:
-    """What the engine did: times of the first request, tokens of all."""
+    """Return the fields of the engine's work: times of the first request, tokens of all requests."""
     first = asked[0]
     fields: dict[str, object] = {
         "priority": first.request.priority.value,

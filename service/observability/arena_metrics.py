@@ -1,6 +1,6 @@
-"""What each model's allocator holds, read at every scrape: ONNX Runtime and our own operators work in nothing else.
+"""Metrics of each model's allocator, read at every scrape. ONNX Runtime and our own operators use no other one.
 
-Of the graphs that answer requests; what shows attention maps (`explain.py`) has sessions, and memory, of its own.
+Covers the graphs that answer requests. Attention maps (`explain.py`) have separate sessions and memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from prometheus_client.registry import Collector
 from antiphon.model.ops.workspace import Workspace
 
 _GAUGES = {
-    "in_use_bytes": "Bytes that the model's graphs hold of their allocator: what a run works in; no mapped weights.",
-    "reserved_bytes": "Bytes that the allocator holds of the operating system: in use, rounded up, and cached.",
-    "cached_bytes": "Bytes that the allocator holds and nobody uses.",
-    "limit_bytes": "Bound of the reserved bytes; 0 is none.",
-    "peak_bytes": "Most bytes that were ever in use at once.",
+    "in_use_bytes": "Bytes that the model's graphs use of their allocator for running; without mapped weights.",
+    "reserved_bytes": "Bytes that the allocator has from the operating system: in use, rounded up, and cached.",
+    "cached_bytes": "Bytes that the allocator has and that are not in use.",
+    "limit_bytes": "Limit of the reserved bytes; 0 is no limit.",
+    "peak_bytes": "Largest number of bytes ever in use.",
 }
 _COUNTERS = {
-    "allocations": "Blocks that the allocator gave.",
-    "refusals": "Blocks that it could not give, for its limit or the operating system's.",
+    "allocations": "Blocks that were allocated.",
+    "refusals": "Allocations that failed because of the allocator's limit or the operating system's.",
 }
 
 
 class ArenaMetrics(Collector):
-    """Samples of the allocators it is told to watch."""
+    """Collector of samples from watched allocators."""
 
     def __init__(self, prefix: str, label: str, registry: CollectorRegistry) -> None:
         self._prefix = f"{prefix}arena_"
@@ -38,17 +38,17 @@ class ArenaMetrics(Collector):
         registry.register(self)
 
     def watch(self, model_name: str, workspace: Workspace) -> None:
-        """Show an allocator under a model's name, and keep it alive until that is removed."""
+        """Report an allocator under a model's name, and keep it alive until the model is removed."""
         with self._lock:
             self._watched[model_name] = workspace
 
     def remove_by_labels(self, labels: Mapping[str, str]) -> None:
-        """Show and keep a model's allocator no longer."""
+        """Stop reporting a model's allocator, and release it."""
         with self._lock:
             self._watched.pop(labels[self._label], None)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Render the samples; called by the registry."""
+        """Yield the samples; called by the registry."""
         with self._lock:
             watched = list(self._watched.items())
         read = [(name, workspace.stats(), workspace.highest_bytes) for name, workspace in watched]

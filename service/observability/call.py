@@ -1,7 +1,7 @@
-"""One RPC as it is accounted for: its request id, what it asked of engines, and how it ended. No text, no token.
+"""Record of one RPC: its request id, its requests to engines, and its status. No text and no tokens.
 
-What is known of a call is collected here while it runs, in the event loop only; metrics, logs and spans are made of it
-when it is over (`telemetry.py`). The call under way is the context's: every RPC runs in a task of its own.
+The record is filled while the call runs, in the event loop only. `telemetry.py` reports it to metrics, logs and spans
+at the end. The current call is a context variable, because every RPC runs in its own task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Text = str | bytes
 
 
 class Events(Protocol):
-    """Terminal events of one request, as the engine's stream gives them.
+    """Source of the terminal events of one request: the engine's stream.
 
     on_end: called with every terminal event; None after the last. cancel_cause: reason of a cancellation, if any.
     """
@@ -38,9 +38,9 @@ class Events(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request of a call that an engine admitted, and its stream.
+    """Request of a call that an engine admitted, and its stream.
 
-    is_over: its last event has come. timing, num_generated: of that event, which itself may hold megabytes.
+    is_over: its last event has arrived. timing, num_generated: copied from that event, which may hold megabytes.
     """
 
     request: Request
@@ -53,16 +53,16 @@ class Asked:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """An RPC under way.
+    """RPC in flight.
 
-    method: `package.Service/Method`. trace: where it belongs; None to none. arrival_s, ended_s: of the server's clock.
-    caller: who asks, as `caller.py` names it. connection: the address of the client's end.
-    num_metadata_bytes: of the client's metadata, as HTTP/2 counts them.
-    model_name, metrics: of the model it was routed to; "" and None before.
-    trailers: what goes back in trailing metadata whether it succeeds or fails, the request id first.
-    num_messages: written to its stream. num_unsent_bytes: of the message that is being written.
-    code: name of the gRPC status it ended with.
-    error: what the client was told instead of an answer.
+    method: `package.Service/Method`. trace: its trace, or None. arrival_s, ended_s: times of the server's clock.
+    caller: name of the client, as `caller.py` gives it. connection: address of the client's end.
+    num_metadata_bytes: size of the client's metadata, as HTTP/2 counts it.
+    model_name, metrics: model that it was routed to; "" and None before.
+    trailers: trailing metadata, sent on success and on failure, the request id first.
+    num_messages: messages written to its stream. num_unsent_bytes: size of the message that is being written.
+    code: name of the final gRPC status.
+    error: error that the client received instead of an answer.
     """
 
     method: str
@@ -87,17 +87,17 @@ class Call:
         self.trailers = [(REQUEST_ID_KEY, self.request_id)]
 
     def routed(self, model_name: str, metrics: Metrics) -> None:
-        """Note the model that answers it."""
+        """Record the model that answers it."""
         self.model_name = model_name
         self.metrics = metrics
 
     @property
     def trace_id(self) -> str:
-        """The id of its trace, if that is recorded; otherwise empty."""
+        """Id of its trace if that is recorded, otherwise empty."""
         return self.trace.trace_id if self.trace is not None and self.trace.is_sampled else ""
 
     def admitted(self, request: Request, stream: Events) -> None:
-        """Note a request that an engine has admitted, and its ends as they come through its stream."""
+        """Record a request that an engine has admitted, and the terminal events of its stream."""
         asked = Asked(request, stream)
         self.asked.append(asked)
 
@@ -117,11 +117,11 @@ class Call:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it failed before an engine took it up."""
+        """True when it failed before an engine admitted a request of it."""
         return self.error is not None and not self.asked
 
     def end(self, ended_s: float, on_settled: Callable[[Call], None]) -> None:
-        """Note that the RPC is over; on_settled is called once its requests are over too, perhaps a step later."""
+        """Record the end of the RPC. on_settled is called when its requests have ended too, perhaps a step later."""
         self.ended_s = ended_s
         self._on_settled = on_settled
         self._settle()
@@ -134,32 +134,32 @@ class Call:
 
 _current: ContextVar[Call | None] = ContextVar("antiphon_call", default=None)
 enter_call = _current.set
-"""Make a call the one under way in this task, and in the tasks and threads that it starts."""
+"""Make a call the current one of this task, and of the tasks and threads that it starts."""
 current_call = _current.get
-"""The call under way, None outside of any."""
+"""Return the current call, None outside of calls."""
 
 
 class RequestIds:
-    """Takes the client's request id where it is fit to be shown, or makes one: short, and unique among servers."""
+    """Accepts the client's request id if it is printable, else creates one: short and unique among servers."""
 
     def __init__(self) -> None:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
 
     def of(self, given: Text | None) -> str:
-        """The id of a call whose client sent `given` as x-request-id."""
+        """Return the id of a call whose client sent `given` as x-request-id."""
         if isinstance(given, str) and is_request_id(given):
             return given
         return f"{self._prefix}-{next(self._numbers):x}"
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a text may be a request id: 1 to 128 visible ASCII characters."""
+    """Return whether a text is a valid request id: 1 to 128 visible ASCII characters."""
     return 0 < len(text) <= MAX_REQUEST_ID_LEN and text.isascii() and text.isprintable() and " " not in text
 
 
 def find_metadata(metadata: Iterable[tuple[str, Text]]) -> tuple[Text | None, Text | None]:
-    """The x-request-id and the traceparent in a call's metadata; the first where there are several."""
+    """Return x-request-id and traceparent of a call's metadata, the first of several values."""
     request_id = traceparent = None
     for key, value in metadata:
         if key == REQUEST_ID_KEY and request_id is None:

@@ -1,7 +1,7 @@
-"""A Prometheus histogram that takes many equal observations at the price of one.
+"""Prometheus histogram that counts many equal observations at the cost of one.
 
-prometheus_client's own counts one observation a call; a step of the engine makes as many as it has rows. This one
-renders the same samples through the client's public collector interface.
+prometheus_client's own histogram counts one observation per call, but a step of the engine makes one for each row. This
+class produces the same samples through the client's public collector interface.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class CountedHistogram(Collector):
-    """A histogram with one label, of no observations but its children's; buckets are upper bounds, +Inf is added."""
+    """Histogram with one label. Only its children have observations. Buckets are upper bounds; +Inf is added."""
 
     def __init__(
         self, name: str, documentation: str, *, label: str, buckets: Sequence[float], registry: CollectorRegistry
@@ -37,17 +37,17 @@ class CountedHistogram(Collector):
         registry.register(self)
 
     def labels(self, value: str) -> Observations:
-        """The observations under one value of the label."""
+        """Return the observations under one value of the label."""
         with self._lock:
             return self._children.setdefault(value, Observations(self._bounds))
 
     def remove_by_labels(self, labels: Mapping[str, str]) -> None:
-        """Forget the observations under one value of the label, as the client's own metrics do."""
+        """Remove the observations under one value of the label, as the client's own metrics do."""
         with self._lock:
             self._children.pop(labels[self._label], None)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Render the samples; called by the registry."""
+        """Yield the samples; called by the registry."""
         with self._lock:
             children = list(self._children.items())
         family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
@@ -68,7 +68,7 @@ def _bucket(bound: str, count: float, exemplar: Exemplar | None) -> Bucket:
 
 
 class Observations:
-    """The counts of one label value. Thread-safe."""
+    """Counts of one label value. Thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -78,7 +78,7 @@ class Observations:
         self._lock = threading.Lock()
 
     def observe(self, value: float, count: int = 1, *, trace_id: str = "") -> None:
-        """Add `count` observations of one value; that of a recorded trace becomes the exemplar of its bucket."""
+        """Add `count` observations of one value. One with a trace_id becomes the exemplar of its bucket."""
         index = bisect.bisect_left(self._bounds, value)
         with self._lock:
             self._counts[index] += count
@@ -87,6 +87,6 @@ class Observations:
                 self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def read(self) -> tuple[list[int], float, list[Exemplar | None]]:
-        """Observations in each bucket, not accumulated, the sum of all, and the last exemplar of each."""
+        """Return the count of each bucket, not accumulated, the sum of all values, and each bucket's last exemplar."""
         with self._lock:
             return list(self._counts), self._sum, list(self._exemplars)

@@ -1,7 +1,7 @@
-"""Writes log records from a thread of its own, so that nobody who serves waits for whoever reads the log.
+"""Writes log records in a separate thread, so that serving never waits for the reader of the log.
 
-Standard error is a pipe as a rule: while its reader is slow, or a disk behind it full, a write waits, and the event
-loop with it, which answers every client and every probe. Every line that does not get out is counted.
+Standard error is usually a pipe. If its reader is slow or the disk behind it is full, a write blocks. In the event loop
+that would block every client and every probe. Every line that is not written is counted.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
-# Lines that wait for a slow reader: some megabytes, and several seconds of the densest log.
+# Most lines that wait for a slow reader: some megabytes, several seconds of the busiest log.
 MAX_PENDING_LINES = 10_000
-# How long the last lines may take when the process ends.
+# Time for the last lines when the process ends.
 _LAST_LINES_S = 1.0
-# How often a stream that refused lines is tried again while no further line comes.
+# Delay before a stream that failed is tried again, if there is no further line.
 _RETRY_S = 5.0
 
 
 class BackgroundHandler(logging.Handler):
-    """Formats a record where it is made, and writes it to a stream in the background, in order.
+    """Formats a record in the caller's thread, and writes it to a stream in the background, in order.
 
-    A line is dropped where MAX_PENDING_LINES wait already, or where the stream refuses it: a full disk, a pipe whose
-    reader has gone. The log says how many are missing as soon as the stream takes lines again.
+    Drops a line if MAX_PENDING_LINES wait already, or if the stream fails: a full disk, or a pipe without a reader.
+    When the stream accepts lines again, a line in the log gives the number of missing lines.
     """
 
     def __init__(self, stream: TextIO, max_pending: int = MAX_PENDING_LINES, retry_s: float = _RETRY_S) -> None:
@@ -44,15 +44,15 @@ class BackgroundHandler(logging.Handler):
 
     @property
     def is_behind(self) -> bool:
-        """Whether a line is still to be written: its stream may take no more, and is not to be waited for."""
+        """True when a line is not yet written. Its stream may be blocked, so do not wait for it."""
         return self._is_writing or not self._pending.empty()
 
     def report_drops(self, on_drop: Callable[[], None]) -> None:
-        """Call on_drop for each line dropped so far, and for each later one from the thread that drops it."""
+        """Call on_drop for each line dropped so far, and for each later one in the thread that drops it."""
         self._drops.report_to(on_drop)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record's line; never waits."""
+        """Queue a record's line; never blocks."""
         try:
             self._pending.put_nowait(self.format(record) + "\n")
         except queue.Full:
@@ -62,7 +62,7 @@ class BackgroundHandler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait for what is queued to be written, but not for long."""
+        """Wait for a short time until the queued lines are written."""
         is_written = threading.Event()
         with contextlib.suppress(queue.Full):
             self._pending.put(is_written, timeout=_LAST_LINES_S)
@@ -74,11 +74,11 @@ class BackgroundHandler(logging.Handler):
                 item = self._pending.get(timeout=self._retry_s if self._num_refused else None)
             except queue.Empty:
                 with contextlib.suppress(OSError, ValueError):
-                    self._tell_refused()
+                    self._write_refused()
                 continue
             if isinstance(item, threading.Event):
                 with contextlib.suppress(OSError, ValueError):
-                    self._tell_refused()  # or frequent flushes, which end the wait for a retry, would hold it back
+                    self._write_refused()  # frequent flushes end the wait for a retry, so try here too
                 item.set()
                 continue
             self._is_writing = True
@@ -87,22 +87,22 @@ class BackgroundHandler(logging.Handler):
 
     def _write(self, line: str) -> None:
         try:
-            self._tell_refused()
+            self._write_refused()
             self._lines.write(line)
-        except (OSError, ValueError) as error:  # of a stream that was closed: ValueError
+        except (OSError, ValueError) as error:  # a closed stream raises ValueError
             self._num_refused += 1
             self._refusal = (error.strerror if isinstance(error, OSError) else None) or str(error)
             self._drops.count()
             return
         with contextlib.suppress(OSError, ValueError):
-            self._tell_late()
+            self._write_late()
 
-    def _tell_refused(self) -> None:
+    def _write_refused(self) -> None:
         if self._num_refused:
             self._lines.write(self._notice(self._num_refused, self._refusal))
             self._num_refused = 0
 
-    def _tell_late(self) -> None:
+    def _write_late(self) -> None:
         if num_late := self._num_late:
             self._lines.write(self._notice(num_late, "the log was not read in time"))
             self.acquire()  # emit counts under the same lock
@@ -110,16 +110,16 @@ class BackgroundHandler(logging.Handler):
             self.release()
 
     def _notice(self, num_missing: int, reason: str) -> str:
-        """Format a record of our own, so that a log of JSON stays one."""
+        """Return a line about missing records, in the handler's own format, so that a JSON log stays valid."""
         record = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
         message = f"{num_missing} log records are missing here: {reason}"
         return self.format(logging.makeLogRecord(record | {"msg": message})) + "\n"
 
 
 class _Lines:
-    """Writes lines to a stream, each whole or reported as refused.
+    """Writes lines to a stream. A line that is not written completely raises an error.
 
-    Past the stream's buffer where it has a descriptor: a buffer keeps what a full disk refused, and writes it later.
+    Bypasses the stream's buffer if it has a descriptor: a buffer would keep a failed line and write it later.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -127,10 +127,10 @@ class _Lines:
         self._is_torn = False
 
     def write(self, line: str) -> None:
-        """Write a line to its end; after a part of one, on a line of its own. Raises OSError or ValueError."""
+        """Write a complete line. After a partial line it starts a new one. Raises OSError or ValueError."""
         try:
             descriptor = self._stream.fileno()
-        except io.UnsupportedOperation:  # in memory
+        except io.UnsupportedOperation:  # a stream in memory
             self._stream.write(line)
             return
         data = line.encode(self._stream.encoding, "backslashreplace")
@@ -143,7 +143,7 @@ class _Lines:
 
 
 class _Drops:
-    """Count of lines that were dropped, which is reported to one function. Thread-safe."""
+    """Count of dropped lines, reported to a function. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -151,13 +151,13 @@ class _Drops:
         self._on_drop: Callable[[], None] = lambda: None
 
     def count(self) -> None:
-        """Count a line."""
+        """Count a dropped line."""
         with self._lock:
             self._num += 1
             self._on_drop()
 
     def report_to(self, on_drop: Callable[[], None]) -> None:
-        """Call on_drop for every line counted so far, and from now on for each."""
+        """Call on_drop for every line counted so far, and for every later one."""
         with self._lock:
             self._on_drop = on_drop
             for _ in range(self._num):
@@ -165,7 +165,7 @@ class _Drops:
 
 
 def is_log_behind() -> bool:
-    """Whether a handler of the process's log still has lines, though they were waited for."""
+    """Return whether a handler of the process's log still has unwritten lines after a short wait."""
     handlers = [one for one in logging.getLogger().handlers if isinstance(one, BackgroundHandler)]
     for handler in handlers:
         handler.flush()

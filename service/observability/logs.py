@@ -1,7 +1,7 @@
-"""How log records are written: as lines of text or of JSON, each with the id of the RPC it belongs to.
+"""Formats of log records: lines of text or of JSON, each with the id of its RPC.
 
-A record's own fields come in `extra={"fields": {...}}`. Refuses to show what a client wrote: what fails while a request
-is read is shown by `where_of`, without the message, which might quote it.
+A record's own fields come in `extra={"fields": {...}}`. Text from clients is never logged: for an error that occurs
+while a request is read, `where_of` shows the place without the message, which might quote the request.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def configure_logging(level: str, kind: str, stream: TextIO | None = None) -> BackgroundHandler:
-    """Send every record of a level or above to a stream, standard error by default; kind: text or json.
+    """Send every record of a level or above to a stream, standard error by default. kind: text or json.
 
-    Returns what writes them.
+    Returns the handler that writes them.
     """
     handler = BackgroundHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
-    # None of this is shown, and finding it out takes longer than all the rest (logging's documented way to say so).
+    # The formats show none of these, and looking them up takes longer than the rest (documented switches of logging).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     return handler
 
 
 def where_of(error: BaseException) -> str:
-    """Where an exception was raised and of what kind it is, causes first, without the messages."""
+    """Return the tracebacks and types of an exception and its causes, causes first, without the messages."""
     lines = []
     for one in reversed(list(_chain(error))):
         lines += traceback.format_tb(one.__traceback__)
@@ -55,10 +55,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 class TextFormatter(logging.Formatter):
-    """`time LEVEL logger: message key=value ...`, the time in UTC; what is not a plain word is JSON."""
+    """Format `time LEVEL logger: message key=value ...`, the time in UTC. Values other than plain words are JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record as a line, and its exception on further lines."""
+        """Return a record as a line, followed by the lines of its exception."""
         fields = _fields(record)
         exception = fields.get("exception")
         words = "".join([f" {key}={_word(value)}" for key, value in fields.items() if key != "exception"])
@@ -67,10 +67,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: timestamp (RFC 3339, UTC), level, logger, message, then the record's fields."""
+    """Format with one JSON object per line: timestamp (RFC 3339, UTC), level, logger, message, the record's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record as a line."""
+        """Return a record as a line."""
         line: dict[str, object] = {
             "timestamp": rfc3339(record.created),
             "level": record.levelname.lower(),
@@ -81,7 +81,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def rfc3339(created_s: float) -> str:
-    """Seconds since 1970 as RFC 3339 in UTC, to the microsecond."""
+    """Return a time in seconds since 1970 as RFC 3339 in UTC, to the microsecond."""
     whole = int(created_s)
     return f"{_whole_second(whole)}.{int((created_s - whole) * 1e6):06d}Z"
 
@@ -92,7 +92,7 @@ def _whole_second(since_1970: int) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """A record's own fields, the id of the RPC under way, and its exception as text."""
+    """Return a record's own fields, the id of the current RPC, and the exception as text."""
     fields: dict[str, object] = record.__dict__.get("fields", {})
     if "request_id" not in fields and (call := current_call()) is not None:
         fields = fields | {"request_id": call.request_id}

@@ -1,6 +1,6 @@
-"""What one model's engine reports: facts through methods, each to the families' children of that model.
+"""Reports of one model's engine. Each method updates the model's metrics.
 
-The children are bound once, so that a report costs no look-up of labels. Nothing else writes to the families.
+The metrics are looked up once by their labels, so that a report needs no look-up. Nothing else writes to them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from prometheus_client import Counter
 from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.domain.cancellation import CancelCause
-from antiphon.service.domain.errors import Status, refusal_reasons
+from antiphon.service.domain.errors import refusal_reasons
 from antiphon.service.domain.request import ANSWERED, FinishReason, Priority, Task, Timing
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.workspace_by_length import WorkspaceByLength
+from antiphon.service.observability.workspace_metrics import WorkspaceMetrics
 from antiphon.service.runtime.runner import EncodeReport
 
 STAGES = ("waiting", "encoding", "running")
-"""Where a request may be when it ends: the values of SequenceState."""
-# A deadline is no cancellation: it is counted as one that was missed.
+"""Stages in which a request can end: the values of SequenceState."""
+# Missed deadlines have their own metric, so they are not counted as cancellations.
 _CAUSES = tuple(cause.value for cause in CancelCause if cause is not CancelCause.DEADLINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUse:
-    """How the block pool is divided now, in blocks, and what one block weighs."""
+    """Current use of the block pool in blocks, and the size of one block."""
 
     num_self: int
     num_cross: int
@@ -38,84 +38,46 @@ class CacheUse:
     block_bytes: int
 
 
-class RpcMetrics:
-    """The metrics of RPCs, whatever model they name. For the event loop."""
-
-    def __init__(self, families: MetricFamilies) -> None:
-        self._families = families
-        self._handled: dict[tuple[str, str], Counter] = {}
-        self._num_in_flight = 0
-        families.rpcs_in_flight.set_function(lambda: self._num_in_flight)
-        for reason in refusal_reasons():
-            families.requests_refused.labels("", reason)
-
-    def expect(self, method: str) -> None:
-        """Show a method's counts at zero, for every status it may end with."""
-        if (method, "OK") not in self._handled:
-            for code in ("OK", *Status.__members__):
-                self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
-
-    def begun(self) -> None:
-        """Note that an RPC is under way."""
-        self._num_in_flight += 1
-
-    def handled(self, method: str, code: str) -> None:
-        """Count an RPC that is over: its full method, one of ours, and the name of its status code."""
-        child = self._handled.get((method, code))
-        if child is None:
-            child = self._handled[method, code] = self._families.rpcs_handled.labels(method, code)
-        child.inc()
-
-    def left(self) -> None:
-        """Note that an RPC is in flight no longer."""
-        self._num_in_flight -= 1
-
-    def refused(self, reason: str) -> None:
-        """Count an RPC refused before it was known which model it is for."""
-        self._families.requests_refused.labels("", reason).inc()
-
-
 class WatchedQueue(Protocol):
-    """What is read of a queue at every scrape."""
+    """Values of a queue that are read at every scrape."""
 
     @property
     def num_source_tokens(self) -> int:
-        """Source tokens that wait."""
+        """Number of source tokens in the queue."""
 
     @property
     def num_preempted(self) -> int:
-        """Those of the waiting that ran before."""
+        """Number of requests in the queue that were preempted."""
 
     def __len__(self) -> int: ...
 
     def expected_wait_s(self, now_s: float) -> float | None:
-        """How long it would take to serve all that wait; None where nothing is known."""
+        """Return the estimated time to serve all requests in the queue; None if it is unknown."""
 
 
 class Metrics:
-    """The metrics of one model. Methods may be called from any thread."""
+    """Metrics of one model. Methods may be called from any thread."""
 
     def __init__(self, families: MetricFamilies, model_name: str) -> None:
-        """Show every metric of the model at zero, under every value that a further label may have."""
+        """Show every metric of the model at zero, for every value of its other labels."""
         self._families = families
         self._name = model_name
         self._is_removed = False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # of `_count`, as they are needed
-        self._max_measured_bytes = 0
         self._bind_requests(families, model_name)
         self._bind_steps(families, model_name)
-        self._bind_workspace(families, model_name)
+        self._workspace = WorkspaceMetrics(families.workspace, model_name)
         self._show_labels(families)
 
     def remove(self) -> None:
-        """Take the model out of every family; what is reported later is not seen."""
+        """Remove the model from every family. Later reports are not shown."""
         self._is_removed = True
         for watched in (self._waiting, self._waiting_tokens, self._preempted, self._expected_wait, self._step_age):
-            watched.set_function(lambda: 0.0)  # the child is bound here, and would keep the engine
+            watched.set_function(lambda: 0.0)  # drops the old function, which references the engine
         self._families.remove(self._name)
 
     def watch_queue(self, queue: WatchedQueue, clock: Callable[[], float]) -> None:
-        """Read what waits, and for how long, at every scrape."""
+        """Read the queue's length, tokens and expected wait at every scrape."""
 
         def expected_wait_s() -> float:
             wait_s = queue.expected_wait_s(clock())
@@ -127,31 +89,29 @@ class Metrics:
         self._expected_wait.set_function(expected_wait_s)
 
     def watch_steps(self, busy_s: Callable[[], float]) -> None:
-        """Read for how long the step under way has lasted, at every scrape."""
+        """Read the age of the current step at every scrape."""
         self._step_age.set_function(busy_s)
 
     def hangs(self, *, is_hung: bool) -> None:
-        """Note whether the engine is taken to hang."""
+        """Report whether the engine is considered hung."""
         if not self._is_removed:
             self._stuck.set(is_hung)
 
     def holds(self, **kinds: int) -> None:
-        """Note the bytes that the model counts for, by kind: weights, cache, workspace."""
+        """Report the model's bytes in the memory budget by kind: weights, cache, workspace."""
         for kind, num_bytes in kinds.items():
             self._families.model_memory.labels(self._name, kind).set(num_bytes)
 
     def is_served(self, *, precision: str, lowering: str, architecture: str) -> None:
-        """Note how the model is served."""
+        """Report precision, lowering and architecture of the model."""
         self._families.model_info.labels(self._name, precision, lowering, architecture).set(1)
 
     def predicts_by(self, fit: MemoryFit) -> None:
-        """Note the fit that predictions of its workspace come from."""
-        for term, value in (("a", fit.a), ("b", fit.b), ("c", fit.c)):
-            self._families.workspace_fit.labels(self._name, term).set(value)
-        self._families.workspace_fit_residual.labels(self._name).set(fit.residual)
+        """Report the fit that predicts the workspace of the model's encoder."""
+        self._workspace.predicts_by(fit)
 
     def watch_arena(self, workspace: Workspace) -> None:
-        """Read the allocator that the model's graphs work in at every scrape."""
+        """Read the allocator of the model's graphs at every scrape."""
         self._families.arenas.watch(self._name, workspace)
 
     def streamed(self, num_messages: int) -> None:
@@ -159,42 +119,42 @@ class Metrics:
         self._stream_messages.inc(num_messages)
 
     def submitted(self, task: Task, priority: Priority) -> None:
-        """Count a request that the engine takes up."""
+        """Count a request that the engine accepts."""
         self._submitted[task, priority].inc()
 
     def refused(self, reason: str) -> None:
-        """Count an RPC refused, by ErrorInfo reason."""
+        """Count a refused RPC by ErrorInfo reason."""
         self._count(self._families.requests_refused, reason)
 
     def admitted(self, queued_s: float, trace_id: str = "") -> None:
-        """Note that a request leaves the queue to run; here as below trace_id is of the recorded trace, if any."""
+        """Record that a request leaves the queue to run. trace_id, here and below: its recorded trace, if any."""
         self._queue_time.observe(queued_s, trace_id=trace_id)
 
     def encoded(self, report: EncodeReport, num_source_tokens: int) -> None:
-        """Note an encoder run over sources of so many tokens together, padding not counted."""
+        """Record an encoder run. num_source_tokens: tokens of all its sources without padding."""
         self._encode_batch_size.observe(report.rows)
         self._prompt_tokens.inc(num_source_tokens)
         self._padding_tokens.inc(report.num_tokens - num_source_tokens)
-        self._note_workspace(report)
+        self._workspace.encoded(report)
 
     def prompted(self, num_tokens: int) -> None:
-        """Note the tokens of prompts that a decoder alone is about to read."""
+        """Count the tokens of prompts that a decoder-only model is about to read."""
         self._prompt_tokens.inc(num_tokens)
 
     def first_token(self, since_arrival_s: float, trace_id: str = "") -> None:
-        """Note a request's first token."""
+        """Record the time to a request's first token."""
         self._time_to_first_token.observe(since_arrival_s, trace_id=trace_id)
 
     def preempted(self) -> None:
-        """Count a running request that had to give up its place for a while."""
+        """Count the preemption of a running request."""
         self._preemptions.inc()
 
     def resumed(self, gap_s: float) -> None:
-        """Note the token of a request that goes on so many seconds after it was preempted."""
+        """Record the gap between two tokens of a request that was preempted between them."""
         self._inter_token_latency.observe(gap_s)
 
     def decoded(self, num_rows: int, num_repeated: int, gap_s: float) -> None:
-        """Note a decoder run; `num_repeated` of its rows had a token `gap_s` seconds before."""
+        """Record a decoder run. `num_repeated` of its rows had a token `gap_s` seconds before."""
         self._decode_batch_size.observe(num_rows)
         self._generation_tokens.inc(num_rows)
         if num_repeated:
@@ -209,7 +169,7 @@ class Metrics:
         cause: CancelCause | None = None,
         trace_id: str = "",
     ) -> None:
-        """Note a request's end, in the stage (waiting, encoding or running) where it came; cause: if cancelled, why."""
+        """Record a request's end. stage: waiting, encoding or running. cause: cause of a cancellation."""
         families = self._families
         if reason in ANSWERED:
             self._count(families.request_success, reason.value)
@@ -226,14 +186,14 @@ class Metrics:
         self._count(self._families.deadline_misses, stage)
 
     def left_unread(self, cause: CancelCause) -> None:
-        """Count a request that the engine had finished, and whose answer was not read to its end."""
+        """Count a request that the engine has finished, and whose answer was not read to its end."""
         if cause is CancelCause.DEADLINE:
             self.deadline_missed("streaming")
         else:
             self._count(self._families.cancellations, "streaming", cause.value)
 
     def occupied(self, num_running: int, cache: CacheUse) -> None:
-        """Note how many sequences run and what the cache holds."""
+        """Report the number of running sequences and the use of the cache."""
         self._running.set(num_running)
         total = cache.num_self + cache.num_cross + cache.num_free
         self._cache_usage.set((cache.num_self + cache.num_cross) / max(1, total))
@@ -243,7 +203,7 @@ class Metrics:
             num_bytes.set(num_blocks * cache.block_bytes)
 
     def _show_labels(self, families: MetricFamilies) -> None:
-        """A counter that appears with its first event hides that event from rate()."""
+        """Show the counters at zero: rate() misses the first event of a counter that appears with it."""
         shown: list[tuple[Counter, Iterable[tuple[str, ...]]]] = [
             (families.request_success, ((reason.value,) for reason in ANSWERED)),
             (families.request_errors, ((stage,) for stage in STAGES)),
@@ -256,28 +216,11 @@ class Metrics:
                 family.labels(self._name, *labels)
 
     def _count(self, family: Counter, *labels: str) -> None:
-        if not self._is_removed:  # the family would make the label set anew
+        if not self._is_removed:  # otherwise the family would create the label set again
             child = self._children.get((family, labels))
             if child is None:
                 child = self._children[family, labels] = family.labels(self._name, *labels)
             child.inc()
-
-    def _note_workspace(self, report: EncodeReport) -> None:
-        measured, predicted = report.peak_workspace_bytes, report.predicted_fused_bytes
-        self._by_length.note(report)
-        self._materialised.set(report.predicted_materialised_bytes)
-        self._materialised_runs.observe(report.predicted_materialised_bytes)
-        if predicted is not None:
-            self._fused.set(predicted)
-            self._fused_runs.observe(predicted)
-        if measured is not None:
-            self._measured.set(measured)
-            self._measured_runs.observe(measured)
-            self._max_measured_bytes = max(self._max_measured_bytes, measured)
-            self._measured_max.set(self._max_measured_bytes)
-        if measured is not None and predicted is not None:
-            self._residual.set(measured - predicted)
-            self._quotient_runs.observe(measured / predicted if predicted else 1.0)
 
     def _bind_requests(self, families: MetricFamilies, name: str) -> None:
         self._submitted = {
@@ -309,15 +252,3 @@ class Metrics:
             use: (families.kv_cache_blocks.labels(name, use), families.kv_cache_bytes.labels(name, use))
             for use in ("self", "cross", "free")
         }
-
-    def _bind_workspace(self, families: MetricFamilies, name: str) -> None:
-        self._materialised = families.workspace_materialised.labels(name)
-        self._fused = families.workspace_fused.labels(name)
-        self._measured = families.workspace_measured.labels(name)
-        self._measured_max = families.workspace_measured_max.labels(name)
-        self._residual = families.workspace_residual.labels(name)
-        self._materialised_runs = families.workspace_materialised_runs.labels(name)
-        self._fused_runs = families.workspace_fused_runs.labels(name)
-        self._measured_runs = families.workspace_measured_runs.labels(name)
-        self._quotient_runs = families.workspace_quotient_runs.labels(name)
-        self._by_length = WorkspaceByLength(families, name)

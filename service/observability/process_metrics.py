@@ -1,4 +1,4 @@
-"""What /metrics says of the process itself: the client's own standard families, and which build this is."""
+"""Metrics of the process: the standard families of the Prometheus client, and the versions of this build."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 from prometheus_client import CollectorRegistry, GCCollector, Info, PlatformCollector, ProcessCollector
 
-from antiphon.service.observability.metric_families import PREFIX
+from antiphon.service.observability.model_families import PREFIX
 
 _PACKAGES = {"version": "antiphon", "onnxruntime": "onnxruntime", "grpcio": "grpcio", "protobuf": "protobuf"}
 
@@ -17,12 +17,12 @@ def add_process_metrics(registry: CollectorRegistry) -> None:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    build = Info(f"{PREFIX}build", "Versions of this server and of what it is made of; always 1.", registry=registry)
+    build = Info(f"{PREFIX}build", "Versions of this server and its main packages; always 1.", registry=registry)
     build.info({name: _version(package) for name, package in _PACKAGES.items()} | {"python": platform.python_version()})
 
 
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a checkout that is not installed, or the package for GPUs
+    except metadata.PackageNotFoundError:  # a checkout that is not installed, or ONNX Runtime for GPUs
         return "unknown"

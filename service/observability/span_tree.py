@@ -1,6 +1,7 @@
-"""A call that is over as OpenTelemetry spans: the RPC, and for each of its requests queue, encode, decode and stream.
+"""OpenTelemetry spans of a finished call: the RPC, and for each of its requests queue, encode, decode and stream.
 
-Imports opentelemetry (the extra `trace`), so nothing may import it that runs without. No text and no token goes in.
+Imports opentelemetry (the extra `trace`), so code that runs without it must not import this module. Spans contain no
+text and no tokens.
 Attributes: https://opentelemetry.io/docs/specs/semconv/rpc/grpc/ and, for tokens, .../semconv/gen-ai/.
 """
 
@@ -20,7 +21,7 @@ from antiphon.service.observability.call import Asked, Call
 
 _FLAGS = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("antiphon")
-# What the conventions count as the server's fault; the others are the client's.
+# Status codes that the conventions count as server errors; the others are client errors.
 _SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 
 Attributes = dict[str, str | int | float]
@@ -28,7 +29,7 @@ Attributes = dict[str, str | int | float]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a request's life, in seconds of the server's clock."""
+    """Phase of a request, in seconds of the server's clock."""
 
     name: str
     start_s: float
@@ -38,14 +39,14 @@ class Part:
 
 
 class SpanTree:
-    """Makes the spans of calls. resource: what they are spans of."""
+    """Creates the spans of calls. resource: entity that produces them."""
 
     def __init__(self, resource: Resource) -> None:
         self._resource = resource
         self._random = random.Random()
 
     def spans(self, call: Call, wall_offset_s: float) -> Iterator[ReadableSpan]:
-        """The RPC's span, then its parts. wall_offset_s: what to add to the server's clock for the time since 1970."""
+        """Yield the RPC's span, then its parts. wall_offset_s: time since 1970 minus the server's clock."""
         assert call.trace is not None
         assert call.ended_s is not None
         trace_id = int(call.trace.trace_id, 16)
@@ -90,7 +91,7 @@ class SpanTree:
 
 
 def parts_of(asked: Asked, call: Call) -> Iterator[Part]:
-    """Where a request was from its arrival on, in order; what it never came to is left out."""
+    """Yield the phases of a request in order, without those that it did not reach."""
     request, timing = asked.request, asked.timing
     assert timing is not None
     arrival_s = request.arrival_s
@@ -143,7 +144,7 @@ def _rpc_attributes(call: Call) -> Attributes:
 
 
 def _status(call: Call) -> Status:
-    """Without the message that the client got: it may quote the request."""
+    """Return the span's status, without the client's message: it may quote the request."""
     if call.code not in _SERVER_ERRORS:
         return Status(StatusCode.UNSET)
     return Status(StatusCode.ERROR, call.code if call.error is None else call.error.reason)

@@ -1,7 +1,7 @@
-"""Sends the spans of calls to an OpenTelemetry collector, over OTLP and gRPC, from a thread of its own.
+"""Sends the spans of calls to an OpenTelemetry collector, over OTLP and gRPC, in a separate thread.
 
-Never holds up a call: what the collector does not take is dropped, and counted. Imports opentelemetry, as span_tree.py
-does. Headers, certificates and compression come from the exporter's own variables, OTEL_EXPORTER_OTLP_*.
+Never delays a call: spans that the collector does not accept are dropped and counted. Imports opentelemetry, as
+span_tree.py does. The exporter's own variables, OTEL_EXPORTER_OTLP_*, set headers, certificates and compression.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from antiphon.service.observability.span_tree import SpanTree
 
 log = logging.getLogger(__name__)
 
-# How long a call may wait for others to be sent with it.
+# Time in which further calls are collected to be sent together.
 _GATHER_S = 1.0
 _EXPORT_TIMEOUT_S = 10.0
 
 
 class Spans:
-    """A sink of calls; only those of a recorded trace are taken. `close` sends what is left."""
+    """Sink that sends the calls of recorded traces. `close` sends the remaining ones."""
 
     def __init__(self, exporter: SpanExporter, families: MetricFamilies) -> None:
         self._exporter = exporter
@@ -39,15 +39,15 @@ class Spans:
         self._calls = Outlet("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
 
     def __call__(self, call: Call) -> None:
-        """Take a call that is over; at once."""
+        """Queue a finished call; never blocks."""
         if call.trace_id:
             self._calls.put((call, time.time() - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
-        """Send what was taken, for at most so many seconds. Blocks."""
+        """Send the queued calls, for at most timeout_s. Blocks."""
         if not self._calls.close(timeout_s):
-            log.warning("spans are left over: the collector takes none")
-        self._exporter.shutdown()  # a send under way is given up
+            log.warning("some spans were not sent: the collector does not accept them")
+        self._exporter.shutdown()  # cancels a running export
 
     def _send(self, batch: list[tuple[Call, float]]) -> None:
         spans = [span for call, wall_offset_s in batch for span in self._tree.spans(call, wall_offset_s)]
@@ -64,7 +64,7 @@ def open_spans(endpoint: str, families: MetricFamilies) -> Spans:
 
 
 def _resource() -> Resource:
-    """What the spans are of: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, where set, say more."""
+    """Return the resource of the spans. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, if set, extend it."""
     name = os.environ.get("OTEL_SERVICE_NAME") or "antiphon"
     try:
         version = metadata.version("antiphon")

@@ -1,4 +1,4 @@
-"""What is told of every RPC when it is over. Decides what counts as a refusal; renders nothing itself."""
+"""Reports every RPC at its end to metrics, log and spans. Decides what counts as a refusal."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import grpc.aio
 from antiphon.service.domain.caller import caller_of
 from antiphon.service.observability.call import Call, RequestIds, find_metadata
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import RpcMetrics
+from antiphon.service.observability.rpc_metrics import RpcMetrics
 from antiphon.service.observability.trace_context import Sampler, read_trace_parent
 
-# What HTTP/2 adds for each pair of metadata when it counts their bytes.
+# Bytes that HTTP/2 adds for each metadata pair when it counts their size.
 _PAIR_BYTES = 32
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Sink = Callable[[Call], None]
-"""Takes every call that is over, in the event loop: it must not block."""
+"""Receives every finished call, in the event loop: it must not block."""
 
 
 class Telemetry:
-    """Opens and closes the accounts of RPCs, for the event loop.
+    """Records the begin and the end of RPCs. For the event loop.
 
-    sinks: where closed ones go. sampler: begins traces for calls without one; None where nobody would see them.
+    sinks: receive finished calls. sampler: begins traces for calls without one; None if no spans are exported.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class Telemetry:
         self._ids = RequestIds()
 
     def without_sinks(self) -> Telemetry:
-        """Return one that counts RPCs together with this one, and tells nobody else of them."""
+        """Return a Telemetry that counts RPCs in the same metrics, and sends no calls to the sinks."""
         quiet = copy.copy(self)
         quiet._sinks = ()
         return quiet
 
     def expect(self, method: str) -> None:
-        """Show the counts of a method at zero."""
+        """Show the metrics of a method at zero."""
         self._metrics.expect(method)
 
     def begin(self, method: str, context: Context) -> Call:
-        """Open the account of a call that arrives now; exactly one `end` and one `left` are to follow."""
+        """Begin the record of a call that arrives now. Exactly one `end` and one `left` must follow."""
         self._metrics.begun()
         metadata = context.invocation_metadata() or ()
         request_id, traceparent = find_metadata(metadata)
@@ -68,19 +68,19 @@ class Telemetry:
         )
 
     def end(self, call: Call) -> None:
-        """Count a call that is over, and tell of it once its requests are."""
+        """Count a finished call, and send it to the sinks once its requests have ended."""
         self._metrics.handled(call.method, call.code)
         if call.error is not None and call.is_refused:
             refused = self._metrics.refused if call.metrics is None else call.metrics.refused
             refused(call.error.reason)
         if call.num_messages and call.metrics is not None:
             call.metrics.streamed(call.num_messages)
-        call.end(self._clock(), self._tell)
+        call.end(self._clock(), self._send)
 
     def left(self) -> None:
-        """Note that a call is in flight no longer: its status is written, or nobody waits for it."""
+        """Record that a call is no longer in flight: its status is written, or its client has left."""
         self._metrics.left()
 
-    def _tell(self, call: Call) -> None:
+    def _send(self, call: Call) -> None:
         for sink in self._sinks:
             sink(call)

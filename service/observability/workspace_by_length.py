@@ -1,26 +1,26 @@
-"""The encoder's workspace by the length of a source: what shows whether memory grows with T or with T².
+"""Counts the encoder's workspace by source length, which shows whether memory grows with T or with T².
 
-Only runs of one source count: the workspace of several sources together belongs to no one length. Labels are a fixed
-row of lengths, so that they cannot grow with traffic.
+Counts only runs with a single source, because the workspace of several sources belongs to no single length. The label
+has a fixed set of lengths, so it cannot grow with traffic.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.workspace_families import WorkspaceFamilies
 from antiphon.service.runtime.runner import EncodeReport
 
-# Tokens; doubled each time, as a square would be quadrupled.
+# In tokens. Each bound is twice the one before, so memory that grows with T² quadruples.
 LENGTH_BOUNDS = tuple(2**power for power in range(4, 14))
 LENGTHS = (*map(str, LENGTH_BOUNDS), "+Inf")
 KINDS = ("measured", "predicted_fused", "predicted_materialised")
 
 
 class WorkspaceByLength:
-    """Counters of one model, all shown at zero from the start. For the engine's thread."""
+    """Counters of one model, shown at zero from the start. For the engine's thread."""
 
-    def __init__(self, families: MetricFamilies, model_name: str) -> None:
+    def __init__(self, families: WorkspaceFamilies, model_name: str) -> None:
         self._runs = [families.lone_runs.labels(model_name, length) for length in LENGTHS]
         self._tokens = [families.lone_tokens.labels(model_name, length) for length in LENGTHS]
         self._bytes = [
@@ -28,7 +28,7 @@ class WorkspaceByLength:
         ]
 
     def note(self, report: EncodeReport) -> None:
-        """Count an encoder run under the length of its source, if it had but one."""
+        """Count an encoder run under the length of its source, if it had only one."""
         if report.rows != 1:
             return
         place = bisect_left(LENGTH_BOUNDS, report.longest)

@@ -1,1 +1,1 @@
-"""gRPC services: one folder for each protocol, and what every call has in common."""
+"""gRPC services: one folder per protocol, and the parts common to all calls."""

@@ -1,6 +1,6 @@
-"""What of a server's settings guards its ports, opened once: certificates, tokens, and warnings of what is open.
+"""Access control of a server's ports, from its settings: certificates, tokens, and warnings about open ports.
 
-Raises FileProblem at start-up for a file that cannot be used; later ones are logged and change nothing.
+Raises FileProblem at start-up if a file cannot be used. Later problems are logged, and the old content stays in use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tokens = Reloading[tuple[Token, ...]]
 
 
 class Access:
-    """The guards of one server's ports."""
+    """Certificates and tokens of one server's ports."""
 
     def __init__(self, config: ServerConfig, metrics: FileMetrics) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class Access:
         self._admin_tokens = self._open_tokens("admin_tokens_file", config.admin_tokens_file)
 
     def port_certificates(self) -> PortCertificates | None:
-        """Return the certificates of one more gRPC port; None serves in the open."""
+        """Return the certificates of a further gRPC port; None serves plaintext."""
         if self.certificates is None:
             return None
         return PortCertificates(
@@ -50,24 +50,24 @@ class Access:
 
     @property
     def metrics_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """What makes the context of a new HTTPS connection; None serves metrics in the open."""
+        """Function that returns the TLS context of a new HTTPS connection; None serves metrics over plain HTTP."""
         certificates = self.certificates
         if certificates is None or not self._config.metrics_tls:
             return None
         return lambda: certificates.current().https
 
     def interceptors(self, telemetry: Telemetry, waits: ClientWaits) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Of the port that models are asked at."""
+        """Return the interceptors of the gRPC port."""
         if self._tokens is None and self._config.caller_metadata_key is None:
             return ()
         return (Gate(telemetry, waits, tokens=self._tokens, caller_key=self._config.caller_metadata_key),)
 
     def admin_interceptors(self, telemetry: Telemetry, waits: ClientWaits) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Of the admin port."""
+        """Return the interceptors of the admin port."""
         return () if self._admin_tokens is None else (Gate(telemetry, waits, tokens=self._admin_tokens),)
 
     def warn(self) -> None:
-        """Log what an operator may not have meant."""
+        """Log warnings about settings that may be unintended."""
         for warning in warnings_of(self._config):
             log.warning("%s", warning)
 
@@ -94,7 +94,7 @@ class Access:
 
 
 def warnings_of(config: ServerConfig) -> Iterator[str]:
-    """What lies open that should perhaps not."""
+    """Yield warnings about ports and files that are open to others."""
     ports = [("port", config.host, config.auth_tokens_file)]
     if config.admin_port is not None:
         ports.append(("admin_port", config.admin_host, config.admin_tokens_file))
@@ -102,19 +102,19 @@ def warnings_of(config: ServerConfig) -> Iterator[str]:
         if is_loopback(host):
             continue
         if tokens is None and config.tls_client_ca is None:
-            yield f"{setting} listens on {host}, and whoever reaches it may call: set tokens or tls_client_ca"
+            yield f"{setting} listens on {host}, and every client that reaches it may call: set tokens or tls_client_ca"
         if tokens is not None and config.tls_cert is None:
-            yield f"{setting} listens on {host} without TLS, and tokens can be read on the way: set tls_cert"
+            yield f"{setting} listens on {host} without TLS, so tokens can be read in transit: set tls_cert"
     if not is_loopback(config.metrics_host):
-        yield f"metrics_port listens on {config.metrics_host}, and whoever reaches it may read the metrics"
+        yield f"metrics_port listens on {config.metrics_host}, and every client that reaches it may read the metrics"
     for setting in ("tls_key", "auth_tokens_file", "admin_tokens_file"):
         path: Path | None = getattr(config, setting)
         if path is not None and is_readable_by_others(path):
-            yield f"{setting} is {path}, which anybody on this machine may read: chmod o-r"
+            yield f"{setting} is {path}, which every user of this machine may read: chmod o-r"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listening address."""
+    """Return whether a listening address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
-"""antiphon.v1.AdminService: which models there are, changed on a port of its own. Decides nothing.
+"""antiphon.v1.AdminService: loads and unloads models through a separate port.
 
-Off unless asked for, and on loopback unless told otherwise: whoever reaches it may load any bundle of this disk. Beside
-it channelz, which shows every connection of the process, with the addresses of who is at its other end.
+The port is off by default, and on loopback by default: every client that reaches it may load any bundle of this disk.
+It also serves channelz, which shows every connection of the process with the addresses of its clients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from antiphon.service.domain.errors import BadBundle, InvalidArgument
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.client_waits import ClientWaits
-from antiphon.service.rpc.calls.rpc import Context, InFlight, Method, handlers_of
+from antiphon.service.rpc.calls.method_handlers import handlers_of
+from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
 from antiphon.service.server.control import Control
 from antiphon.service.server.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.service.server.memory import MemoryBudget
@@ -34,7 +35,7 @@ _MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
 
 
 class AdminServicer:
-    """The RPC methods. They raise AntiphonError; `rpc.py` tells the client."""
+    """RPC methods. They raise AntiphonError; `rpc.py` converts it to a status."""
 
     def __init__(self, control: Control, budget: MemoryBudget, config: ServerConfig) -> None:
         self._control = control
@@ -50,7 +51,7 @@ class AdminServicer:
         return pb.LoadModelResponse(model=served.description)
 
     async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
-        """Serve a model no longer."""
+        """Stop serving a model and unload it."""
         grace_s = self._config.drain_grace_s
         if message.HasField("grace"):
             grace_s = message.grace.seconds + message.grace.nanos / 1e9
@@ -59,7 +60,7 @@ class AdminServicer:
         return pb.UnloadModelResponse(has_drained=await self._control.unload(message.name, grace_s))
 
     async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
-        """Say what each model holds of the memory budget."""
+        """Return the bytes of each model in the memory budget."""
         models = [
             pb.ModelMemory(
                 name=name,
@@ -78,7 +79,7 @@ def build_admin_server(
     waits: ClientWaits,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """A gRPC server with the admin service and reflection, bound to no port yet."""
+    """Return a gRPC server with the admin service and reflection, not yet bound to a port."""
     options = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),

@@ -1,6 +1,6 @@
-"""Notices that the gRPC port has as many connections as it may: gRPC closes further ones at once, and says nothing.
+"""Watches the number of connections to the gRPC port: beyond the limit, gRPC closes new ones without a log line.
 
-Connections are counted as open files beyond those that the process has for itself; gRPC does not tell their number.
+gRPC does not report their number. It is estimated as the number of open files minus the process's own files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from antiphon.service.server.machine import OWN_FILES
 log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
-# The log says so again after this long, for as long as it goes on.
+# Interval of the warning while the limit is reached.
 _WARN_INTERVAL_S = 60.0
 _OPEN_FILES = Path("/proc/self/fd")
 
 
 class ConnectionWatch:
-    """Compares the open files with the limit of connections, for the event loop.
+    """Compares the open files with the limit of connections. For the event loop.
 
-    most: connections that the port takes; None: no limit, and nothing to notice.
+    most: limit of connections to the port; None is no limit.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class ConnectionWatch:
         self._most = most
         self._count_files = count_files
         self._clock = clock
-        self._num_own = min(self._count_files(), OWN_FILES)  # connections that are there already are not our own
+        self._num_own = min(self._count_files(), OWN_FILES)  # the rest are connections that exist already
         self._warned_s: float | None = None
         self.is_full = False
-        """True when new connections are closed, as of the last look."""
+        """True when new connections were closed at the last check."""
 
     async def run(self) -> None:
-        """Look once a second, until cancelled."""
+        """Check once a second until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     def look(self) -> None:
-        """Compare once; warn where the limit is reached, but not every time."""
+        """Check once. Warn if the limit is reached, at most once per minute."""
         if self._most is None:
             return
         num_connections = self._count_files() - self._num_own
@@ -65,8 +65,8 @@ class ConnectionWatch:
 
 
 def num_open_files() -> int:
-    """Return how many files this process has open; 0 where the system does not tell."""
+    """Return the number of open files of this process; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
-        # Linux tells from 6.2 on; before that its size is 0, and the entries are counted.
+        # From Linux 6.2 on the directory's size is the number. Before that it is 0, and the entries are counted.
         return _OPEN_FILES.stat().st_size or sum(1 for _ in _OPEN_FILES.iterdir())
     return 0

@@ -1,7 +1,7 @@
-"""Loads and ends models of a running server, one change at a time.
+"""Loads and unloads models of a running server, one change at a time.
 
-A change once begun is finished, even if whoever asked for it hangs up: a client cannot leave half of one behind. Owns
-the order of things; what loading means is `loading.py`'s business, which model a request gets that of `models.py`.
+A change that has begun is completed even if its client disconnects, so that no change is left half done. Owns the order
+of the steps; `loading.py` loads a model, and `models.py` selects the model of a request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Announce = Callable[[str, int], Awaitable[None]]
 class Control:
     """Changes the models served. For the event loop.
 
-    announce: told the health of each model.
+    announce: called with the health of each model.
     """
 
     def __init__(self, models: Models, shared: Shared, announce: Announce) -> None:
@@ -44,40 +44,40 @@ class Control:
 
     @property
     def has_lost_engine(self) -> bool:
-        """Whether the thread of some model's engine has ended by itself, so that its requests cannot be answered.
+        """True when the thread of a model's engine has ended by itself, so that its requests cannot be answered.
 
-        The server leaves then, all its models with it: a process that is watched comes back whole, while one that went
-        on with the rest would look healthy and refuse a model for good.
+        The server then stops with all its models: a supervisor restarts the process with all models. A process that
+        continued with the other models would look healthy, and never serve this model again.
         """
         return not all(served.engine.is_alive for served in self.models)
 
     @property
     def has_hung_engine(self) -> bool:
-        """Whether a drained engine's thread runs on: it is in a step that does not end."""
+        """True when the thread of a drained engine still runs: it is in a step that does not end."""
         return self._stopping.is_set() and any(engine.is_alive for engine in self._engines)
 
     async def publish(self, served: Served) -> None:
-        """Serve a model that was loaded. Raises ModelExists."""
+        """Serve a loaded model. Raises ModelExists."""
         self.models.add(served)
         served.engine.start()
         await self._announce(served.name, HealthCheckResponse.SERVING)
 
     async def load(self, plan: ModelPlan) -> Served:
-        """Load a bundle and serve it under the plan's name; returns when it answers.
+        """Load a bundle and serve it under the plan's name. Returns when the model is served.
 
-        Raises ModelExists, BadBundle, OverBudget or, once draining, Unavailable; nothing has changed then.
+        Raises ModelExists, BadBundle, OverBudget or, while draining, Unavailable; then nothing has changed.
         """
         return await self._finish(self._load(plan))
 
     async def unload(self, name: str, grace_s: float) -> bool:
-        """Serve a model no longer, let it finish what it runs for at most grace_s, then free what it holds.
+        """Stop serving a model, let its requests finish for at most grace_s, then free its memory.
 
-        Returns whether all of it finished by itself. Raises ModelNotFound or LastModel.
+        Returns whether all requests finished by themselves. Raises ModelNotFound or LastModel.
         """
         return await self._finish(self._unload(name, grace_s))
 
     async def drain(self, grace_s: float) -> bool:
-        """Finish what every model runs, all within one grace; returns whether all did. A load under way is given up."""
+        """Let the requests of all models finish within grace_s. Return whether all did. Abandons a running load."""
         self._stopping.set()
         drained = [in_background(partial(engine.drain, grace_s), "drain") for engine in self._engines]
         return all(await asyncio.gather(*drained))
@@ -88,7 +88,7 @@ class Control:
 
     async def _finish(self, change: Coroutine[Any, Any, _A]) -> _A:
         task = asyncio.ensure_future(change)
-        self._changes.add(task)  # the loop itself keeps no task alive
+        self._changes.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
 
@@ -113,11 +113,11 @@ class Control:
             has_drained = await asyncio.to_thread(served.engine.drain, grace_s)
             self._leaving.remove(served)
             self._forget(served)
-            log.info("model %s is gone", name)
+            log.info("model %s is unloaded", name)
             return has_drained
 
     async def _unless_stopping(self, loading: asyncio.Future[Served]) -> Served:
-        """What was loaded; raises Unavailable as soon as the server drains, which ends before the loading might."""
+        """Return the loaded model. Raises Unavailable as soon as the server drains, without waiting for the load."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ class Control:
             raise Unavailable("the server is shutting down")
 
     def _forget(self, served: Served) -> None:
-        """Free what a model holds; calls that still write its last answers hold the little they need."""
+        """Free a model's memory. Calls that still write its last answers keep the little that they need."""
         served.engine.release()
         served.metrics.remove()
         self._shared.budget.give_back(served.name)

@@ -1,7 +1,7 @@
-"""Gives free memory back to the system after a burst of calls.
+"""Returns free memory to the system after a burst of calls.
 
-glibc keeps what was freed in an arena for each thread, and gRPC's threads have arenas of their own: 160,000 calls that
-were reset at once left 80 MB behind that nothing used. Where there is no glibc, nothing is done.
+glibc keeps freed memory in one arena per thread, and gRPC's threads have separate arenas: 160,000 calls that were reset
+at once left 80 MB of unused memory. Does nothing on systems without glibc.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-# Time between looks: the first while trimming gives something back, doubled up to the second while it does not. Calls
-# may hold memory long after it stopped growing. A trim takes up to 40 ms on a thread of its own.
+# Time between trims: the minimum while a trim frees memory, doubled up to the maximum while it does not. Calls may hold
+# memory long after it stopped growing. A trim takes up to 40 ms in a separate thread.
 _MIN_INTERVAL_S = 2.0
 _MAX_INTERVAL_S = 64.0
-# A growth that makes a trim worth its work at once, and what it must give back to be followed by another soon.
+# Growth that triggers a trim at once, and the freed bytes after which the next trim follows soon.
 _MIN_GROWTH_BYTES = 8 << 20
 _MIN_GAIN_BYTES = 1 << 20
 
@@ -23,10 +23,10 @@ _trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", N
 
 
 class FreeMemory:
-    """Trims the heap after it has grown, and again until that gives nothing back. resident_bytes: of this process."""
+    """Trims the heap after it has grown, and again until nothing is freed. resident_bytes: memory of this process."""
 
     def __init__(self, resident_bytes: Callable[[], int], trim: Callable[[int], object] | None = _trim) -> None:
-        """trim: as malloc_trim of glibc; None where there is none."""
+        """trim: malloc_trim of glibc; None if there is none."""
         self._resident_bytes = resident_bytes
         self._trim = trim
         self._last_bytes = 0
@@ -35,13 +35,13 @@ class FreeMemory:
         self._thread = ThreadPoolExecutor(1, "free-memory")
 
     async def run(self) -> None:
-        """Look now, which gives back what loading has left, and again and again until cancelled."""
+        """Check now, which frees memory that loading has left, and then periodically until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(_MIN_INTERVAL_S)
 
     async def look(self) -> None:
-        """Trim where memory has grown, or where it is time to try again. Called every _MIN_INTERVAL_S."""
+        """Trim if memory has grown or the interval has passed. Called every _MIN_INTERVAL_S."""
         self._num_waited += 1
         before = self._resident_bytes()
         has_grown = before >= self._last_bytes + _MIN_GROWTH_BYTES

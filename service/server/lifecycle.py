@@ -1,7 +1,7 @@
-"""From the first signal to the last byte: when a server leaves, and in which order.
+"""Shutdown of a server, from the first signal to the last byte.
 
-Owns signals, exit codes and the drain; docs/LIFECYCLE.md tells what a client sees meanwhile. What is served and how is
-`server.py`'s business, what the probes say `probes.py`'s.
+Owns signals, exit codes and the drain; docs/LIFECYCLE.md describes what clients see. `process.py` owns the ports, and
+`probes.py` the probes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 EXIT_ENGINE_FAULT = 1
 EXIT_USER_ERROR = 2
 
-# For answers that are complete but not read yet: a client that reads nothing must not keep the process alive.
+# Time for complete answers that are not read yet: a client that reads nothing must not keep the process alive.
 _FLUSH_GRACE_S = 5.0
-# A process that ends with bytes of its clients unread takes back what they have not acknowledged (TCP resets).
+# A process that ends with unread bytes from clients resets the connections, and unacknowledged answers are lost.
 _ACKNOWLEDGE_S = 0.1
 _ENGINE_CHECK_S = 1.0
 _LAST_BYTES_S = 3.0
@@ -38,22 +38,22 @@ _A = TypeVar("_A")
 
 
 class Stop:
-    """Whether somebody asked the process to leave. A second signal ends it there and then."""
+    """Request to stop the process. A second signal ends it immediately."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
 
     def on_signals(self) -> None:
-        """Be asked by SIGTERM and SIGINT."""
+        """Stop on SIGTERM and SIGINT."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
     async def wait(self) -> None:
-        """Return when asked."""
+        """Return when the process is asked to stop."""
         await self._asked.wait()
 
     async def unless_asked(self, work: Awaitable[_A]) -> _A | None:
-        """What the work comes to, or, as soon as the process is to leave, None; the work may go on then."""
+        """Return the result of the work, or None as soon as the process is asked to stop; the work then continues."""
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -67,16 +67,16 @@ class Stop:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._asked.is_set():
             end_now(128 + number)
-        log.info("%s: leaving; once more to leave at once", number.name)
+        log.info("%s: stopping; send it again to stop at once", number.name)
         self._asked.set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grace:
-    """How long leaving may take.
+    """Time limits of a shutdown.
 
-    delay_s: new requests are still served, until whoever balances the load has seen the probes.
-    drain_s: then none are, and those that run or wait finish.
+    delay_s: time in which new requests are still served, so that load balancers notice the probes.
+    drain_s: time after that, in which new requests are refused, and running and waiting ones finish.
     """
 
     delay_s: float
@@ -85,18 +85,18 @@ class Grace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A server that answers, and who tells whether it does."""
+    """Parts of a running server that a shutdown needs."""
 
     control: Control
     calls: Calls
     probes: Probes
 
     async def until_stopped(self, stop: Stop, grace: Grace) -> int:
-        """Serve until told to stop or an engine is lost, then leave; the exit code. The port stays open meanwhile."""
+        """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
         is_asked = await self._until_asked_or_lost(stop)
         await self.probes.leave()
         if is_asked and grace.delay_s:
-            log.info("new requests are served for another %s s", grace.delay_s)
+            log.info("new requests are served for %s s more", grace.delay_s)
             await asyncio.sleep(grace.delay_s)
         await self._drain(grace.drain_s)
         return EXIT_ENGINE_FAULT if not is_asked or self.control.has_hung_engine else 0
@@ -106,11 +106,11 @@ class Running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
                 return True
-        log.critical("an engine is gone; leaving, so that whoever watches this process starts another")
+        log.critical("the thread of an engine has ended; stopping, so that the supervisor restarts this process")
         return False
 
     async def _drain(self, grace_s: float) -> None:
-        """Finish what runs, refuse what comes; the port stays open so that the refusal can be heard."""
+        """Finish running requests and refuse new ones. The port stays open, so that clients receive the refusals."""
         has_finished = await self.control.drain(grace_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.wait_until_idle(), _FLUSH_GRACE_S)
@@ -120,10 +120,10 @@ class Running:
 
 
 def end_now(code: int) -> NoReturn:
-    """Leave without waiting for anything but the log's last lines, and not long for them: no thread, no call."""
+    """End the process without waiting for threads or calls, and only a short time for the last lines of the log."""
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
-    flushing.join(_LAST_BYTES_S)  # a pipe that nobody reads would never take them
+    flushing.join(_LAST_BYTES_S)  # a pipe without a reader would block forever
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""How a gRPC server listens: limits of its connections, its address, its credentials."""
+"""Listening ports of a gRPC server: connection limits, address and credentials."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from antiphon.service.rpc.security.port_certificates import HANDSHAKE_TIMEOUT_S,
 # A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
 _MIN_CLIENT_PING_MS = 10_000
 
-# For the last bytes of calls that have ended, and for clients that watch the health.
+# Time for the last bytes of calls that have ended, and for clients that watch the health.
 _CLOSE_GRACE_S = 0.5
 
 Option = tuple[str, int]
 
 _MAX_INT = 2**31 - 1
 _MAX_UNACCEPTED_S = 24 * 3600
-# Core's own refusals come before any of our code, without advice and uncounted. The first counts ended streams that are
-# not freed yet, and refuses streams of clients that keep to the limit; the others drop calls that wait, at random.
+# Turns off core's own refusals: they happen before any of our code, without retry delay and without metrics. The first
+# counts ended streams that are not freed yet, so it refuses clients within the limit; the others drop random calls.
 _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
     ("grpc.http.overload_protection", 0),
     ("grpc.server.max_pending_requests", _MAX_INT),
@@ -31,9 +31,9 @@ _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
     ("grpc.server_max_unrequested_time_in_server", _MAX_UNACCEPTED_S),
 )
 HANDSHAKE_OPTION: Option = ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000)
-"""Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's own default is two minutes."""
+"""Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's default is two minutes."""
 OTHER_PORT_CONNECTIONS = 64
-"""Connections to the probe port, and to the admin port: a few clients each."""
+"""Most connections to the probe port and to the admin port, which have a few clients each."""
 
 PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.so_reuseport", 0),
@@ -42,11 +42,11 @@ PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
     HANDSHAKE_OPTION,
 )
-"""Of a port that anybody may ask: a few probes at once, with the name of a service each."""
+"""Options of the probe port, which is open to all: a few concurrent probes, each with the name of a service."""
 
 
 def channel_options(settings: AccessSettings) -> list[Option]:
-    """gRPC's options of the port that models are asked at."""
+    """Return the gRPC options of the gRPC port."""
     limits: dict[str, float | None] = {
         "grpc.max_send_message_length": settings.max_response_bytes,
         "grpc.max_allowed_incoming_connections": settings.max_connections,
@@ -55,16 +55,16 @@ def channel_options(settings: AccessSettings) -> list[Option]:
         "grpc.max_connection_idle_ms": _in_ms(settings.max_connection_idle_s),
     }
     return [
-        ("grpc.so_reuseport", 0),  # on, two servers would share a port in silence
+        ("grpc.so_reuseport", 0),  # with it, two servers could share a port unnoticed
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
         *_CORE_REFUSES_NOTHING,
-        # Beyond the first, calls are refused at random up to the second: here one limit, and no chance.
+        # Between these two limits gRPC refuses calls at random. Equal limits make the refusal deterministic.
         ("grpc.max_metadata_size", settings.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
         ("grpc.keepalive_time_ms", round(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
-        # What gRPC really waits for; left out it is a minute, whatever the line before says.
+        # The timeout that gRPC really uses; without it, it is a minute regardless of the option above.
         ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
@@ -74,13 +74,13 @@ def channel_options(settings: AccessSettings) -> list[Option]:
 
 
 async def open_port(server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None) -> int:
-    """Start a server on a port; the port. Raises PortError. certificates: None is plaintext."""
+    """Start a server on a port and return the port. Raises PortError. certificates: None is plaintext."""
     try:
         if certificates is None:
             bound = server.add_insecure_port(address_of(host, port))
         else:
             bound = server.add_secure_port(address_of(host, port), certificates.credentials)
-    except RuntimeError:  # taken since check_port looked
+    except RuntimeError:  # another process took the port after check_port
         raise PortError(f"port {port} on {host} cannot be used") from None
     await server.start()
     if certificates is not None:
@@ -89,7 +89,7 @@ async def open_port(server: grpc.aio.Server, host: str, port: int, certificates:
 
 
 async def close_port(server: grpc.aio.Server, certificates: PortCertificates | None, grace_s: float | None) -> None:
-    """Stop a server; running calls have a grace."""
+    """Stop a server. Running calls have grace_s to finish."""
     await server.stop(grace_s)
     if certificates is not None:
         await certificates.close()
@@ -99,7 +99,7 @@ async def close_port(server: grpc.aio.Server, certificates: PortCertificates | N
 async def listening(
     server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None
 ) -> AsyncIterator[int]:
-    """Serve on a port while entered; the port. Raises PortError."""
+    """Serve on a port until the context exits; yield the port. Raises PortError."""
     bound = await open_port(server, host, port, certificates)
     try:
         yield bound
@@ -111,11 +111,11 @@ async def listening(
 async def listening_to_the_end(
     server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None
 ) -> AsyncIterator[int]:
-    """Serve on a port until the process ends, beyond the context that is entered; the port. Raises PortError.
+    """Serve on a port until the process ends, even after the context exits; yield the port. Raises PortError.
 
-    A gRPC server that stops answers CANCELLED to whatever it had not taken up by then, and to whatever comes before its
-    GOAWAY is heard (grpc/grpc#41785): a status that says that the caller gave up, and that most balancers do not retry.
-    A connection that ends says UNAVAILABLE instead. Only an exception stops the server.
+    A gRPC server that stops answers CANCELLED to calls that it has not accepted yet, and to calls that arrive before
+    its GOAWAY does (grpc/grpc#41785). That status means that the caller cancelled, and most balancers do not retry it.
+    The end of the connection gives UNAVAILABLE instead. So only an exception stops the server.
     """
     bound = await open_port(server, host, port, certificates)
     try:
@@ -126,7 +126,7 @@ async def listening_to_the_end(
 
 
 def address_of(host: str, port: int) -> str:
-    """As targets are written."""
+    """Return host and port in the form of a gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

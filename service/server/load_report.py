@@ -1,7 +1,7 @@
-"""How busy this server is, as ORCA tells it (gRFC A51): for clients and proxies that send more to who has less to do.
+"""Load of this server as ORCA reports (gRFC A51), for clients and proxies that balance load.
 
-With every RPC in the trailer endpoint-load-metrics-bin, and out of band in xds.service.orca.v3.OpenRcaService. A report
-is made at most ten times a second and kept as bytes: a trailer costs no more than its transport.
+Every RPC has a report in the trailer endpoint-load-metrics-bin; xds.service.orca.v3.OpenRcaService sends them out of
+band. A report is created at most ten times a second and kept as bytes, so a trailer costs only its transport.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from antiphon.service.domain.errors import InvalidArgument, Status
 from antiphon.service.engine.engine import Engine
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.telemetry import Context
+from antiphon.service.rpc.calls.method_handlers import handler
 from antiphon.service.rpc.calls.parsing import parser
-from antiphon.service.rpc.calls.rpc import InFlight, handler
+from antiphon.service.rpc.calls.rpc import InFlight
 from antiphon.service.rpc.v1.models import Models
 from antiphon.service.server.machine import ResidentMemory
 from antiphon.service.server.settings import usable_cores
@@ -33,16 +34,16 @@ SERVICE_NAME: str = SERVICE.full_name
 TRAILER_KEY = "endpoint-load-metrics-bin"
 
 _MAX_AGE_S = 0.1
-# Rates and CPU are averages that forget half of the past in this time.
+# Half-life of the moving averages of rates and CPU time.
 _HALF_LIFE_S = 2.0
-# Ends that would be this server's fault, or its load's: a client's own mistakes are none.
+# Status codes caused by this server or its load, not by a client's mistake.
 _ERRORS = {
     status.name for status in (Status.INTERNAL, Status.UNAVAILABLE, Status.RESOURCE_EXHAUSTED, Status.DEADLINE_EXCEEDED)
 } | {"UNKNOWN"}
 
 
 class _Average:
-    """Of a rate: what happened in a second, with the past fading away."""
+    """Exponential moving average of a rate per second."""
 
     def __init__(self) -> None:
         self.per_s = 0.0
@@ -53,7 +54,7 @@ class _Average:
 
 
 class LoadReports:
-    """Reports of all models' engines together. For the event loop. clock, cpu_clock: seconds; of time, of CPU used."""
+    """Reports over the engines of all models. For the event loop. clock, cpu_clock: seconds of time and of CPU time."""
 
     def __init__(
         self,
@@ -74,13 +75,13 @@ class LoadReports:
         self._packed: bytes | None = None
 
     def trailer(self, call: Call) -> tuple[str, bytes]:
-        """The trailer of an RPC that ends now, which is counted."""
+        """Count an RPC that ends now, and return its trailer."""
         self._num_calls += 1
         self._num_errors += call.code in _ERRORS
         return TRAILER_KEY, self.packed()
 
     def packed(self) -> bytes:
-        """A serialised OrcaLoadReport, at most 100 ms old."""
+        """Return a serialised OrcaLoadReport that is at most 100 ms old."""
         elapsed_s = self._clock() - self._made_s
         if self._packed is None or elapsed_s >= _MAX_AGE_S:
             self._packed = self._report(elapsed_s).SerializeToString()
@@ -116,21 +117,21 @@ class LoadReports:
 
 
 class LoadServicer:
-    """The RPC method of OpenRcaService. min_interval_s: reports of one call come no faster."""
+    """RPC method of OpenRcaService. min_interval_s: shortest interval between the reports of one call."""
 
     def __init__(self, reports: LoadReports, min_interval_s: float) -> None:
         self._reports = reports
         self._min_interval_s = min_interval_s
 
     def handler(self, in_flight: InFlight) -> grpc.GenericRpcHandler:
-        """Handlers of the service, for `add_generic_rpc_handlers`; no drain waits for its RPCs."""
+        """Return the handlers of the service, for `add_generic_rpc_handlers`. A drain does not wait for its RPCs."""
         name = "StreamCoreMetrics"
         parse = parser(GetMessageClass(SERVICE.methods_by_name[name].input_type))
         guarded = in_flight.apart().guard_open(f"{SERVICE_NAME}/{name}", self.stream_core_metrics, parse)
         return grpc.method_handlers_generic_handler(SERVICE_NAME, {name: handler(guarded, is_streaming=True)})
 
     async def stream_core_metrics(self, message: orca_pb2.OrcaLoadReportRequest, context: Context) -> None:
-        """Send a report now and after every interval, for as long as the client listens."""
+        """Send a report now and after every interval, until the client ends the call."""
         interval_s = message.report_interval.seconds + message.report_interval.nanos / 1e9
         if interval_s < 0:
             raise InvalidArgument("report_interval", f"{interval_s} s", "0 s or more")
@@ -140,17 +141,17 @@ class LoadServicer:
 
 
 def _cache_usage(engine: Engine) -> float:
-    """Share of the cache blocks that are kept for requests, 0 to 1."""
+    """Return the share of the cache blocks in use by requests, 0 to 1."""
     return (engine.num_blocks - engine.num_free_blocks) / max(1, engine.num_blocks)
 
 
 def _occupation(engine: Engine) -> float:
-    """How full an engine is: 1 where it can run no more at once; above it where requests wait for that."""
+    """Return the utilisation of an engine: 1 if it can run no further request, above 1 if requests wait."""
     return max((engine.num_running + engine.num_waiting) / engine.max_num_seqs, _cache_usage(engine))
 
 
 def _usable_memory_bytes() -> float:
-    """Bytes this process may hold: the machine's, or the container's limit where it is less."""
+    """Return the memory that this process may use: the machine's or the container's limit, whichever is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

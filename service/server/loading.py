@@ -1,4 +1,4 @@
-"""From a bundle on disk to an engine that can start: every reason not to is found here, before anything is served."""
+"""Builds an engine from a bundle on disk. Finds every reason not to serve it before it is served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from antiphon.service.rpc.v1.describe import describe
 from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Served
 from antiphon.service.rpc.v1.pacing import Pacing
-from antiphon.service.rpc.v1.servicer import InferenceServicer, ServedModel
+from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
 from antiphon.service.runtime.runners import AnyRunner, open_runner
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
@@ -31,12 +32,12 @@ from antiphon.v1 import inference_pb2 as pb
 
 
 class StartupError(Exception):
-    """A bundle cannot be served with these settings; the message names the file or field."""
+    """A bundle cannot be served with these settings. The message names the file or field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What the models of a server have in common. machine_bytes: memory there is; None where that is not known."""
+    """Parts that the models of a server share. machine_bytes: memory of the machine; None if unknown."""
 
     families: MetricFamilies
     pacing: Pacing
@@ -46,9 +47,9 @@ class Shared:
 
 
 def load(plan: ModelPlan, shared: Shared) -> Served:
-    """Verify the bundle, load its graphs and tokenizer, and build an engine, which is not started yet.
+    """Verify the bundle, load its graphs and tokenizer, and build an engine without starting it.
 
-    Raises StartupError, or OverBudget before any graph is loaded; nothing is left then.
+    Raises StartupError, or OverBudget before any graph is loaded; then everything is released.
     """
     try:
         bundle = load_bundle(plan.path)
@@ -95,7 +96,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
 
 
 def _metrics(metrics: Metrics, bundle: Bundle, plan: ModelPlan, memory: ModelMemory) -> Metrics:
-    """The metrics of a model, with what is known of it before it serves."""
+    """Return the metrics of a model after reporting its memory, precision and workspace fit."""
     metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
     graphs, architecture = bundle.graph_set(plan.precision), bundle.manifest.model.architecture
     metrics.is_served(precision=graphs.precision, lowering=graphs.lowering, architecture=architecture)
@@ -134,7 +135,7 @@ def _warm_up(bundle: Bundle, runner: AnyRunner, plan: ModelPlan) -> None:
 def _tokenizer(bundle: Bundle) -> Tokenizer:
     model, text = bundle.manifest.model, bundle.manifest.text
     tokenizer = open_tokenizer(bundle.path, text)
-    if text.kind != "byte_bpe":  # imported: its vocabulary may be padded, and the model names the special tokens
+    if text.kind != "byte_bpe":  # imported: the vocabulary may be padded, and the model defines the special tokens
         return tokenizer
     for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "unk_id"):
         found, expected = getattr(tokenizer, name), getattr(model, name)
@@ -156,13 +157,13 @@ def _runner(bundle: Bundle, plan: ModelPlan) -> AnyRunner:
 
 
 def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
-    """A pool below one longest sequence would start, and then refuse every request that sets no limit."""
+    """Raise StartupError if the longest sequence does not fit: requests without a length limit would all be refused."""
     model = bundle.manifest.model
     needed = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
     if plan.kv_cache_blocks is not None and plan.kv_cache_blocks < needed:
         raise StartupError(
             f"kv_cache_blocks is {plan.kv_cache_blocks}; it must be at least {needed}, "
-            f"what one sequence of {model.longest_cached[0]} source and {model.longest_cached[1]} target tokens needs"
+            f"which one sequence of {model.longest_cached[0]} source and {model.longest_cached[1]} target tokens needs"
         )
 
 

@@ -1,6 +1,6 @@
-"""What the machine, or the container, leaves a server: memory and open files. Looks once, at start-up.
+"""Limits of the machine or container for a server: memory and open files. Read once, at start-up.
 
-A limit that is too low is no reason not to start as long as serving is possible: it is said in the log.
+If a limit is low but serving is possible, the server logs a warning and starts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from antiphon.service.server.memory import ModelMemory
 log = logging.getLogger(__name__)
 
 OWN_FILES = 64
-"""Files that connections must leave: graphs, libraries, listeners, logs (measured: about 25), scrapes, files read."""
-# The limit is raised no further: with so many connections something else runs out.
+"""Descriptors reserved for other uses: graphs, libraries, listeners, logs (measured: about 25), scrapes, read files."""
+# The limit is not raised further: with so many connections another resource runs out.
 _MOST_FILES = 1_000_000
-# Where a control group says what it may use: version 2, version 1.
+# Files with the memory limit of a control group: version 2, version 1.
 _LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that this process may come to use: the container's limit, the machine's memory where that is less.
+    """Return the memory that this process may use: the container's limit or the machine's memory, whichever is less.
 
-    None where neither can be read.
+    Returns None if neither can be read.
     """
     found = [limit for name in _LIMIT_FILES if (limit := _number(_read(groups / name))) is not None]
     for line in _read(meminfo).splitlines():
@@ -39,9 +39,9 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/p
 
 
 def check_memory(held: Mapping[str, ModelMemory], available_bytes: int | None) -> None:
-    """Warn where all that the models may come to use is more than there is.
+    """Warn if the models may use more memory than there is.
 
-    Raises OverBudget where their weights and workspaces alone are: a cache may stay mostly empty, those do not.
+    Raises OverBudget if their weights and workspaces alone need more: a cache may stay mostly empty, but these do not.
     """
     if available_bytes is None:
         return
@@ -54,7 +54,7 @@ def check_memory(held: Mapping[str, ModelMemory], available_bytes: int | None) -
         )
     if total_bytes > available_bytes:
         log.warning(
-            "%s: may come to use %d bytes, of which %d are cache; this machine or container has %d; "
+            "%s: may use %d bytes, of which %d are cache; this machine or container has %d; "
             "lower kv_cache_blocks or max_num_seqs",
             names,
             total_bytes,
@@ -64,10 +64,10 @@ def check_memory(held: Mapping[str, ModelMemory], available_bytes: int | None) -
 
 
 def allow_files(num_connections: int, num_others: int = 0) -> int | None:
-    """Raise this process's limit of open files as far as it may; the connections that it has room for.
+    """Raise this process's limit of open files as far as allowed. Return the number of connections that fit.
 
-    Warns where those are fewer than num_connections. num_others: connections to further ports, which are kept free.
-    Returns None where there is no limit.
+    Warns if that is less than num_connections. num_others: connections to other ports, whose files are reserved.
+    Returns None if there is no limit.
     """
     reserve = OWN_FILES + num_others
     wanted = num_connections + reserve
@@ -90,9 +90,10 @@ def allow_files(num_connections: int, num_others: int = 0) -> int | None:
 
 
 class ResidentMemory:
-    """Reads the resident memory of this process from a file of the kernel that stays open.
+    """Reads the resident memory of this process from a kernel file that stays open.
 
-    To open and read a file lets go of the interpreter six times, and behind each the event loop waits for the engine.
+    Opening and reading a file releases the interpreter lock six times, and each time the event loop waits for the
+    engine.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class ResidentMemory:
             weakref.finalize(self, os.close, self._statm)
 
     def num_bytes(self) -> int:
-        """Return bytes; 0 where the number is not known."""
+        """Return the number of bytes; 0 if it is unknown."""
         if self._statm is None:
             return 0
         return int(os.pread(self._statm, 64, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")

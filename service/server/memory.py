@@ -1,7 +1,7 @@
-"""The memory budget: what a model counts for, and whether one more fits.
+"""Memory budget: the memory of each model, and a check whether another one fits.
 
-A model counts with everything it may come to hold: files of weights whole, though some are only mapped; every block of
-its cache, though a block is resident only once it was used; and what its runs may work in. Loads nothing itself.
+A model counts with all memory that it may use: complete weight files, though some are only mapped; every block of its
+cache, though a block is resident only after its first use; and the workspace of its runs. Loads nothing itself.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
 from antiphon.service.server.model_settings import ModelPlan
 
-# Of a model without a limit and without a measured profile: four times what a base model needs for 1,024 tokens.
+# For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20
-# What a limit must hold for each byte predicted: allocations are rounded up to regions, and a fit has a residual. The
-# shipped model needs 1.2 at worst.
+# Bytes of limit per predicted byte: allocations are rounded up to regions, and a fit has a residual. The shipped model
+# needs at most 1.2.
 LIMIT_MARGIN = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMemory:
-    """Bytes that a model counts for, resident or not.
+    """Bytes of a model in the budget, resident or not.
 
-    weight_bytes: its graphs and their weights. cache_bytes: all of its cache. workspace_bytes: what its runs work in.
+    weight_bytes: its graphs and their weights. cache_bytes: its whole cache. workspace_bytes: workspace of its runs.
     """
 
     weight_bytes: int
@@ -42,13 +42,13 @@ class ModelMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a model would count for, and what could be made smaller.
+    """Memory that a model needs, and the settings that could reduce it.
 
     num_blocks, block_bytes: cache blocks and bytes of one; 0 without a decoder.
     fewest_blocks: what one longest sequence takes, below which no cache can be.
@@ -61,7 +61,7 @@ class Need:
 
 
 class MemoryBudget:
-    """What all models count for together, and the limit of it; None is no limit. Thread-safe."""
+    """Memory of all models, with a limit; None is no limit. Thread-safe."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -70,12 +70,12 @@ class MemoryBudget:
 
     @property
     def held(self) -> Mapping[str, ModelMemory]:
-        """What each model counts for, by name: from before it is loaded until after it is gone."""
+        """Memory of each model by name, from before it is loaded until after it is unloaded."""
         with self._lock:
             return dict(self._held)
 
     def take(self, name: str, need: Need) -> None:
-        """Count a model that is about to be loaded. Raises OverBudget, naming each part and what to lower."""
+        """Reserve memory for a model to be loaded. Raises OverBudget, naming each part and the setting to lower."""
         with self._lock:
             if self.limit_bytes is not None:
                 free_bytes = self.limit_bytes - sum(memory.total_bytes for memory in self._held.values())
@@ -84,13 +84,13 @@ class MemoryBudget:
             self._held[name] = need.memory
 
     def give_back(self, name: str) -> None:
-        """Count a model no longer: it is gone, or could not be loaded."""
+        """Release the memory of a model that is unloaded or could not be loaded."""
         with self._lock:
             self._held.pop(name, None)
 
 
 def need_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Need:
-    """What serving these graphs of a bundle counts for."""
+    """Return the memory needed to serve these graphs of a bundle."""
     model = bundle.manifest.model
     fewest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
     num_blocks = block_bytes = 0
@@ -106,7 +106,7 @@ def need_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Need:
 
 
 def encode_budget(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> EncodeBudget | None:
-    """What encoding may work in, by the bundle's own fit; None where nothing was measured."""
+    """Return the memory budget of encoding by the bundle's fit; None if nothing was measured."""
     fit = bundle.memory_fit(graphs)
     if fit is None:
         return None
@@ -121,7 +121,7 @@ def encode_budget(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> EncodeBu
 
 
 def _weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
-    """Bytes of the set's graphs and of every file of the bundle that one of them names as its external data."""
+    """Return the size of the set's graphs and of all files of the bundle that they name as external data."""
     listed = bundle.manifest.files
     own = {
         name for name in (graphs.encoder, graphs.decoder, graphs.explain, *graphs.heads.values()) if name is not None
@@ -132,7 +132,7 @@ def _weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
 
 
 def _find(path: Path, texts: Iterable[bytes]) -> list[bytes]:
-    """Those of some texts that a file, of any size, contains."""
+    """Return those of the texts that a file of any size contains."""
     if not path.stat().st_size:
         return []
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -140,7 +140,7 @@ def _find(path: Path, texts: Iterable[bytes]) -> list[bytes]:
 
 
 def _workspace_bytes(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> int:
-    """The limit where there is one, else what the bundle's profile predicts for the largest run of the encoder."""
+    """Return the limit if there is one, else the prediction of the bundle's profile for the largest encoder run."""
     if plan.workspace_limit_bytes is not None:
         return plan.workspace_limit_bytes
     fit, longest = bundle.memory_fit(graphs), bundle.manifest.model.max_source_len

@@ -1,6 +1,6 @@
-"""The settings of one of several models: where its bundle lies, and the engine limits that are its own.
+"""Settings of one of several models: the directory of its bundle and its own engine limits.
 
-A limit left out takes the server's setting of the same name. Knows what is allowed, not what it is used for.
+An omitted limit takes the server's setting of the same name. Knows the allowed values, not their use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ModelName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class ModelSettings(BaseModel):
-    """One model: the directory of its bundle, and limits of its own. A text alone is the directory."""
+    """Settings of one model: the directory of its bundle and its own limits. A plain text is the directory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +52,7 @@ class ModelSettings(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """Everything needed to load one model. name None takes the bundle's."""
+    """Everything needed to load one model. name: None takes the bundle's name."""
 
     name: str | None
     path: Path
@@ -70,7 +70,7 @@ class ModelPlan:
 
 
 def read_model_flags(flags: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
-    """What `--model NAME=PATH`, given any number of times, says. Raises ValueError naming the flag that is wrong."""
+    """Return the settings of all `--model NAME=PATH` flags. Raises ValueError naming the wrong flag."""
     given: dict[str, Mapping[str, str]] = {}
     for flag in flags:
         name, separator, path = flag.partition("=")

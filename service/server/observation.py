@@ -1,4 +1,4 @@
-"""Where accounts of calls go, by the settings: the log, and a collector of spans where there is one."""
+"""Sinks of finished calls, from the settings: the access log and a collector of spans."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from antiphon.service.server.settings import ConfigError, ServerConfig
 if TYPE_CHECKING:
     from antiphon.service.observability.spans import Spans
 
-# For a reader of the log, or a collector, that is slow while the server leaves.
+# Time for a slow reader of the log, or a slow collector, at shutdown.
 _FLUSH_S = 3.0
 
 
 def check_tracing(config: ServerConfig) -> None:
-    """Raise ConfigError where spans are asked for and what sends them is not installed."""
+    """Raise ConfigError if spans are configured and the packages that send them are not installed."""
     if config.otlp_endpoint is None:
         return
     try:
-        import antiphon.service.observability.spans  # noqa: F401 - is there, and what it imports
+        import antiphon.service.observability.spans  # noqa: F401 - checks that it and its imports are installed
     except ImportError as error:
         missing = f"otlp_endpoint is {config.otlp_endpoint!r}, and {error.name} is not installed"
         raise ConfigError(f"{missing}: pip install 'antiphon[trace]'") from None
@@ -33,7 +33,7 @@ def check_tracing(config: ServerConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIterator[Telemetry]:
-    """The accounts of a server; on leaving, what is not written or sent yet is, within seconds."""
+    """Yield the telemetry of a server. On exit, write and send what is pending, within seconds."""
     sinks: list[AccessLog | Spans] = []
     sampler = None
     if config.access_log != "none":

@@ -1,7 +1,7 @@
-"""The process: opens the ports, loads bundles, serves. `antiphon serve`.
+"""Server process of `antiphon serve`: opens the ports, loads bundles and serves.
 
-Owns start-up and the ports; how it leaves is `lifecycle.py`'s business, what its health is `probes.py`'s, what an RPC
-does the servicer's, what a request does the engine's, which models there are the control's.
+Owns start-up and the ports. `lifecycle.py` owns the shutdown, `probes.py` the health, the servicers the RPCs, the
+engine the requests, and `control.py` the set of models.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ from antiphon.service.server.settings import ConfigError, ServerConfig, add_conf
 from antiphon.service.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 
-# How long the event loop may keep the interpreter from the engine's thread. The default, 5 ms, is several steps.
+# Longest time for which the event loop may hold the interpreter lock. The default, 5 ms, is several engine steps.
 _SWITCH_INTERVAL_S = 0.001
-# New objects after which the collector looks for cycles among them. The default, 700, is less than one step makes.
+# New objects after which the garbage collector runs. One step creates more than the default of 700.
 _COLLECT_AFTER = 10_000
-# Memory that requests may take while they arrive, each as long as it may be, and the fewest that may arrive at once.
+# Memory for incomplete requests of the largest size, and the smallest limit on their number.
 _MAX_INCOMPLETE_BYTES = 256 << 20
 _MIN_INCOMPLETE_REQUESTS = 16
 SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
-"""Services whose readiness the health service tells, beside the server's own."""
+"""Services whose readiness the health service reports, in addition to the server's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop, then end the process: 0 once drained, 1 for an engine that is lost or hangs.
+    """Serve until asked to stop, then end the process: with 0 once drained, 1 for an engine that is lost or hangs.
 
     Returns 2 for a wrong setting, bundle or port.
     """
@@ -110,16 +110,16 @@ def run(arguments: argparse.Namespace) -> int:
             uvloop.run(_serve(config, access, shared, metrics_port))
     except (ConfigError, StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
-    # None can be interrupted: a model being loaded, an engine that hangs, a line that nobody reads.
+    # These cannot be interrupted: a model being loaded, an engine that hangs, a log line that is not read.
     if is_anything_left() or is_log_behind():
         end_now(EXIT_USER_ERROR)
     return EXIT_USER_ERROR
 
 
 def _within_files(config: ServerConfig) -> ServerConfig:
-    """Raise the limit of open files, and keep the gRPC port's connections to what it then has room for.
+    """Raise the limit of open files, and limit the gRPC port's connections to the number that fits.
 
-    Without a descriptor nothing works any more, /metrics and the files of certificates and tokens included.
+    Without free descriptors nothing works, including /metrics and the files of certificates and tokens.
     """
     num_requests = sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans)
     num_ports = (config.admin_port is not None) + (config.probe_port is not None)
@@ -129,9 +129,9 @@ def _within_files(config: ServerConfig) -> ServerConfig:
 
 
 def _collect_rarely() -> None:
-    """Let the collector pass over what was imported, and wait for more that is new: it stops the engine and the loop.
+    """Exclude imported objects from garbage collection, and run it less often: it stops the engine and the event loop.
 
-    Models come later, so that one that is unloaded is still found.
+    Models are loaded later, so that an unloaded model is still collected.
     """
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
@@ -155,7 +155,7 @@ def _shared(config: ServerConfig, registry: CollectorRegistry) -> Shared:
     return Shared(
         families=families,
         pacing=Pacing(config.max_stream_messages_per_s, waits),
-        # Half of it is one caller's: all the texts of one message.
+        # One caller may have half of it, which is enough for all texts of one message.
         long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
         budget=MemoryBudget(config.memory_limit_bytes),
         machine_bytes=machine_bytes,
@@ -175,7 +175,7 @@ def _metrics_port(config: ServerConfig, access: Access, registry: CollectorRegis
 async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics_port: int) -> NoReturn:
     """Serve, then end the process."""
     async with observing(config, shared.families) as telemetry:
-        # Held, because a server that nobody holds stops; it refuses calls until there is no process any more.
+        # Keeps a reference, because a server without one stops. It refuses calls until the process ends.
         code, _server = await _serve_calls(config, access, shared, telemetry, metrics_port)
     end_now(code)
 
@@ -183,7 +183,7 @@ async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics_p
 async def _serve_calls(
     config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry, metrics_port: int
 ) -> tuple[int, grpc.aio.Server]:
-    """Serve; the exit code, and the server, whose port is still open."""
+    """Serve. Return the exit code and the server, whose port is still open."""
     stop = Stop()
     stop.on_signals()
     health_servicer = health.aio.HealthServicer()
@@ -200,7 +200,7 @@ async def _serve_calls(
     server = build_server(
         config, calls, health_servicer, shared.pacing, access.interceptors(telemetry, shared.pacing.waits)
     )
-    # The port opens first: who asks already is told to come again, which a closed port would not say.
+    # The port opens first: early clients receive a status that tells them to retry, which a closed port could not send.
     async with (
         _probe_port(config, health_servicer) as probe_port,
         listening_to_the_end(server, config.host, config.port, access.port_certificates()) as port,
@@ -223,7 +223,7 @@ async def _serve_calls(
 
 @contextlib.asynccontextmanager
 async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthServicer) -> AsyncIterator[int | None]:
-    """Serve health alone, in the open, where a port is set; its port."""
+    """Serve only health, in plaintext, if a probe port is configured; yield the port or None."""
     if config.probe_port is None:
         yield None
         return
@@ -235,7 +235,7 @@ async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthSe
 
 @contextlib.asynccontextmanager
 async def _watched(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
-    """Look out for engines that hang, a late event loop, too many connections and memory that is free."""
+    """Watch for hung engines, delays of the event loop and too many connections, and return free memory."""
     lag, watchdog = LoopLag(time.monotonic), Watchdog(control.models, probes, config.watchdog_timeout_s)
     connections = ConnectionWatch(config.max_connections, num_open_files)
     shared.families.watch_loop(lambda: lag.lag_s)
@@ -249,7 +249,7 @@ async def _watched(config: ServerConfig, control: Control, probes: Probes, share
 async def _admin(
     config: ServerConfig, access: Access, control: Control, shared: Shared, telemetry: Telemetry
 ) -> AsyncIterator[int | None]:
-    """Serve the admin service where a port is set; its port."""
+    """Serve the admin service if its port is configured; yield the port or None."""
     if config.admin_port is None:
         yield None
         return
@@ -261,7 +261,7 @@ async def _admin(
 
 
 def build_waits(config: ServerConfig, families: MetricFamilies) -> ClientWaits:
-    """Return what bounds the calls that wait for their clients, and shows them in the metrics."""
+    """Return the limits of calls that wait for their clients, with their metrics."""
     metrics = WaitMetrics(families)
     limits = WaitLimits(
         request_timeout_s=config.request_timeout_s,
@@ -275,7 +275,7 @@ def build_waits(config: ServerConfig, families: MetricFamilies) -> ClientWaits:
 
 
 def call_limits(config: ServerConfig) -> CallLimits:
-    """Return the bounds on the calls of the port that models are asked at."""
+    """Return the limits on the calls of the gRPC port."""
     return CallLimits(max_rpcs=config.max_concurrent_rpcs, max_metadata_bytes=config.max_metadata_bytes)
 
 
@@ -286,9 +286,9 @@ def build_server(
     pacing: Pacing,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """A gRPC server with the calls, health and reflection, bound to no port yet."""
+    """Return a gRPC server with the calls, health and reflection, not yet bound to a port."""
     free_failed_batches()
-    # What channelz shows it shows on the admin port only.
+    # Data of channelz is collected only if there is an admin port, which serves it.
     options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]
     server = grpc.aio.server(options=options, interceptors=interceptors)
     in_flight = calls.in_flight
@@ -313,7 +313,7 @@ def build_server(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ports:
-    """Where a server listens; None where it was not asked to."""
+    """Ports that a server listens on; None for a port that is not configured."""
 
     port: int
     metrics: int
@@ -334,7 +334,7 @@ def _ready_line(config: ServerConfig, served: Sequence[Served], ports: _Ports) -
 
 
 def _client_flags(config: ServerConfig, address: str) -> str:
-    """What a client must say to be let in, files by what they hold."""
+    """Return the flags that a client needs for access, with placeholders for files."""
     flags = {
         f"--target {address} ": address != DEFAULT_TARGET,
         "--tls-ca CA ": config.tls_cert is not None,
@@ -345,7 +345,7 @@ def _client_flags(config: ServerConfig, address: str) -> str:
 
 
 def first_command(model: pb.Model, target: str) -> str:
-    """What to type first, of what the default model can do."""
+    """Return a first command for the user to try, which the default model supports."""
     text = "How are you?"
     if model.architecture != pb.ARCHITECTURE_ENCODER:
         return f'generate {target}"{text}"'

@@ -1,7 +1,7 @@
-"""Every setting of a server, from flags, environment and a TOML file; a wrong value is refused by name.
+"""Settings of a server, from flags, environment variables and a TOML file. Errors name the wrong setting.
 
-Flags win over `ANTIPHON_*` variables, those over the TOML file, that over the defaults. Knows what is allowed, not
-what it is used for; loads no model.
+Flags take precedence over `ANTIPHON_*` variables, those over the TOML file, and that over the defaults. Knows the
+allowed values, not their use; loads no model.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ AccessLog = Literal["all", "errors", "none"]
 
 
 class ConfigError(Exception):
-    """A setting cannot be used; the message names the field, its value, where it came from and what is allowed."""
+    """A setting cannot be used. The message names the field, its value, its origin and the allowed values."""
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the container's CPU quota where there is one."""
+    """Return the number of cores for this process, from its affinity and the container's CPU quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -74,7 +74,7 @@ class ServerConfig(AccessSettings):
     bundle: Path = Field(default=SHIPPED_BUNDLE, description="Directory of the exported model to serve.")
     models: dict[ModelName, ModelSettings] = Field(
         default_factory=dict,
-        description="A model to serve, NAME=PATH of its bundle; again for each. The first is the default of requests.",
+        description="A model to serve, NAME=PATH of its bundle; repeat it for each. The first is the default.",
     )
     precision: PrecisionChoice | None = Field(
         default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
@@ -88,21 +88,21 @@ class ServerConfig(AccessSettings):
         default=None, description="Port of the admin service, which loads and unloads models; 0 takes any free one."
     )
     memory_limit_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
-        default=None, description="Most bytes that all models may count for: weights, caches, workspaces."
+        default=None, description="Most bytes of all models together: weights, caches, workspaces."
     )
     threads: Threads = Field(
         default_factory=usable_cores, description="Threads that compute one step; unset is every core."
     )
     max_num_seqs: NumSeqs = Field(default=64, description="Most rows that decode together: outputs and beams.")
     max_num_batched_tokens: BatchedTokens = Field(
-        default=1024, description="Most source, prefix and judged tokens taken up in one step."
+        default=1024, description="Most source, prefix and scored tokens that one step reads."
     )
     max_queued_requests: QueuedRequests = Field(default=1024, description="Most requests that wait.")
     max_queued_tokens: QueuedTokens = Field(
         default=131_072, description="Most source tokens of waiting requests together."
     )
     max_queue_time_s: QueueTime = Field(
-        default=30.0, description="Longest expected wait of a request that is still taken."
+        default=30.0, description="Longest expected wait at which a request is still accepted."
     )
     kv_cache_blocks: CacheBlocks | None = Field(
         default=None, description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."
@@ -114,7 +114,7 @@ class ServerConfig(AccessSettings):
         default=500,
         ge=1,
         le=1_000_000,
-        description="Most messages a second of all streams together; with more tokens than that, each brings several.",
+        description="Most messages a second of all streams together; with more tokens, a message has several.",
     )
     slow_reader_timeout_s: float = Field(
         default=30.0,
@@ -126,7 +126,7 @@ class ServerConfig(AccessSettings):
         default=0.0,
         ge=0,
         le=MAX_GRACE_S,
-        description="Time after SIGTERM in which new requests are still served, for load balancers to look away.",
+        description="Time after SIGTERM in which new requests are still served, until load balancers stop sending.",
     )
     drain_grace_s: float = Field(
         default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
@@ -136,14 +136,14 @@ class ServerConfig(AccessSettings):
     )
     load_reports: Literal["on", "off"] = Field(
         default="on",
-        description="Whether RPCs tell in a trailer how busy the server is, and a service of its own does.",
+        description="Whether RPCs report the server's load in a trailer, and a separate service reports it.",
     )
     load_report_interval_s: float = Field(
         default=1.0, ge=0.1, le=3600, description="Shortest interval between the reports of a load report stream."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
-    log_format: LogFormat = Field(default="text", description="How log lines are written; json is an object a line.")
-    access_log: AccessLog = Field(default="all", description="RPCs to log when they are over, at level info.")
+    log_format: LogFormat = Field(default="text", description="Format of log lines; json is one object per line.")
+    access_log: AccessLog = Field(default="all", description="RPCs to log at their end, at level info.")
     otlp_endpoint: Annotated[str, Field(pattern=ENDPOINT_PATTERN)] | None = Field(
         default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset sends none."
     )
@@ -153,13 +153,13 @@ class ServerConfig(AccessSettings):
 
     @property
     def plans(self) -> tuple[ModelPlan, ...]:
-        """The models to load, the default first: `models`, or `bundle` under its own name."""
+        """Plans of the models to load, the default first: `models`, or `bundle` under its own name."""
         if not self.models:
             return (self.plan(None, ModelSettings(path=self.bundle)),)
         return tuple(self.plan(name, settings) for name, settings in self.models.items())
 
     def plan(self, name: str | None, settings: ModelSettings) -> ModelPlan:
-        """How to load a model: by its settings, by the server's where it has none. name None takes the bundle's."""
+        """Return the plan to load a model: its own settings, else the server's. name: None takes the bundle's name."""
         chosen = {
             field: own if (own := getattr(settings, field)) is not None else getattr(self, field)
             for field in ModelSettings.model_fields
@@ -175,7 +175,7 @@ class ServerConfig(AccessSettings):
 
 
 def fields() -> Mapping[str, FieldInfo]:
-    """Every field of ServerConfig, in order of declaration, those of its ports last."""
+    """Return the fields of ServerConfig in order of declaration, those of its ports last."""
     inherited = AccessSettings.model_fields
     own = {name: field for name, field in ServerConfig.model_fields.items() if name not in inherited}
     return {**own, **inherited}
@@ -199,7 +199,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> ServerConfig:
     """Combine flags, environment and TOML file. Raises ConfigError on the first field that is wrong.
 
-    environment is consulted for the TOML file's name only; pydantic reads os.environ itself.
+    environment: read only for the TOML file's name; pydantic reads os.environ itself.
     """
     flags = _flags(arguments)
     environment = os.environ if environment is None else environment
@@ -220,7 +220,7 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
 
     try:
         config = Layered(**flags)
-    except SettingsError as error:  # only models are JSON
+    except SettingsError as error:  # only `models` is parsed as JSON
         raise ConfigError(f"models (from {ENV_PREFIX}MODELS) is not JSON: {error.__cause__}") from None
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
@@ -229,13 +229,13 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
         raise ConfigError(problem)
     if config.models and "bundle" in config.model_fields_set:
         raise ConfigError(f"bundle is {config.bundle} and there are models; give one or the other")
-    # Sources are merged from the weakest to the strongest; the default model is the first of the strongest.
+    # Sources are merged in rising order of precedence. The default model is the first of the highest one.
     first = [name for name in flags.get("models", ()) if name in config.models]
     return config.model_copy(update={"models": {name: config.models[name] for name in (*first, *config.models)}})
 
 
 def _check_ports(config: ServerConfig) -> None:
-    """Raise ConfigError where two listeners share a port and an address."""
+    """Raise ConfigError if two listeners share a port and an address."""
     taken = {(config.host, config.port): "port"}
     for field in ("metrics", "admin", "probe"):
         host, port = getattr(config, f"{field}_host"), getattr(config, f"{field}_port")
@@ -244,7 +244,7 @@ def _check_ports(config: ServerConfig) -> None:
 
 
 def to_toml(config: ServerConfig) -> str:
-    """The configuration as TOML that --config reads back; unset fields become comments."""
+    """Return the configuration as TOML that --config can read; unset fields become comments."""
     values = {name: getattr(config, name) for name in fields() if name != "models"}
     if config.models:
         values["bundle"] = None
@@ -302,7 +302,7 @@ def _explain(error: ValidationError, flags: Mapping[str, Any], config_file: str 
 
 
 def _explain_model(inner: list[str], origin: str, kind: str, value: object) -> str:
-    """What is wrong with a model's name, or with a setting of it; inner: where in `models`."""
+    """Return a message about a wrong model name or a wrong setting of a model. inner: path in `models`."""
     name, *rest = inner
     field, known = rest[0] if rest else "", ModelSettings.model_fields
     if field == "[key]":
@@ -319,7 +319,7 @@ def _explain_model(inner: list[str], origin: str, kind: str, value: object) -> s
 
 
 def _origin(name: str, inner: list[str], flags: Mapping[str, Any], config_file: str | None) -> str:
-    """Where a value was given: a flag, a variable or the file. inner: where in `models`, for that setting."""
+    """Return the origin of a value: a flag, a variable or the file. inner: path in `models`, for that setting."""
     variable = f"{ENV_PREFIX}{name.upper()}"
     if name in flags and (
         name != "models" or (inner and inner[0] in flags[name] and inner[1:] in (["path"], ["[key]"]))
@@ -329,12 +329,12 @@ def _origin(name: str, inner: list[str], flags: Mapping[str, Any], config_file: 
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    """JSON schema of each field; of an optional field, the schema of its value."""
+    """Return the JSON schema of each field; for an optional field, the schema of its value."""
     return _value_schemas(ServerConfig)
 
 
 def allowed_of_model(field: str) -> str:
-    """What a field of ModelSettings takes, in words."""
+    """Return the allowed values of a field of ModelSettings in words."""
     return _allowed(_value_schemas(ModelSettings)[field])
 
 
@@ -344,7 +344,7 @@ def _value_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """What a field takes, in words."""
+    """Return the allowed values of a field in words."""
     if choices := schema.get("enum"):
         return f"one of {', '.join(choices)}"
     if schema["type"] == "object":
@@ -381,5 +381,5 @@ def _metavar(schema: Mapping[str, Any]) -> str:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field: --model, which names one, for models."""
+    """Return the flag of a field; for models it is --model, which is given once per model."""
     return "--model" if name == "models" else f"--{name.replace('_', '-')}"

@@ -1,6 +1,6 @@
-"""Notices an engine whose step does not end, and an event loop that is late; acts on neither, but says so.
+"""Detects engines whose step does not end, and delays of the event loop. Reports both, and ends neither.
 
-The liveness probe fails for as long as an engine hangs: whoever runs the process then ends it. Threads cannot be ended
+The liveness probe fails while an engine hangs, so that an orchestrator ends the process. Threads cannot be ended
 from within, and the blocks of a step that never ended cannot be trusted.
 """
 
@@ -15,16 +15,16 @@ from antiphon.service.rpc.v1.models import Served
 
 log = logging.getLogger(__name__)
 
-# Looks a second, but at least so many for each timeout.
+# One check per second, but at least this many in each timeout.
 _LOOKS_PER_TIMEOUT = 4
 _MAX_INTERVAL_S = 1.0
 _LAG_INTERVAL_S = 0.5
 
 
 class Watchdog:
-    """Watches the engines of some models. For the event loop; busy_s of an engine may be asked from any thread.
+    """Watches the engines of models. For the event loop; busy_s of an engine may be read from any thread.
 
-    timeout_s: how long a step may take, or work wait for one to begin.
+    timeout_s: longest time of a step, and longest time that work waits for a step to begin.
     """
 
     def __init__(self, models: Iterable[Served], probes: Probes, timeout_s: float) -> None:
@@ -34,13 +34,13 @@ class Watchdog:
         self._hung: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check periodically until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(min(_MAX_INTERVAL_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
 
     async def look(self) -> None:
-        """Compare every engine with the timeout; tell the probes, the metrics and, of each change, the log."""
+        """Compare every engine with the timeout. Update the probes and the metrics, and log every change."""
         served = {one.name: one for one in self._models}
         hung = frozenset(name for name, one in served.items() if one.engine.busy_s > self._timeout_s)
         for name, one in served.items():
@@ -54,14 +54,14 @@ class Watchdog:
                 engine.stack(),
             )
         for name in self._hung - hung:
-            log.warning("model %s: its engine goes on", name)
+            log.warning("model %s: its engine has ended the step and continues", name)
         if bool(hung) != bool(self._hung):
             await self._probes.live(is_live=not hung)
         self._hung = hung
 
 
 class LoopLag:
-    """How late the event loop is: it should come by every half second. The lag may be read from any thread."""
+    """Delay of the event loop, measured by a timer every half second. The lag may be read from any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -69,7 +69,7 @@ class LoopLag:
         self._last_s = 0.0
 
     async def run(self) -> None:
-        """Come by, again and again, until cancelled."""
+        """Measure periodically until cancelled."""
         while True:
             self._due_s = self._clock() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)
@@ -77,5 +77,5 @@ class LoopLag:
 
     @property
     def lag_s(self) -> float:
-        """Seconds by which it was late the last time, or is late now, whichever is more."""
+        """Seconds of the last delay or of the current one, whichever is longer."""
         return max(self._last_s, self._clock() - self._due_s)

@@ -23,7 +23,7 @@ def faulty(self, batch):
         {fault}
     return decode(self, batch)
 NativeRunner.decode = faulty
-from antiphon.cli import main
+from antiphon.cli.main import main
 sys.exit(main(sys.argv[sys.argv.index("serve"):]))
 """
 

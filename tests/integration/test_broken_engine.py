@@ -57,4 +57,4 @@ async def test_process_leaves_when_its_model_is_broken_and_every_call_is_told(bu
     assert {details_of(error).reason for error in errors[:-1]} == {"ENGINE_FAULT"}
     assert errors[-1].code() is grpc.StatusCode.UNAVAILABLE
     assert not any("secret" in (error.details() or "") for error in errors)
-    assert (code, "an engine is gone" in log) == (1, True)
+    assert (code, "the thread of an engine has ended" in log) == (1, True)

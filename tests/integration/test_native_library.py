@@ -17,7 +17,7 @@ NATIVE = Path(antiphon.model.ops.__file__).parent / "native"
 # antiphon's command with the library elsewhere.
 WITH_LIBRARY = """
 import pathlib, sys
-from antiphon.cli import main
+from antiphon.cli.main import main
 from antiphon.model.ops.workspace import Workspace
 Workspace.__init__.__defaults__ = (pathlib.Path(sys.argv[1]),)
 sys.exit(main(sys.argv[2:]))

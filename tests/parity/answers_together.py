@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import zlib
 from collections import Counter
@@ -41,7 +40,7 @@ from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.native_runner import NativeRunner
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, changed
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 Answers = dict[str, tuple[TokenEvent, ...]]
@@ -123,7 +122,7 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
         limits = limits_of(runner, runner.max_rows)
         for one in requests:
             # One caller alone may not have all rows for beams.
-            request = dataclasses.replace(one, client=one.request_id)
+            request = changed(one, client=one.request_id)
             live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), limits)
             queue.put(live[request.request_id], 0.0)
         groups = list(live.values())

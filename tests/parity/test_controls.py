@@ -96,7 +96,8 @@ def shipped() -> Served:
 
 def requests_of(served: Served, asked: Sequence[Controls]) -> list[Request]:
     """One request each, source after source; greedy ones with log-probabilities."""
-    sources, requests = list(served.sources), []
+    sources = list(served.sources)
+    requests: list[Request] = []
     for index, controls in enumerate(asked):
         prefix = controls.get("prefix_ids", ())
         rest = {name: value for name, value in controls.items() if name != "prefix_ids"}

@@ -16,6 +16,7 @@ CTranslate2's with rounding and 268 with truncation.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -38,13 +39,14 @@ from antiphon.model.export.quantize import quantize_rows
 from antiphon.model.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.model.transformer.greedy import greedy
-from antiphon.service.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
+from antiphon.service.domain.request import EarlyStopping, SamplingParams, TokenEvent
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.runners import open_runner
 from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate, twin_specification
+from tests.fakes import request_of
 from tests.parity.test_ctranslate2 import random_checkpoint
 
 NAMES = (
@@ -129,11 +131,8 @@ async def answers(
         streams = []
         for index, source in enumerate(sources):
             streams.append(OutputStream(str(index)))
-            request = Request(
-                request_id=str(index), source_ids=tuple(source), params=params, arrival_s=engine.clock(),
-                is_streamed=False,
-            )  # fmt: skip
-            engine.submit(request, streams[-1])
+            request = request_of(str(index), tuple(source), params=params, arrival_s=engine.clock())
+            engine.submit(dataclasses.replace(request, is_streamed=False), streams[-1])
         return [await stream.collect() for stream in streams]
     finally:
         await asyncio.to_thread(engine.stop)

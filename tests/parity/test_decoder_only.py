@@ -24,10 +24,11 @@ from antiphon.model.export.verify import verify
 from antiphon.model.importer.importer import ImportOptions, import_checkpoint
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.model.transformer.random_model import random_transformer
-from antiphon.service.domain.request import Request, SamplingParams, Task, TokenEvent
+from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
+from tests.fakes import changed, request_of, scored
 from tests.parity.answers_together import answer, one_torch_thread
 from tests.parity.crowd import Crowd
 from tests.parity.decoder_checkpoints import write_decoder
@@ -107,18 +108,11 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, target: tuple[int, ...] = ()) -> Request:
-    """Return a request as the servicer makes it for a decoder-only model; a target is scored."""
-    return Request(
-        request_id=name,
-        source_ids=(),
-        begin_id=prompt[0],
-        prefix_ids=prompt[1:],
-        num_prompt_ids=len(prompt),
-        params=params,
-        arrival_s=0.0,
-        task=Task.SCORE if target else Task.GENERATE,
-        target_ids=target,
+    """Return a request as the servicer makes one for a decoder-only model. A target is scored."""
+    request = changed(
+        request_of(name, (), params=params), begin_id=prompt[0], prefix_ids=prompt[1:], num_prompt_ids=len(prompt)
     )
+    return scored(request, target) if target else request
 
 
 def theirs_of(imported: Imported, prompt: tuple[int, ...], **options: Any) -> list[int]:

@@ -33,8 +33,9 @@ from antiphon.service.domain.request import (
     Task,
     TokenEvent,
 )
+from antiphon.service.domain.tasks import Embed
 from antiphon.service.runtime.native_runner import NativeRunner
-from tests.fakes import request_of
+from tests.fakes import changed, request_of, scored
 from tests.parity.crowd import Crowd
 
 ROUNDS = int(os.environ.get("ANTIPHON_IDENTITY_ROUNDS") or 2)
@@ -53,10 +54,11 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
     task = dice.choice([Task.GENERATE] * 8 + [Task.SCORE, Task.EMBED])
     if task is Task.GENERATE:
         return made
-    target = ids(dice.randint(1, runner.max_target_len)) if task is Task.SCORE else ()
-    params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
-    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # an encoder alone has that
-    return dataclasses.replace(made, prefix_ids=(), task=task, target_ids=target, params=params, pooling=pooling)
+    if task is Task.SCORE:
+        params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
+        return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.max_target_len)))
+    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # only encoder-only models have it
+    return Embed(arrival=made.arrival, source_ids=source, pooling=pooling)
 
 
 def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
@@ -109,7 +111,7 @@ def long_request(dice: random.Random, name: str, runner: NativeRunner) -> Reques
     if made.task is not Task.GENERATE or made.params.num_rows > 1:
         return made
     params = dataclasses.replace(made.params, max_new_tokens=None, ignore_eos=True, stop_ids=())
-    return dataclasses.replace(made, source_ids=made.source_ids[:16], params=params, prefix_ids=made.prefix_ids[:3])
+    return changed(made, source_ids=made.source_ids[:16], params=params, prefix_ids=made.prefix_ids[:3])
 
 
 def run_mix(
@@ -229,14 +231,14 @@ def contending_request(dice: random.Random, name: str, runner: NativeRunner) -> 
     """One of a few callers; half of all are of one that asks for samples as long as they may be."""
     made = random_request(dice, name, runner)
     if dice.random() < 0.5:
-        return dataclasses.replace(made, client=dice.choice("xyz"))
+        return changed(made, client=dice.choice("xyz"))
     while made.task is not Task.GENERATE or not made.params.temperature:
         made = random_request(dice, name, runner)
     count = dice.choice([1, MAX_WIDTH])
     params = dataclasses.replace(
         made.params, max_new_tokens=None, ignore_eos=True, stop_ids=(), num_return_sequences=count
     )
-    return dataclasses.replace(made, prefix_ids=made.prefix_ids[:3], params=params, client="many")
+    return changed(made, prefix_ids=made.prefix_ids[:3], params=params, client="many")
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
@@ -286,7 +288,7 @@ def test_a_score_has_the_bits_that_generation_reports(
     crowd.finish()
     for event in crowd.events("made"):
         target = tuple(one.token_id for one in event.logprobs)
-        name = f"scored {event.output_index}"
-        crowd.add(dataclasses.replace(made, request_id=name, task=Task.SCORE, target_ids=target))
+        name = f"judged {event.output_index}"
+        crowd.add(scored(made, target, name=name))
         crowd.finish()
         assert crowd.events(name)[0].logprobs == event.logprobs

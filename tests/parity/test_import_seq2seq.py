@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from antiphon.cli import main as cli
 from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
-from antiphon.model.bundle.native_stepper import run_native
-from antiphon.model.bundle.session import native_session
-from antiphon.service.domain.request import Request, SamplingParams
+from antiphon.model.bundle.native_stepper import native_session, run_native
+from antiphon.service.domain.request import SamplingParams
 from antiphon.service.rpc.v1.model_defaults import own_defaults
 from antiphon.service.runtime.native_runner import NativeRunner
+from tests.fakes import request_of
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper
 from tests.parity.seq2seq_checkpoints import CHECKPOINTS, save
@@ -111,10 +111,7 @@ def answers(
 ) -> list[list[int]]:
     """Return the ids that our engine generates, with all sources in one batch."""
     runner = NativeRunner(bundle, max_rows=4 * len(sources), threads=1, precision=precision)
-    requests = [
-        Request(request_id=str(index), source_ids=tuple(source.tolist()), params=params, arrival_s=0.0)
-        for index, source in enumerate(sources)
-    ]
+    requests = [request_of(str(index), tuple(source.tolist()), params=params) for index, source in enumerate(sources)]
     events = answer(runner, requests)
     return [list(events[request.request_id][0].token_ids) for request in requests]
 

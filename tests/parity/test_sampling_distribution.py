@@ -170,7 +170,8 @@ def outputs(served: Served, requests: list[Request]) -> Outputs:
 
 
 def crowd() -> list[Request]:
-    dice, requests = random.Random(0), []
+    dice = random.Random(0)
+    requests: list[Request] = []
     for index in range(80):
         controls: dict[str, Any] = dict(temperature=1.0) | dice.choice(list(COMBINATIONS.values()))
         params = SamplingParams(

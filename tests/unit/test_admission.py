@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.domain.request import Request, SamplingParams
-from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
+from antiphon.service.domain.request import SamplingParams
+from antiphon.service.engine.admission import admit, limits_of
+from antiphon.service.engine.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from tests.fakes import FakeRunner, request_of, source_of
 
@@ -15,10 +15,7 @@ from tests.fakes import FakeRunner, request_of, source_of
 def check(source: int, prefix: int) -> None:
     runner = FakeRunner(vocab_size=64)
     runner.source_vocab_size = 80
-    request = Request(
-        request_id="a", source_ids=(source,), prefix_ids=(prefix,), params=SamplingParams(), arrival_s=0.0
-    )
-    admit(request, OutputStream("a"), limits_of(runner, runner.max_rows))
+    admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, runner.max_rows))
 
 
 async def test_admission_refuses_a_source_that_is_predicted_not_to_fit_and_names_the_longest() -> None:

@@ -1,4 +1,4 @@
-"""Turns of callers at the event loop: order and number of the calls that start."""
+"""Turns of callers on the event loop: order and number of the calls that start."""
 
 from __future__ import annotations
 

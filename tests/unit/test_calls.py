@@ -1,4 +1,4 @@
-"""Every RPC has a request id that goes back in trailing metadata, and is counted once, however it ends."""
+"""Every RPC returns a request id in trailing metadata, and is counted exactly once, with any status."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OWN_ID = (("x-request-id", "shop-17/a"),)
 
 
 def request_id_of(metadata: Any) -> str:
-    """The one request id among trailing metadata."""
+    """Return the single request id of trailing metadata."""
     (request_id,) = [value for key, value in metadata if key == "x-request-id"]
     return str(request_id)
 
 
 def counts(served: Serving, family: str, *names: str) -> dict[tuple[str, ...], float]:
-    """The samples of a counter that are not zero, by the values of some labels."""
+    """Return the samples of a counter that are not zero, by the values of some labels."""
     return {
         tuple(sample.labels[name] for name in names): sample.value
         for metric in served.registry.collect()
@@ -59,7 +59,7 @@ async def test_request_id_goes_back_with_every_answer() -> None:
 
 
 async def test_request_id_comes_before_the_first_message_of_a_stream() -> None:
-    """So that a stream that breaks off, and has no trailers then, can be looked up."""
+    """A stream that breaks off has no trailers, so its headers must have the request id."""
     async with serving() as served:
         named = stub_of(served).Generate(asking(), metadata=OWN_ID)
         assert request_id_of(await named.initial_metadata()) == "shop-17/a"
@@ -140,7 +140,7 @@ async def test_rpcs_are_counted_by_method_and_status() -> None:
 
 @pytest.mark.parametrize("num_characters", [100, 5000])  # read at once, and in the thread of long texts
 async def test_refused_requests_are_freed_without_the_collector(num_characters: int) -> None:
-    """gRPC kept the error, its frames the request: megabytes a call, until the collector came round."""
+    """gRPC kept the error, whose frames referenced the request: megabytes per call until garbage collection."""
 
     def num_requests() -> int:
         return sum(type(found) is pb.GenerateUnaryRequest for found in gc.get_objects())  # isinstance asks proxies

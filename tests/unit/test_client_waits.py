@@ -13,7 +13,7 @@ from tests.waits import client_waits
 
 
 class Clients:
-    """Begins waits, and keeps which of them were given up, with what."""
+    """Begins waits, and records which of them were ended, with which error."""
 
     def __init__(self, waits: ClientWaits) -> None:
         self._waits = waits
@@ -21,7 +21,7 @@ class Clients:
         self.second = asyncio.Event()
 
     def begin(self, stage: Stage, name: str, *, caller: str = "", num_bytes: int = 0) -> Wait:
-        """name: of a call, `connection/number`."""
+        """Begin a wait. name: `connection/number` of the call."""
         connection = name.partition("/")[0]
         wait = Wait(stage, caller or "host", connection, lambda error: self._note(name, error), num_bytes)
         self._waits.begin(wait)

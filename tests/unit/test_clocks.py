@@ -1,4 +1,4 @@
-"""The machine's clock may jump: deadlines are kept all the same, and nothing that serves reads that clock."""
+"""Deadlines are correct after a jump of the machine's clock, and no serving code reads that clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_nothing_that_serves_reads_the_wall_clock() -> None:
 
 
 def _wall_clocks(path: Path) -> set[str]:
-    """Names of the wall clocks that a module takes from `time` or `datetime`."""
+    """Return the names of wall clocks that a module uses from `time` or `datetime`."""
     return {
         node.attr
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

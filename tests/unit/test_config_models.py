@@ -1,4 +1,4 @@
-"""Several models in the settings: where they come from, what is their own, and refusals by name."""
+"""Several models in the settings: their sources, their own limits, and errors that name the setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How clients reach a server, asynchronous and synchronous: retries, balancing, tokens, deadlines. Real servers."""
+"""Connections of asynchronous and synchronous clients to real servers: retries, balancing, tokens, deadlines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.refusing import Context, recording, refuse
 from tests.serving import serving
 
 PATIENCE_S = 60.0
-# Longer than any test waits: who gets an answer in time was told when to come back by the server.
+# Longer than any test waits: a client answered in time has followed the retry delay of the server.
 PUSHED_BACK = RetryPolicy(backoff_s=600, max_backoff_s=600)
 AT_ONCE = RetryPolicy(backoff_s=0.01, max_backoff_s=0.01)
 # The wire keeps two or three digits of a deadline, rounded up.

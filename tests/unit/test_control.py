@@ -1,4 +1,4 @@
-"""Models loaded into a running server and out of it: what is published when, and that nothing of them stays."""
+"""Loading and unloading models of a running server: published states, and no memory left afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from antiphon.model.bundle.manifest import MANIFEST_NAME
 from antiphon.model.ops.workspace import _NativeStats
 from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
-from antiphon.service.domain.request import Request, SamplingParams
+from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.models import Models, Served
@@ -28,6 +28,7 @@ from antiphon.service.server.loading import Shared, load
 from antiphon.service.server.memory import MemoryBudget
 from antiphon.service.server.model_settings import ModelPlan, ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from tests.fakes import request_of
 from tests.waits import client_waits
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
@@ -40,7 +41,7 @@ def plan(name: str, path: Path = SHIPPED_BUNDLE) -> ModelPlan:
 
 @dataclasses.dataclass
 class Host:
-    """A control with one model, "first", and everything that it tells others."""
+    """Control with one model, "first", that records all announcements."""
 
     registry: CollectorRegistry
     shared: Shared
@@ -53,7 +54,7 @@ class Host:
         return [served.name for served in self.control.models]
 
     def state(self) -> Any:
-        """Everything that a failed change must leave as it was."""
+        """Return the state that a failed change must not alter."""
         return self.names, self.shared.budget.held, dict(self.health), generate_latest(self.registry)
 
 
@@ -76,11 +77,11 @@ async def host() -> AsyncIterator[Host]:
 
 
 def ask(served: Served, max_new_tokens: int = 3) -> OutputStream:
-    """Greedy, on and on past the end token."""
+    """Return greedy parameters that ignore the end token."""
     stream = OutputStream("a", coalesce_s=0.0)
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     engine = served.engine
-    engine.submit(Request(request_id="a", source_ids=(5, 6, 2), params=params, arrival_s=engine.clock()), stream)
+    engine.submit(request_of("a", (5, 6, 2), params=params, arrival_s=engine.clock()), stream)
     return stream
 
 
@@ -105,7 +106,7 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
 
 
 def _in_use(stats: Any, handle: int) -> int:
-    """What an allocator holds from the operating system after its Python side has gone."""
+    """Return the bytes that an allocator still has after its Python object was deleted."""
     native = _NativeStats()
     stats(handle, ctypes.byref(native))
     return int(native.reserved_bytes)

@@ -1,4 +1,4 @@
-"""Spans of tagged tokens: which tokens are a word, and which words a span."""
+"""Spans of tagged tokens: tokens that form a word, and words that form a span."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tagged = list[tuple[str, str]]
 
 
 def spans_of(text: str, tagged: Tagged) -> list[tuple[str, str]]:
-    """Label and text of each span; tokens are looked for from left to right."""
+    """Return label and text of each span. Tokens are found from left to right."""
     tokens, end = [], 0
     for piece, label in tagged:
         start = text.index(piece, end)
@@ -29,7 +29,7 @@ def spans_of(text: str, tagged: Tagged) -> list[tuple[str, str]]:
         ("New York", [("New", "B-LOC"), ("York", "I-LOC")], [("LOC", "New York")]),
         ("New York", [("New", "I-LOC"), ("York", "I-PER")], [("LOC", "New"), ("PER", "York")]),
         ("New York", [("New", "LOC"), ("York", "LOC")], [("LOC", "New York")]),
-        # A word is what its first token says, whatever the others do.
+        # The label of a word is that of its first token.
         ("Lovelace", [("Love", "B-PER"), ("lace", "O")], [("PER", "Lovelace")]),
         ("Lovelace", [("Love", "O"), ("lace", "B-PER")], []),
         ("Berlin, too", [("Berlin", "B-LOC"), (",", "O"), ("too", "O")], [("LOC", "Berlin")]),

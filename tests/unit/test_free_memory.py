@@ -1,4 +1,4 @@
-"""When the heap is trimmed: sizes come from the test, and a trim is what the test makes of it."""
+"""Conditions for trimming the heap. The test supplies sizes and the trim function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MB = 1 << 20
 
 
 class Heap:
-    """A process's memory: bytes in use, and free bytes that a trim gives back."""
+    """Memory of a process: bytes in use, and free bytes that a trim returns."""
 
     def __init__(self) -> None:
         self.used = 100 * MB
@@ -24,7 +24,7 @@ class Heap:
 
 
 async def test_memory_freed_long_after_it_has_grown_is_given_back_as_well() -> None:
-    """Calls held their answers for half a minute after memory had stopped growing; what they left stayed resident."""
+    """Calls held their answers for 30 s after memory had stopped growing, and that memory stayed resident."""
     heap = Heap()
     freeing = FreeMemory(heap.resident, heap.trim)
     heap.used += 50 * MB

@@ -1,4 +1,4 @@
-"""Bearer tokens and the limits of a port: who is turned away, how, and what is told and counted of it."""
+"""Bearer tokens and the limits of a port: refused calls, their status, and their metrics."""
 
 from __future__ import annotations
 
@@ -346,14 +346,17 @@ CA_AND_PAIR: dict[str, Any] = {"tls_cert": Path("c"), "tls_key": Path("k")}
         ({}, []),
         ({"auth_tokens_file": Path("t")}, []),
         ({"host": "::1"}, []),
-        ({"host": "0.0.0.0"}, ["port listens on 0.0.0.0, and whoever reaches it may call"]),
-        ({"host": "10.1.2.3", **CA_AND_PAIR}, ["port listens on 10.1.2.3, and whoever reaches it may call"]),
+        ({"host": "0.0.0.0"}, ["port listens on 0.0.0.0, and every client that reaches it may call"]),
+        ({"host": "10.1.2.3", **CA_AND_PAIR}, ["port listens on 10.1.2.3, and every client that reaches it may call"]),
         ({"host": "::", **CA_AND_PAIR, "tls_client_ca": Path("a")}, []),
         ({"host": "0.0.0.0", **CA_AND_PAIR, "auth_tokens_file": Path("t")}, []),
-        ({"host": "0.0.0.0", "auth_tokens_file": Path("t")}, ["port listens on 0.0.0.0 without TLS, and tokens can"]),
-        ({"metrics_host": "0.0.0.0"}, ["metrics_port listens on 0.0.0.0, and whoever reaches it may read"]),
+        ({"host": "0.0.0.0", "auth_tokens_file": Path("t")}, ["port listens on 0.0.0.0 without TLS, so tokens can"]),
+        ({"metrics_host": "0.0.0.0"}, ["metrics_port listens on 0.0.0.0, and every client that reaches it may read"]),
         ({"admin_host": "0.0.0.0"}, []),
-        ({"admin_host": "0.0.0.0", "admin_port": 1}, ["admin_port listens on 0.0.0.0, and whoever reaches it may"]),
+        (
+            {"admin_host": "0.0.0.0", "admin_port": 1},
+            ["admin_port listens on 0.0.0.0, and every client that"],
+        ),
     ],
 )
 def test_open_ports_are_warned_of(settings: dict[str, Any], expected: list[str]) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from antiphon.model.head_config import HeadConfig, Scores
 from antiphon.service.domain.errors import InvalidArgument, Unsupported
-from antiphon.service.domain.request import FinishReason, Pooling, Request, SamplingParams, Task
+from antiphon.service.domain.request import Arrival, FinishReason, Pooling, Request, SamplingParams, Task
+from antiphon.service.domain.tasks import Embed, Generate, ReadHead
 from antiphon.service.runtime.readout import scores_of
-from tests.fakes import EOS_ID, FIRST_WORD_ID, request_of, source_of
+from tests.fakes import EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import Reference, generate
 from tests.unit.step_bench import Bench
 
@@ -38,21 +39,18 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Request:
-    """Return a request as the servicer makes it for a decoder-only model."""
-    return Request(
-        request_id=name,
-        source_ids=(),
+def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Generate:
+    """Return a request as the servicer makes one for a decoder-only model."""
+    return changed(
+        request_of(name, (), params=params),
         begin_id=prompt[0],
         prefix_ids=(*prompt[1:], *prefix),
         num_prompt_ids=len(prompt),
-        params=params,
-        arrival_s=0.0,
     )
 
 
-def reference(bench: Bench, request: Request) -> list[list[int]]:
-    """Return the continuation that transformers' `generate` gives for a prompt, over the fake model's logits."""
+def reference(bench: Bench, request: Generate) -> list[list[int]]:
+    """What transformers' `generate` makes of a prompt over the fake model's logits."""
     params, begin_id = request.params, request.given_ids(0)[0]
     model = Reference(lambda target: bench.runner.logits_after((), target), bos_id=begin_id, eos_id=EOS_ID)
     room = bench.runner.max_target_len - 1 - len(request.prefix_ids)
@@ -69,7 +67,7 @@ def reference(bench: Bench, request: Request) -> list[list[int]]:
 
 
 @st.composite
-def prompts(draw: st.DrawFn, name: str) -> Request:
+def prompts(draw: st.DrawFn, name: str) -> Generate:
     max_new_tokens = draw(st.none() | st.integers(1, 9))
     params = SamplingParams(
         beam_width=draw(st.sampled_from([1, 1, 3])),
@@ -117,7 +115,7 @@ def test_a_target_is_scored_after_its_prompt(loop: asyncio.AbstractEventLoop) ->
     bench = Bench(loop, reads_history=True, has_encoder=False)
     prompt, target = (9, 30, 31), (17, 5, EOS_ID)
     request = prompted("score", prompt, SamplingParams())
-    group = bench.ask(dataclasses.replace(request, task=Task.SCORE, target_ids=target))
+    group = bench.ask(scored(request, target))
     bench.finish()
     found = [one.logprob for one in bench.output(group).logprobs]
     for index, logprob in enumerate(found):
@@ -137,10 +135,8 @@ def test_prompt_and_what_follows_share_the_models_length(
     bench = Bench(loop, reads_history=True, has_encoder=False)
     bench.runner.max_source_len = bench.runner.max_target_len - 1  # as runners of decoders alone say
     request = prompted("a", (5,) * prompt_len, SamplingParams(), (6,) * prefix_len)
-    if target_len:
-        request = dataclasses.replace(request, task=Task.SCORE, target_ids=(7,) * target_len)
     with pytest.raises(InvalidArgument) as caught:
-        bench.ask(request)
+        bench.ask(scored(request, (7,) * target_len) if target_len else request)
     assert caught.value.field == field
 
 
@@ -158,10 +154,18 @@ def test_the_queue_counts_the_tokens_of_prompts(loop: asyncio.AbstractEventLoop)
     assert bench.queue.num_source_tokens == 0
 
 
-def reading(name: str, task: Task, picks: tuple[int, ...], length: int = 6, **fields: object) -> Request:
+def reading(name: str, task: Task, picks: tuple[int, ...], length: int = 6, num_fillings: int = 0) -> ReadHead:
+    """Return a request for the outputs of a head."""
     source = source_of(target_len=3, length=length, variant=length)
-    request = request_of(name, source)
-    return dataclasses.replace(request, task=task, picks=picks, **fields)  # type: ignore[arg-type]
+    arrival = Arrival(request_id=name, arrival_s=0.0)
+    return ReadHead(arrival=arrival, source_ids=source, task=task, picks=picks, num_fillings=num_fillings)
+
+
+def embedding(name: str, length: int = 6, *, pooling: Pooling = Pooling.MEAN, normalize: bool = False) -> Embed:
+    """Return a request for an embedding."""
+    source = source_of(target_len=3, length=length, variant=length)
+    arrival = Arrival(request_id=name, arrival_s=0.0)
+    return Embed(arrival=arrival, source_ids=source, pooling=pooling, normalize=normalize)
 
 
 def every_reading() -> list[Request]:
@@ -169,9 +173,9 @@ def every_reading() -> list[Request]:
         reading("classify", Task.CLASSIFY, (0,)),
         reading("tag", Task.TAG, (1, 2, 3), length=5),
         reading("fill", Task.FILL_MASK, (4, 2), length=7, num_fillings=5),
-        reading("mean", Task.EMBED, ()),
-        reading("states", Task.EMBED, (), length=4, pooling=Pooling.NONE, normalize=True),
-        reading("pooled", Task.EMBED, (0,), length=9, pooling=Pooling.MODEL),
+        embedding("mean"),
+        embedding("states", 4, pooling=Pooling.NONE, normalize=True),
+        embedding("pooled", 9, pooling=Pooling.MODEL),
     ]
 
 
@@ -239,26 +243,30 @@ def test_heads_whose_outputs_are_not_finite_end_their_own_requests_only(loop: as
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("request_", "message"),
     [
         (
-            Task.GENERATE,
+            request_of("a", source_of(target_len=3)),
             "this model is an encoder alone and writes nothing; it gives embeddings and has",
         ),
-        (Task.NEXT_SENTENCE, "this model has no next_sentence head; it gives embeddings and has the heads classify"),
+        (
+            reading("a", Task.NEXT_SENTENCE, (0,)),
+            "this model has no next_sentence head; it gives embeddings and has the heads classify",
+        ),
     ],
+    ids=["generate", "next_sentence"],
 )
 def test_what_an_encoder_cannot_do_is_refused_by_name(
-    loop: asyncio.AbstractEventLoop, task: Task, message: str
+    loop: asyncio.AbstractEventLoop, request_: Request, message: str
 ) -> None:
     with pytest.raises(Unsupported, match=message):
-        Bench(loop, heads=HEADS).ask(reading("a", task, (0,)))
+        Bench(loop, heads=HEADS).ask(request_)
 
 
 def test_what_a_decoder_cannot_do_is_refused_by_name(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, has_encoder=False)
     with pytest.raises(Unsupported, match="this model is a decoder alone and encodes nothing"):
-        bench.ask(reading("a", Task.EMBED, ()))
+        bench.ask(embedding("a"))
 
 
 @pytest.mark.parametrize(("scores", "expected"), [("sigmoid", [0.0, 0.5, 1.0]), ("softmax", [0.0, 0.0, 1.0])])

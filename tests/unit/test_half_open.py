@@ -1,4 +1,4 @@
-"""Connections whose other end is gone without a word: noticed by the server's pings, and their blocks freed."""
+"""Connections whose other end disappears silently: the server's pings notice it, and their blocks are freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.serving import Gate, asking, serving
 
 
 class Wire:
-    """Carries bytes between a client and a server until it is cut: they are swallowed then, and nothing is closed."""
+    """Forwards bytes between a client and a server until it is cut. Then it discards them and closes nothing."""
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
@@ -23,7 +23,7 @@ class Wire:
 
     @contextlib.asynccontextmanager
     async def laid(self) -> AsyncIterator[str]:
-        """Carry for as long as the context lasts; where clients connect to."""
+        """Forward bytes until the context exits. Yields the address for clients."""
         server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         try:
             yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

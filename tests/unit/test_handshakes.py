@@ -1,4 +1,4 @@
-"""Clients that do not finish a handshake, or may not: disconnected when its time is over, on every gRPC port."""
+"""Clients that do not finish a handshake are disconnected after its time limit, on every gRPC port."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def settings(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a server that asks for client certificates; its handshakes have little time."""
+    """Return settings of a server with client certificates and a short time limit for handshakes."""
     option = (listener.HANDSHAKE_OPTION[0], 300)
     monkeypatch.setattr(listener, "HANDSHAKE_OPTION", option)
     monkeypatch.setattr(admin, "HANDSHAKE_OPTION", option)

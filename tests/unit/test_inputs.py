@@ -23,7 +23,7 @@ BOS_IS_A_LANGUAGE = byte_bpe_format(tiny_tokenizer()).model_copy(update=dict(lan
 
 
 async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **config: Any) -> tuple[int, ...]:
-    """The prefix as a model reads it that is given these ids."""
+    """Return the prefix of these ids as the model reads it."""
     tokenizer = tiny_tokenizer()
     limits = pb.Limits(max_source_len=32, max_target_len=32, max_text_bytes=1024)
     model = preset("tiny", vocab_size=tokenizer.vocab_size, **config)

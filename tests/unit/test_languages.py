@@ -1,4 +1,4 @@
-"""Languages and templates of a served model: where codes go, and what is refused."""
+"""Languages and templates of a served model: positions of the codes, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(ids: Sequence[int] = SOURCE, *, options: dict[str, Any] | None = Non
 
 
 async def encoded(served: Serving, message: Any) -> tuple[int, ...]:
-    """The source as the model was given it."""
+    """Return the source that the model received."""
     await stub_of(served).GenerateUnary(message)
     return served.runner.encoded[-1][0]
 

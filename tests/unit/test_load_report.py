@@ -1,4 +1,4 @@
-"""Load reports say what the engines' own gauges say, with every RPC and out of band."""
+"""Load reports agree with the engines' gauges, with every RPC and out of band."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def out_of_band(served: Serving, **fields: Any) -> Any:
 
 
 async def hold_two(served: Serving) -> tuple[Gate, list[Any]]:
-    """Two requests of which one runs and is held, and one waits."""
+    """Two requests: one runs and is held, one waits."""
     gate = Gate(served.runner)
     calls = [stub_of(served).GenerateUnary(asking_whole()) for _ in range(2)]
     await asyncio.to_thread(gate.reached.wait)

@@ -1,4 +1,4 @@
-"""A log that nobody reads holds up nobody; what could be written comes in order, and what is missing is said."""
+"""A log that is not read blocks no caller. Written lines are in order, and missing lines are reported."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_lines_that_nobody_can_read_any_more_are_counted(log: logging.Logger) ->
 
 
 def counted(handler: BackgroundHandler) -> int:
-    """Lines that a handler says were dropped."""
+    """Return the number of lines that a handler reports as dropped."""
     dropped: list[None] = []
     handler.report_drops(lambda: dropped.append(None))
     return len(dropped)
@@ -113,7 +113,7 @@ def test_a_line_that_the_stream_cannot_spell_is_written_escaped(tmp_path: Path) 
 def test_lines_written_and_lines_said_to_be_missing_are_all_lines_when_the_disk_was_full(
     log: logging.Logger, tmp_path: Path
 ) -> None:
-    """Of 600 lines the old handler lost 350, and neither the log nor the metric said so."""
+    """The old handler lost 350 of 600 lines, and neither the log nor the metric reported it."""
     with disk_of(64 * 1024, tmp_path / "disk") as disk, (disk / "log").open("a") as stream:
         (disk / "other").write_bytes(b"x" * 40_000)
         handler = BackgroundHandler(stream)

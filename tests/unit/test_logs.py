@@ -1,4 +1,4 @@
-"""What log lines look like, which fields an RPC's line has, and what never gets into one."""
+"""Format of log lines, fields of an RPC's line, and texts that no line may contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What a test logs; the root logger is as before afterwards."""
+    """Yield the stream of a test's log. Restores the root logger afterwards."""
     root = logging.getLogger()
     kept = root.level, list(root.handlers)
     yield io.StringIO()
@@ -35,7 +35,7 @@ def call_of(method: str = "a.B/C") -> Call:
 
 
 def written(stream: io.StringIO) -> str:
-    """What has been logged so far, once the handler's thread has written it."""
+    """Return the log so far, after the handler's thread has written it."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""The thread of long texts: one at a time, callers in turn, and a bound on what waits."""
+"""Thread of long texts: one at a time, callers take turns, and waiting bytes are limited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIB = 1024
 
 
 class Blocked:
-    """Work that keeps the thread until it is opened."""
+    """Work that occupies the thread until it is opened."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -34,7 +34,7 @@ class Blocked:
 
 
 def ask(texts: LongTexts, caller: str, num_bytes: int, work: Callable[[], Any] = lambda: None) -> asyncio.Task[Any]:
-    """A text of a caller, in a task of its own as an RPC is; the task has begun when the next one begins."""
+    """Submit a text of a caller in a separate task, as an RPC does. The task begins before the next one."""
 
     async def run() -> Any:
         enter_call(Call(method="m", request_id="r", arrival_s=0.0, caller=caller))
@@ -52,7 +52,7 @@ async def blocked(texts: LongTexts, num_bytes: int = 1, caller: str = "blocker")
 
 
 async def begun(*tasks: asyncio.Task[Any]) -> None:
-    """Let tasks that were just made run until they wait."""
+    """Let new tasks run until they wait."""
     await asyncio.wait(tasks, timeout=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Limits of machine and container: read where they are written, and compared with what models may come to use."""
+"""Limits of machine and container: reading them, and comparing them with the memory of the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model counts for, held against what its runner really reserves, and the budget's arithmetic."""
+"""Memory of a model compared with the bytes that its runner reserves, and arithmetic of the budget."""
 
 from __future__ import annotations
 

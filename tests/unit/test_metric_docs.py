@@ -11,8 +11,9 @@ from prometheus_client.metrics_core import Metric
 from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics, RpcMetrics
+from antiphon.service.observability.metrics import Metrics
 from antiphon.service.observability.process_metrics import add_process_metrics
+from antiphon.service.observability.rpc_metrics import RpcMetrics
 from antiphon.service.rpc.calls.client_wait_metrics import WaitMetrics
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server.settings import ServerConfig
@@ -23,7 +24,7 @@ SUFFIXES = {"counter": ("_total",), "info": ("_info",)}
 
 
 def full_registry() -> CollectorRegistry:
-    """Every family that a server may show, with a child of each."""
+    """Return a registry with every family of a server and a child of each."""
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
     add_process_metrics(registry)
@@ -44,7 +45,7 @@ def full_registry() -> CollectorRegistry:
 
 
 def rows(registry: CollectorRegistry) -> dict[str, tuple[str, str, str]]:
-    """Type, labels and meaning of each family by the name that a query has for it."""
+    """Return type, labels and help text of each family, by its name in queries."""
     found = {}
     for family in registry.collect():
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
@@ -54,7 +55,7 @@ def rows(registry: CollectorRegistry) -> dict[str, tuple[str, str, str]]:
 
 
 def documented() -> dict[str, tuple[str, str, str, str]]:
-    """The rows of the documentation's table: type, labels, meaning, and what to look at it for."""
+    """Return the rows of the documentation's table: type, labels, help text and use."""
     pattern = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.M)
     return {
         match[1]: (match[2], match[3].strip(), match[4].strip(), match[5].strip())

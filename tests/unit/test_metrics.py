@@ -35,7 +35,7 @@ TIMING = Timing(queued_s=0.1, first_token_s=0.2, total_s=0.5)
 
 
 class Scrape:
-    """Metrics, and the samples a scrape would see."""
+    """Metrics and the samples of a scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -177,7 +177,7 @@ def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scr
 
 
 class Waiting:
-    """A queue to be watched."""
+    """Queue with fixed values."""
 
     num_source_tokens = 5
     num_preempted = 1

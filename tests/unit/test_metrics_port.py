@@ -1,4 +1,4 @@
-"""The metrics port under clients that hold connections, trickle bytes or use up the descriptors: scrapes go on."""
+"""The metrics port with clients that hold connections, send slowly or use up descriptors: scrapes still work."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scrape(server: WSGIServer) -> bytes:
 
 
 def trickle(connection: socket.socket, data: bytes) -> None:
-    """Send byte after byte until the server has enough of it."""
+    """Send single bytes until the server closes the connection."""
     end_s = time.monotonic() + PATIENCE_S
     with contextlib.suppress(ConnectionError, BrokenPipeError):
         for at in range(10_000):
@@ -102,7 +102,7 @@ def test_connections_that_say_nothing_keep_nobody_from_scraping(registry: Collec
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """As many descriptors as are open, and no more."""
+    """Limit the descriptors to those that are open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = os.dup(0)
     os.close(spare)

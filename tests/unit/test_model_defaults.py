@@ -1,4 +1,4 @@
-"""A model's own defaults beside what a request asks."""
+"""A model's defaults combined with the options of a request."""
 
 from __future__ import annotations
 

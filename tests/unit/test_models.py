@@ -1,4 +1,4 @@
-"""Which model a request gets: by its name, or the default, on every RPC."""
+"""Selection of a request's model: by its name, or the default, on every RPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serving import details_of, refusal, serving, stub_of
 
 
 class Named:
-    """All that Models reads of a model."""
+    """Fields of a model that Models reads."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over a real channel: the answers of antiphon.v1, refusals in its own fields' names."""
+"""The Open Inference Protocol over a real channel: same answers as antiphon.v1, errors that name its own fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends in tensors and parameters is read or refused, and what is written reads back as it was."""
+"""Reading of tensors and parameters: any input is read or refused, and written tensors read back unchanged."""
 
 from __future__ import annotations
 

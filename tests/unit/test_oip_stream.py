@@ -1,4 +1,4 @@
-"""ModelStreamInfer: deltas that join to the whole answer, one final response for each request, errors of one alone."""
+"""ModelStreamInfer: deltas that add up to the answer, one final response per request, errors of a single request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = {"top_k": -1}
 async def conversation(
     served: Serving, *requests: oip.ModelInferRequest, **call: Any
 ) -> dict[str, list[oip.ModelStreamInferResponse]]:
-    """The responses of one call, by the id of their request."""
+    """Return the responses of one call, by the id of their request."""
     by_id: dict[str, list[oip.ModelStreamInferResponse]] = defaultdict(list)
     async for response in oip_stub(served).ModelStreamInfer(iter(requests), **call):
         by_id[response.infer_response.id].append(response)
@@ -37,7 +37,7 @@ def is_final(response: oip.ModelStreamInferResponse) -> bool:
 
 
 def joined(responses: list[oip.ModelStreamInferResponse]) -> tuple[str, list[int], list[str]]:
-    """Text and ids of all deltas, and every finish reason."""
+    """Return text and ids of all deltas, and every finish reason."""
     found = [tensors(response.infer_response) for response in responses]
     ids = [token_id for delta in found for token_id in delta["output_ids"][0]]
     return "".join(delta["text_output"][0] for delta in found), ids, [delta["finish_reason"][0] for delta in found]

@@ -1,4 +1,4 @@
-"""Refusals at every bound of the queue: without response headers, and with the time to try again."""
+"""Limits of the queue as a client sees them: a refusal without response headers, with a retry delay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
-from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.fakes import FakeClock, FakeRunner, changed, request_of, source_of
 from tests.serving import Details, Serving, asking, asking_whole, details_of, refusal, serving, stub_of
 
 STEP_S = 0.1
@@ -28,7 +28,7 @@ LENGTH = 5  # source tokens of everything that waits
 
 
 class Overload:
-    """A server of one row whose steps take STEP_S each, held before one of them while requests wait."""
+    """Server with one row and steps of STEP_S, held before a step while requests wait."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -42,7 +42,7 @@ class Overload:
         runner.before_decode = self._pass
 
     async def hold(self) -> None:
-        """Let a request run, and hold it."""
+        """Start a request and hold it."""
         self._is_open.clear()
         self.reached.clear()
         self.wait(1)
@@ -54,18 +54,18 @@ class Overload:
     def wait(
         self, count: int, *, client: str = "other", priority: Priority = Priority.INTERACTIVE
     ) -> list[OutputStream]:
-        """Let so many requests more of a client wait, each of three steps."""
+        """Queue `count` further requests of a client, each with three steps."""
         streams = []
         for _ in range(count):
             name = f"waiting {next(self._tickets)}"
             made = request_of(name, source_of(target_len=2, length=LENGTH), arrival_s=self.clock())
             stream = OutputStream(name)
-            self.served.engine.submit(dataclasses.replace(made, client=client, priority=priority), stream)
+            self.served.engine.submit(changed(made, client=client, priority=priority), stream)
             streams.append(stream)
         return streams
 
     async def measure(self) -> None:
-        """Let the server find out how fast it is: a request in three steps."""
+        """Let the server measure its speed with one request of three steps."""
         streams = self.wait(20)
         await asyncio.gather(*(stream.collect() for stream in streams))
 
@@ -89,7 +89,7 @@ async def overload(config: EngineConfig) -> AsyncIterator[Overload]:
 
 
 async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
-    """The refusal of a stream and of a unary call, which say the same."""
+    """Return the refusals of a stream and of a unary call, which must be equal."""
     for call in (
         stub_of(served).Generate(asking(source_of(target_len=2, length=LENGTH))),
         stub_of(served).GenerateUnary(asking_whole(source_of(target_len=2, length=LENGTH))),
@@ -105,7 +105,7 @@ async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
 
 
 async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
-    """Bad as its source is, nobody looks at it: reading costs what the requests that run need."""
+    """Its invalid source is not read: reading takes CPU time from running requests."""
     async with overload(EngineConfig(max_queued_requests=2)) as held:
         unread = asking(prefix_ids=pb.TokenIds(ids=(10**6,)))
         taken = await refusal(stub_of(held.served).Generate(unread))

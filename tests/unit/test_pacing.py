@@ -1,4 +1,4 @@
-"""How long messages wait for their readers: one timer watches all writes, and each has the same time."""
+"""Time limit of messages that wait for their clients: one timer serves all writes, with the same limit for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waits import client_waits
 
 
 class Reader:
-    """The context of a call whose client takes a message when it is told to."""
+    """Context of a call whose client reads a message on request."""
 
     def __init__(self) -> None:
         self._has_room = asyncio.Event()
@@ -33,14 +33,14 @@ class Reader:
 
 
 class Gone:
-    """The context of a call that cannot be written to any more."""
+    """Context of a call that has ended."""
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         raise grpc.aio.InternalError
 
 
 async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
-    """The timer is set by the first write; those that come while it runs are looked after as well."""
+    """The first write sets the timer; it serves later writes too."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     order: list[int] = []
 
@@ -71,7 +71,7 @@ async def test_pacing_counts_the_time_of_one_message_and_not_of_all() -> None:
 
 
 async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
-    """Nobody is told of a slow reader who was not one, though its time comes while the call is being cleared up."""
+    """A call that ended otherwise is not reported as a slow reader if its time passes during its cleanup."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     reader = Reader()
     writing = asyncio.ensure_future(pacing.writer(reader).write(Empty()))  # type: ignore[arg-type]

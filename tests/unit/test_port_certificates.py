@@ -1,4 +1,4 @@
-"""Renewal of one port's certificates: what is connected to the port, in which order, and what happens if that fails."""
+"""Renewal of one port's certificates: its connections, their order, and failures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Followed:
 class Port:
     """A TLS port that is not gRPC's, and asks for certificates as gRPC does. Begins handshakes, and ends none.
 
-    takes: of each connection, whether it was handed new certificates. connections: the server's ends.
+    takes: for each connection, whether it received new certificates. connections: the server's ends.
     """
 
     def __init__(self, offer: _Offer, shown: ssl.SSLContext, then_shown: ssl.SSLContext) -> None:
@@ -107,7 +107,7 @@ async def shows(followed: Followed, new: Certificates) -> None:
 
 
 async def comes_true(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
+    """Wait for a condition that another thread makes true."""
 
     def wait() -> None:
         end_s = time.monotonic() + PATIENCE_S
@@ -223,7 +223,7 @@ async def test_every_address_of_a_host_shows_the_new_certificate(
 
 
 async def is_shown(address: str, port: int, pair: Pair) -> None:
-    """Wait until new connections are shown a pair's certificate."""
+    """Wait until new connections receive a pair's certificate."""
     async with asyncio.timeout(PATIENCE_S):
         while await asyncio.to_thread(ssl.get_server_certificate, (address, port), timeout=PATIENCE_S) != as_pem(pair):
             pass
@@ -243,7 +243,7 @@ async def test_renewal_waits_until_the_port_takes_connections(
             renew(pair, new)
             await is_logged(f"port {port} keeps its certificate and tries again: ", caplog)
             assert served.registry.get_sample_value("antiphon_tls_reloads_total", {"result": "failed"}) != 0
-        await is_logged(f"port {port} shows the new certificate", caplog)
+        await is_logged(f"port {port} presents the new certificate", caplog)
         await is_shown("127.0.0.1", port, new)
 
 

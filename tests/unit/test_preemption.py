@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.service.domain.errors import InvalidArgument, QueueFull
-from antiphon.service.domain.request import FinishReason, Priority, Request, SamplingParams, Task, TokenEvent
-from antiphon.service.engine.cache.reservations import LOOKAHEAD_STEPS
+from antiphon.service.domain.request import FinishReason, Priority, SamplingParams, TokenEvent
+from antiphon.service.domain.tasks import Generate
+from antiphon.service.engine.reservations import LOOKAHEAD_STEPS
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from tests.fakes import request_of, source_of
+from tests.fakes import changed, request_of, scored, source_of
 from tests.unit.step_bench import BLOCK_SIZE, Bench, expected
 
 
@@ -27,10 +28,10 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def long_request(name: str, **changes: object) -> Request:
-    """A request that takes seven blocks in the end, and two at first: one of its source and one of its target."""
+def long_request(name: str, **changes: object) -> Generate:
+    """Return a request that takes two blocks at first, of its source and of its target, and seven in the end."""
     made = request_of(name, source_of(target_len=19, variant=len(name)), params=SamplingParams(max_new_tokens=20))
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return changed(made, **changes)
 
 
 def run_until_preempted(bench: Bench) -> SequenceGroup:
@@ -125,7 +126,7 @@ def test_preemption_spares_requests_that_hold_all_they_need(loop: asyncio.Abstra
 
 def test_a_target_to_be_scored_takes_its_blocks_at_once(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=16)
-    group = bench.ask(long_request("score", params=SamplingParams(), task=Task.SCORE, target_ids=(5,) * 20))
+    group = bench.ask(scored(long_request("score", params=SamplingParams()), (5,) * 20))
     assert not group.grows
     assert group.num_blocks == group.max_blocks == 6
 
@@ -221,7 +222,7 @@ def test_a_preempted_request_can_end_while_its_source_is_encoded_again(loop: asy
 
 
 def test_preemption_works_for_a_decoder_alone(loop: asyncio.AbstractEventLoop) -> None:
-    def prompt(name: str) -> Request:
+    def prompt(name: str) -> Generate:
         made = request_of(name, (), params=SamplingParams(max_new_tokens=14, temperature=1.0, seed=len(name)))
         return dataclasses.replace(made, prefix_ids=(5,) * len(name), num_prompt_ids=1 + len(name))
 
@@ -247,7 +248,7 @@ class ThirdFive:
         return self.left <= 0
 
 
-def random_request(dice: random.Random, name: str) -> Request:
+def random_request(dice: random.Random, name: str) -> Generate:
     temperature = dice.choice([0.0, 1.0, 3.0])
     params = SamplingParams(
         max_new_tokens=dice.choice([None, 3, 12, 20]),
@@ -267,7 +268,7 @@ def random_request(dice: random.Random, name: str) -> Request:
     if dice.random() < 0.15:
         params = SamplingParams(max_new_tokens=10, beam_width=2)
     made = request_of(name, source_of(target_len=dice.randint(1, 25), length=dice.randint(2, 9)), params=params)
-    return dataclasses.replace(
+    return changed(
         made,
         prefix_ids=(7,) * dice.choice([0, 0, 0, 3]) if params.forced_first_id is None else (),
         priority=dice.choice(list(Priority)),

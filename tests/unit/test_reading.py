@@ -1,4 +1,4 @@
-"""Why a reader left, told from how it left; an engine with a real thread around the fake model."""
+"""Cause of a client's departure, with a real engine thread around the fake model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Bench:
         return request, stream
 
     def counted(self) -> dict[str, float]:
-        """Cancellations by cause, and deadline misses, of answers that were complete."""
+        """Return cancellations by cause, and deadline misses, of complete answers."""
         return {
             sample.labels.get("cause", "late"): sample.value
             for family in self.registry.collect()

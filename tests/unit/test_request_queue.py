@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.queue.service_order import INTERACTIVE_SHARE
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
-from tests.fakes import request_of, source_of
+from tests.fakes import changed, request_of, source_of
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ class Maker:
         source = source_of(target_len=3, length=length)
         request = request_of(name, source, arrival_s=arrival_s, deadline_s=deadline_s)
         return SequenceGroup(
-            request=dataclasses.replace(request, client=client, priority=priority),
+            request=changed(request, client=client, priority=priority),
             stream=OutputStream(name, loop=self._loop),
             max_new_tokens=4,
             num_rows=1,

@@ -1,4 +1,4 @@
-"""Connections that reset their calls at once are closed, others are not."""
+"""Connections that reset most of their calls are closed; others are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from antiphon.service.rpc.calls.resets import Resets
 
 
 class Connections:
-    """Closes by taking note, and tells when it has."""
+    """Records closed connections instead of closing them, and reports each."""
 
     def __init__(self) -> None:
         self.closed: list[str] = []

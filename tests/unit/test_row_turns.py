@@ -16,7 +16,7 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import FinishReason, Priority, Request, SamplingParams, TokenEvent
 from antiphon.service.engine.scheduling.row_turns import CALM_STEPS, PATIENCE_STEPS
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
-from tests.fakes import request_of, source_of
+from tests.fakes import changed, request_of, source_of
 from tests.unit.step_bench import Bench, expected
 from tests.unit.test_preemption import random_request, seen
 
@@ -37,12 +37,12 @@ def samples_of(name: str, count: int, *, client: str = "many", length: int = 30)
     params = SamplingParams(
         max_new_tokens=length, ignore_eos=True, temperature=1.0, seed=len(name), num_return_sequences=count
     )
-    return dataclasses.replace(request_of(name, source_of(target_len=30), params=params), client=client)
+    return changed(request_of(name, source_of(target_len=30), params=params), client=client)
 
 
 def short_of(name: str, *, client: str = "few", length: int = 3) -> Request:
     made = request_of(name, source_of(target_len=length), params=SamplingParams(max_new_tokens=length))
-    return dataclasses.replace(made, client=client)
+    return changed(made, client=client)
 
 
 def rows_of(bench: Bench, client: str) -> int:
@@ -175,7 +175,7 @@ def test_a_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio
     limit_s = 5.0 if how == "time limit" else None
     deadline_s = bench.clock() + 5.0 if how == "deadline" else None
     params = dataclasses.replace(made.params, time_limit_s=limit_s)
-    many = bench.ask(dataclasses.replace(made, params=params, arrival_s=bench.clock(), deadline_s=deadline_s))
+    many = bench.ask(changed(made, params=params, arrival_s=bench.clock(), deadline_s=deadline_s))
     bench.step()
     few = bench.ask(short_of("few", length=20))
     steps_until_begun(bench, few)
@@ -201,7 +201,7 @@ def test_beams_of_one_caller_leave_a_row_to_others(loop: asyncio.AbstractEventLo
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     params = SamplingParams(max_new_tokens=30, beam_width=4)
     searches = [
-        bench.ask(dataclasses.replace(request_of(str(index), source_of(target_len=30), params=params), client="many"))
+        bench.ask(changed(request_of(str(index), source_of(target_len=30), params=params), client="many"))
         for index in range(6)
     ]
     bench.step()
@@ -250,7 +250,7 @@ def test_requests_of_a_random_crowd_of_callers_get_the_answers_they_get_alone(
                 )
             client = "many" if index < 5 else dice.choice("xyz")
             try:
-                crowded.ask(dataclasses.replace(request, client=client, priority=dice.choice(list(Priority))))
+                crowded.ask(changed(request, client=client, priority=dice.choice(list(Priority))))
             except InvalidArgument:
                 continue
             for _ in range(dice.choice([0, 1, 5, 12])):

@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 
 from antiphon.service.domain.errors import EngineFault, InvalidArgument
 from antiphon.service.domain.request import (
+    Arrival,
     EarlyStopping,
     FinishReason,
     Pooling,
-    Request,
     SamplingParams,
     StopMatcher,
-    Task,
     TokenEvent,
 )
-from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, request_of, source_of
+from antiphon.service.domain.tasks import Embed, Generate
+from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import Reference, generate
 from tests.unit.step_bench import Bench
 
@@ -56,7 +56,7 @@ class StopAt:
         return token_id == self._token_id
 
 
-def reference(bench: Bench, request: Request) -> list[tuple[list[int], float | None]]:
+def reference(bench: Bench, request: Generate) -> list[tuple[list[int], float | None]]:
     """What transformers' `generate` gives for a request over the fake model's logits."""
     params = request.params
     model = Reference(
@@ -80,7 +80,7 @@ def reference(bench: Bench, request: Request) -> list[tuple[list[int], float | N
 
 
 @st.composite
-def beam_requests(draw: st.DrawFn, name: str) -> Request:
+def beam_requests(draw: st.DrawFn, name: str) -> Generate:
     width, max_new_tokens = draw(st.integers(2, 4)), draw(st.integers(1, 14))
     params = SamplingParams(
         beam_width=width,
@@ -167,9 +167,9 @@ def test_blocks_and_rows_are_whole_after_any_mix_of_requests_cancels_and_faults(
             assert [event.output_index for event in events] == list(range(group.request.params.num_return_sequences))
 
 
-def drain(bench: Bench, group_name: str, request: Request) -> tuple[list[TokenEvent], tuple[int, ...]]:
+def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenEvent], tuple[int, ...]]:
     """Every event of a streamed request, read after each step, and the first output's tokens."""
-    group = bench.ask(dataclasses.replace(request, request_id=group_name))
+    group = bench.ask(changed(request, request_id=group_name))
     events: list[TokenEvent] = []
 
     async def read() -> None:
@@ -270,7 +270,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(bench: Bench) -> No
     def matcher() -> StopMatcher:
         return StopAt(token_ids[4])
 
-    stopped = bench.ask(dataclasses.replace(request, request_id="stopped", stop_matcher=matcher))
+    stopped = bench.ask(changed(request, request_id="stopped", stop_matcher=matcher))
     by_id = bench.add("by id", request.source_ids, SamplingParams(stop_ids=(token_ids[4],), num_logprobs=0))
     bench.finish()
     event = bench.output(stopped)
@@ -311,11 +311,9 @@ def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) ->
     event = bench.output(written)
     target_ids = (*event.token_ids, EOS_ID)
     again = bench.add("again", source_of(target_len=8))
-    score = request_of("score", source, params=params)
-    score = dataclasses.replace(score, task=Task.SCORE, target_ids=target_ids)
-    scored = bench.ask(score)
+    asked = bench.ask(scored(request_of("score", source, params=params), target_ids))
     bench.finish()
-    judged = bench.output(scored)
+    judged = bench.output(asked)
     assert judged.logprobs == event.logprobs
     assert judged.score == pytest.approx(event.score)
     assert (judged.finish_reason, judged.num_generated, judged.token_ids) == (FinishReason.STOP, 0, ())
@@ -323,10 +321,9 @@ def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) ->
 
 
 def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
-    score = request_of("score", source_of(target_len=6))
-    scored = bench.ask(dataclasses.replace(score, task=Task.SCORE, target_ids=(9, 8, 7)))
+    asked = bench.ask(scored(request_of("score", source_of(target_len=6)), (9, 8, 7)))
     bench.finish()
-    event = bench.output(scored)
+    event = bench.output(asked)
     assert [one.token_id for one in event.logprobs] == [9, 8, 7]
     assert (event.finish_reason, event.token_ids) == (FinishReason.STOP, ())
 
@@ -350,7 +347,12 @@ def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     source, other = source_of(target_len=3, length=7), source_of(target_len=2, length=4)
     bench.add("other", other)
     asked = [
-        dataclasses.replace(request_of(pooling.name, source), task=Task.EMBED, pooling=pooling, normalize=normalize)
+        Embed(
+            arrival=Arrival(request_id=pooling.name, arrival_s=0.0),
+            source_ids=source,
+            pooling=pooling,
+            normalize=normalize,
+        )
         for pooling, normalize in ((Pooling.MEAN, False), (Pooling.MAX, True), (Pooling.FIRST, False))
     ]
     mean, largest, first = (bench.ask(request) for request in asked)

@@ -342,7 +342,7 @@ async def test_draining_server_refuses_new_requests_and_finishes_the_running_one
 
 
 async def _refused_as_unavailable(stub: InferenceServiceAsyncStub) -> grpc.aio.AioRpcError:
-    """Ask until the drain has begun; what was accepted before then is given up."""
+    """Send requests until the drain has begun. Requests accepted before are cancelled."""
     while True:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GenerateUnary(asking_whole(), timeout=0.05)

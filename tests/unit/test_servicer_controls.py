@@ -1,4 +1,4 @@
-"""What the decoding controls give a client: several outputs, stop strings, prefixes, log-probabilities, limits."""
+"""Decoding controls over a real channel: several outputs, stop strings, prefixes, log-probabilities, limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log_softmax(logits: Any) -> Any:
 
 
 def joined(messages: list[pb.GenerateResponse]) -> dict[int, pb.Output]:
-    """The outputs that a stream's deltas add up to."""
+    """Return the outputs that a stream's deltas add up to."""
     outputs: dict[int, pb.Output] = {}
     for message in messages:
         output = outputs.setdefault(message.output_index, pb.Output(output_index=message.output_index))
@@ -99,7 +99,7 @@ async def test_hypotheses_come_best_first() -> None:
 
 
 async def test_beam_search_streams_what_its_hypotheses_share() -> None:
-    """All begin with the forced token: it is told while the search is still held at its second step."""
+    """All beams begin with the forced token: it is streamed while the search is held at its second step."""
     async with serving(prepare=reads_history) as served:
         is_told = threading.Event()
         served.runner.before_decode = lambda num_rows: _require(
@@ -131,7 +131,7 @@ async def test_default_options_sent_back_change_nothing() -> None:
 
 @pytest.mark.parametrize("first", range(4, 31, 3))
 async def test_stop_string_ends_the_output_and_is_never_sent_in_part(first: int) -> None:
-    """Two characters of the whole answer that come from different tokens."""
+    """Return two characters of the answer that come from different tokens."""
     async with serving() as served:
         stub = stub_of(served)
         plain = (await stub.GenerateUnary(asking_whole((20, first)))).outputs[0]
@@ -209,7 +209,7 @@ async def test_continuation_keeps_the_space_that_parts_it_from_the_prefix() -> N
     ],
 )
 async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) -> None:
-    """A prefix that ended in white space had a space of its own, and the text behind it a second one."""
+    """A prefix that ended in white space was followed by a second space."""
     (word,) = tiny_tokenizer().encode("the")
     several: dict[str, Any] = dict(num_return_sequences=3, temperature=1.0)
     async with serving() as served:
@@ -305,7 +305,7 @@ def drawn_options(dice: random.Random) -> dict[str, Any]:
 
 
 async def test_any_controls_are_answered_alike_by_both_forms_or_refused_by_name() -> None:
-    """Many at once, in one batch: nothing fails inside, and the stream adds up to the unary answer."""
+    """Many requests in one batch: none fails internally, and each stream adds up to the unary answer."""
     dice = random.Random(4)
     requests = [((dice.randrange(4, 20), 40 + i % 50), drawn_options(dice)) for i in range(300)]
 

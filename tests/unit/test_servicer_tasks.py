@@ -1,4 +1,4 @@
-"""Score, Embed and Explain over a real channel: what they give, and what they refuse."""
+"""Score, Embed and Explain over a real channel: their answers and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeExplanation:
 
 
 class FakeExplainer:
-    """Weights that depend on both texts, and remembers what it was asked."""
+    """Explainer with weights that depend on both texts. Records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -64,12 +64,12 @@ async def test_score_gives_the_logprobs_that_generate_gives() -> None:
         stub = stub_of(served)
         written = (await stub.GenerateUnary(asking_whole(num_logprobs=3))).outputs[0]
         target = pb.TokenIds(ids=written.token_ids)
-        judged = await stub.Score(pb.ScoreRequest(token_ids=SOURCE_IDS, target_token_ids=target, num_alternatives=3))
-    assert list(judged.logprobs) == list(written.logprobs)
-    assert judged.score == pytest.approx(written.score)
-    assert judged.logprobs[-1].token_id == EOS_ID
-    assert (judged.usage.source_tokens, judged.usage.generated_tokens) == (len(SOURCE) + 1, 0)
-    assert judged.timing.total.ToNanoseconds() > 0
+        scored = await stub.Score(pb.ScoreRequest(token_ids=SOURCE_IDS, target_token_ids=target, num_alternatives=3))
+    assert list(scored.logprobs) == list(written.logprobs)
+    assert scored.score == pytest.approx(written.score)
+    assert scored.logprobs[-1].token_id == EOS_ID
+    assert (scored.usage.source_tokens, scored.usage.generated_tokens) == (len(SOURCE) + 1, 0)
+    assert scored.timing.total.ToNanoseconds() > 0
 
 
 async def test_score_takes_text_and_an_empty_target() -> None:
@@ -137,7 +137,7 @@ async def test_explain_writes_the_greedy_answer_where_no_target_is_given() -> No
 
 
 class HeldExplainer(FakeExplainer):
-    """Holds every call until released, and remembers the threads that came."""
+    """Explainer that blocks every call until released, and records the calling threads."""
 
     def __init__(self) -> None:
         super().__init__()

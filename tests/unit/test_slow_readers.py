@@ -1,4 +1,4 @@
-"""Clients that do not read: each holds one message and its own tokens, never the engine, and not for ever.
+"""Clients that do not read: each holds one message and its own tokens for a limited time, and never blocks the engine.
 
 The client's flow-control window is made as small as gRPC allows, so that one answer overflows it.
 """
@@ -33,7 +33,7 @@ HEAVY: dict[str, Any] = {"num_logprobs": 20, "num_return_sequences": 2, "tempera
 async def stuck(
     served: Serving, *, timeout_s: float | None = None, window_bytes: int = WINDOW_BYTES
 ) -> AsyncIterator[Any]:
-    """A stream that its client does not read; the channel is its own."""
+    """Stream that its client does not read, on a separate channel."""
     options = [*OPTIONS, ("grpc.http2.lookahead_bytes", window_bytes)]
     async with grpc.aio.insecure_channel(served.target, options=options) as channel:
         yield InferenceServiceStub(channel).Generate(asking(LONG, **HEAVY), timeout=timeout_s)
@@ -45,7 +45,7 @@ async def idle(served: Serving) -> None:
 
 
 def ended(served: Serving) -> dict[str, float]:
-    """How requests ended that had no full answer, by what and where."""
+    """Return the ends of requests without a full answer, by cause and stage."""
     return {
         f"{sample.labels.get('cause', 'deadline')}/{sample.labels['stage']}": sample.value
         for family in served.registry.collect()
@@ -55,7 +55,7 @@ def ended(served: Serving) -> dict[str, float]:
 
 
 class Steps:
-    """Tells when the first step has begun, and holds one if asked to."""
+    """Reports the begin of the first step, and blocks a step on request."""
 
     def __init__(self, served: Serving) -> None:
         self._served = served
@@ -74,7 +74,7 @@ class Steps:
         assert await asyncio.to_thread(self._begun.wait, 60)
 
     async def over(self) -> None:
-        """Wait until the engine has nothing left to do; it takes nothing more then."""
+        """Wait until the engine has no work left."""
         assert await asyncio.to_thread(self._served.engine.drain, 60)
 
     def _pass(self, num_rows: int) -> None:
@@ -141,7 +141,7 @@ async def test_client_that_hangs_up_ends_a_stream_that_waits_for_its_reader() ->
 async def test_reader_that_is_slow_but_in_time_gets_every_token() -> None:
     async with serving(slow_reader_timeout_s=60) as served:
         expected = await joined(stub_of(served).Generate(asking(LONG, **HEAVY)))
-        assert sum(map(len, expected.values())) == 2 * (30 + 1)  # end tokens are judged too
+        assert sum(map(len, expected.values())) == 2 * (30 + 1)  # end tokens have log-probabilities too
         async with stuck(served) as call:
             steps = Steps(served)
             await steps.begun()
@@ -161,7 +161,7 @@ async def expect_slow_reader(call: Any) -> None:
 
 
 async def joined(call: Any) -> dict[int, list[pb.TokenLogprob]]:
-    """The tokens of each output of a stream, with all that is told of them; together they overflow the window."""
+    """Return the tokens of each output of a stream. Their messages together exceed the flow-control window."""
     outputs: dict[int, list[pb.TokenLogprob]] = {0: [], 1: []}
     num_bytes = 0
     async for message in call:

@@ -10,9 +10,10 @@ import weakref
 
 import pytest
 
-from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
+from antiphon.service.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.call import Call
+from tests.fakes import request_of
 
 LONG_S = 3600.0  # a window that no test outlives
 
@@ -253,9 +254,7 @@ async def test_a_call_that_has_ended_is_freed_without_the_collector() -> None:
     """Its stream knew it, and it the stream: 60 MB of embeddings lived on until the collector's next round."""
     stream = OutputStream("a")
     call = Call(method="Test/Embed", request_id="a", arrival_s=0.0)
-    call.admitted(
-        Request(request_id="a", source_ids=(5,), params=SamplingParams(max_new_tokens=1), arrival_s=0.0), stream
-    )
+    call.admitted(request_of("a", (5,), params=SamplingParams(max_new_tokens=1)), stream)
     stream.finish(final(stream))
     freed = weakref.ref(stream)
     gc.disable()

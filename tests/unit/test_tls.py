@@ -1,4 +1,4 @@
-"""Encryption of the ports against real clients: who is let in, which certificate is shown when, what is refused."""
+"""TLS of the ports with real clients: accepted and refused clients, and the certificates presented."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def shown_by(target: str) -> str:
-    """The leaf certificate that a new connection is shown, in PEM."""
+    """Return the leaf certificate that a new connection receives, in PEM."""
     host, _, port = target.rpartition(":")
     return ssl.get_server_certificate((host, int(port)), timeout=30)
 
 
 async def is_shown(served: Serving, pair: Pair) -> None:
-    """Wait until new connections are shown a pair's certificate; servers look for a new one once a second."""
+    """Wait until new connections receive a pair's certificate; servers check for a new one once a second."""
     async with asyncio.timeout(60):
         while await asyncio.to_thread(shown_by, served.target) != as_pem(pair):
             pass
@@ -121,7 +121,7 @@ async def test_broken_pair_leaves_the_old_one_in_use(authority: Authority, caplo
 
 
 async def test_swapped_symlink_is_a_renewal(authority: Authority, tmp_path: Path) -> None:
-    """As Kubernetes renews a secret: the files never change, the folder that they lie in is another one."""
+    """Renew the files as Kubernetes renews a secret: the files do not change, but their folder is replaced."""
     old, new = authority.server(), authority.server()
     for name, pair in (("old", old), ("new", new)):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""A stuck engine seen by the probes, the metrics and the log, and a late event loop; clocks are moved by the test."""
+"""A hung engine as probes, metrics and log report it, and a delayed event loop. The test advances the clocks."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     assert {bench.status(name) for name in (LIVENESS, "", "service")} == {NOT_SERVING}
     assert bench.sample("engine_stuck") == 1
     assert bench.sample("engine_last_step_age_seconds") == pytest.approx(TIMEOUT_S + 0.1)
-    (record,) = [one for one in caplog.records if one.levelno == logging.CRITICAL]
-    assert "in _pass" in record.getMessage()  # where the thread is
+    (report,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert "in _pass" in report.getMessage()  # where the thread is
     bench.gate.open()
     await stream.collect()
     assert await asyncio.to_thread(bench.engine.drain, 30)

@@ -1,1 +1,1 @@
-"""What every call has in common: limits, time limits, status, health and sockets."""
+"""Parts common to all calls: limits, time limits, status, health and sockets."""

@@ -1,4 +1,4 @@
-"""Work that blocks, in a thread of its own that a process which leaves does not wait for."""
+"""Blocking work in daemon threads: a process that stops does not wait for them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 THREAD_PREFIX = "antiphon-"
-"""How the names of this server's own threads begin."""
+"""Prefix of the names of this server's own threads."""
 
-# For a thread that has told its result and is about to end.
+# Time for a thread that has delivered its result to end.
 _LAST_LINES_S = 0.05
 
 _A = TypeVar("_A")
 
 
 def in_background(work: Callable[[], _A], name: str) -> asyncio.Future[_A]:
-    """Begin work in a daemon thread; its result. Whoever stops waiting does not stop the work."""
+    """Run work in a daemon thread and return its future. Cancelling the future does not stop the work."""
     future: Future[_A] = Future()
     future.set_running_or_notify_cancel()
 
@@ -39,13 +39,13 @@ def in_background(work: Callable[[], _A], name: str) -> asyncio.Future[_A]:
 
 
 def let_go(future: asyncio.Future[_A]) -> None:
-    """Wait for a future no longer; what becomes of it is no matter, an exception least of all."""
+    """Ignore the result of a future, and its exception too."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 @contextlib.asynccontextmanager
 async def running_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines that never end for as long as the context lasts."""
+    """Run coroutines that never end until the context exits."""
     tasks = [asyncio.ensure_future(one) for one in work]
     for task in tasks:
         task.add_done_callback(_report)
@@ -59,11 +59,11 @@ async def running_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 def _report(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (fault := task.exception()) is not None:
-        log.critical("work in the background ended, and is not done any more", exc_info=fault)
+        log.critical("a background task failed and will not run again", exc_info=fault)
 
 
 def is_anything_left() -> bool:
-    """Whether some of this server's threads still run: one that loads a model, or an engine that hangs."""
+    """Return whether any of this server's threads still runs, such as one that loads a model or a hung engine."""
     left = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
     for thread in left:
         thread.join(_LAST_LINES_S)

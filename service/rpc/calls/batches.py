@@ -1,9 +1,9 @@
 """Frees the memory of gRPC's operations that fail, which grpc.aio leaks (grpc/grpc#43360).
 
-grpc.aio gives core the operations of a call in batches, and frees a batch when the task that waits for it goes on.
-Where a batch fails, or the task is cancelled, it frees nothing: each answer that its client did not read left 0.9 KB
-behind. Here core's own callback finishes a batch, whoever waits for it.
-To be removed once grpcio frees them itself: tests/integration/test_failed_batches.py shows whether it does.
+grpc.aio passes the operations of a call to core in batches, and frees a batch when the task that waits for it resumes.
+If the batch fails or the task is cancelled, grpc.aio frees nothing: each answer that its client did not read leaked
+0.9 KB. In this module core's own callback finishes a batch, so no waiting task is needed.
+Remove this module once grpcio frees batches itself: tests/integration/test_failed_batches.py shows when it does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _Execute = Callable[[Any, tuple[Any, ...], asyncio.AbstractEventLoop], _Batch]
 
 
 class _Completion:
-    """What gRPC takes for both the event loop and the future of a batch: it finishes the batch before its waiter.
+    """Stand-in for the event loop and the future of a batch. It finishes the batch before the waiting task resumes.
 
-    waiter: done when core is done with the batch, in whatever way.
+    waiter: future that is done when core has completed the batch, successfully or not.
     """
 
     __slots__ = ("_batch", "_loop", "waiter")
@@ -33,16 +33,16 @@ class _Completion:
         self.waiter: asyncio.Future[None] = loop.create_future()
 
     def start(self, execute: _Execute, call: object, operations: tuple[Any, ...]) -> None:
-        """Give a batch to core. Raises ExecuteBatchError where core does not take it."""
+        """Pass a batch to core. Raises ExecuteBatchError when core rejects it."""
         self._batch = execute(call, operations, self)  # type: ignore[arg-type]
-        self._batch.send(None)  # up to where it waits for core
+        self._batch.send(None)  # runs until it waits for core
 
     def create_future(self) -> _Completion:
-        """As of an event loop: the one future that a batch asks for."""
+        """Return the one future that a batch asks its event loop for."""
         return self
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: object) -> None:
-        """As of an event loop. gRPC calls it in the running one, which saves most callbacks a turn."""
+        """Run a callback in the batch's event loop: immediately if that loop is running this code."""
         if asyncio.get_running_loop() is self._loop:
             callback(*args)
         else:
@@ -52,23 +52,23 @@ class _Completion:
         yield
 
     def cancelled(self) -> bool:
-        """As of a future. Never: core may still write to the batch."""
+        """Return False always: core may still write to the batch."""
         return False
 
     def set_result(self, result: None) -> None:
-        """As of a future: the batch is complete."""
+        """Finish a batch that core has completed."""
         self._finish()
         if not self.waiter.done():
             self.waiter.set_result(result)
 
     def set_exception(self, error: Exception) -> None:
-        """As of a future: the batch has failed."""
+        """Finish a batch that has failed."""
         self._finish()
         if not self.waiter.done():
             self.waiter.set_exception(error)
 
     def _finish(self) -> None:
-        """Let the batch take what core has written, and free the rest."""
+        """Let the batch read what core has written, and free its operations."""
         batch, self._batch = self._batch, None
         if batch is not None:
             with contextlib.suppress(StopIteration):
@@ -76,7 +76,7 @@ class _Completion:
 
 
 def free_failed_batches() -> None:
-    """Free from now on what failed and cancelled batches of this process hold, whichever loop they belong to."""
+    """Free the memory of all failed and cancelled batches of this process from now on, in all event loops."""
     if cygrpc.execute_batch.__module__ != __name__:
         cygrpc.execute_batch = _freeing(cygrpc.execute_batch)
 

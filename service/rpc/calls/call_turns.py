@@ -1,7 +1,7 @@
-"""Fair turns of callers at the event loop, which works on one call at a time.
+"""Fair order in which calls of different callers start on the event loop.
 
-A burst of thousands of calls from one client would run before a single call that another client sends a moment later.
-Here each turn of the loop starts a few calls; where more want to start, the callers take turns.
+Without it, a burst of thousands of calls from one client would run before a single call that another client sends a
+moment later. Each iteration of the loop starts a few calls. When more calls wait, their callers take turns.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-# Calls that start in one turn of the event loop, each with 0.1 to 1 ms of work.
+# Calls that start in one iteration of the event loop, each with 0.1 to 1 ms of work.
 _CALLS_PER_TURN = 8
 
 
 class CallTurns:
-    """Calls that wait for their start, by caller. For one event loop."""
+    """Calls that wait to start, grouped by caller. For one event loop."""
 
     def __init__(self, calls_per_turn: int = _CALLS_PER_TURN) -> None:
         self._calls_per_turn = self._num_left = calls_per_turn
@@ -27,7 +27,7 @@ class CallTurns:
         return sum(map(len, self._waiting.values()))
 
     async def take(self, caller: str) -> None:
-        """Return when a call may start: at once, unless many others have just started."""
+        """Wait until a call may start. Returns immediately unless many other calls have just started."""
         if not self._is_scheduled:
             self._schedule()
         if self._num_left > 0 and not self._waiting:
@@ -51,7 +51,7 @@ class CallTurns:
             self._schedule()
 
     def _start_next(self) -> bool:
-        """Start the oldest call of the next caller; False where that call has ended meanwhile."""
+        """Start the oldest call of the next caller. Return False if that call has ended already."""
         caller, starts = next(iter(self._waiting.items()))
         start = starts.popleft()
         del self._waiting[caller]

@@ -24,7 +24,7 @@ class WaitMetrics:
         self._given_up[stage, cause].inc()
 
     def watch(self, waits: ClientWaits) -> None:
-        """Show what waits at every scrape."""
+        """Report the number of waiting calls and unsent bytes at every scrape."""
         self._families.unsent_bytes.set_function(lambda: waits.unsent_bytes)
         for stage in Stage:
             self._families.calls_waiting.labels(stage.value).set_function(partial(waits.num_waiting, stage))

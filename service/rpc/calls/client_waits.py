@@ -1,8 +1,9 @@
 """Calls that wait for their own client: to send its request, or to read its answer. Each has a time limit.
 
-A call that waits costs memory and a place among the calls in flight, and its client alone decides for how long. When
-places or bytes run short, the caller with most such calls gives up the oldest ones of its busiest connection, so that
-one client cannot lock the others out. Ends calls through what it is given; knows no message and no gRPC.
+A waiting call uses memory and counts towards the limit on calls in flight, and only its client decides how long it
+waits. When the limit on calls or on bytes is reached, the caller with the most waiting calls loses the oldest ones of
+its busiest connection, so one client cannot lock the others out. Ends calls through callbacks; knows no message and no
+gRPC.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field
 
 from antiphon.service.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
 
-# A call that has waited less than this is not given up to make room: on a busy loop it may be about to go on.
+# A call that has waited for less time than this is not ended to make room: on a busy loop it may be about to continue.
 _MIN_AGE_S = 1.0
-# Room is made for so large a part of a limit at once: the search for it looks at every call that waits.
+# Ends 1/16 of the limit at once, because the search looks at every waiting call.
 _ROOM_SHARE = 16
-# When a client whose call was given up to make room may come again.
+# Delay before a client should retry a call that was ended to make room.
 _RETRY_S = 1.0
 
 
@@ -37,8 +38,8 @@ class Wait:
     """One call that waits for its client.
 
     caller, connection: the client's name and the address of its connection.
-    num_bytes: of an answer that is kept until it is read.
-    give_up: ends the call with an error. Called in the event loop, at most once, after the wait was taken out.
+    num_bytes: size of the answer that is kept until it is read.
+    give_up: ends the call with an error. Called in the event loop, at most once, after the wait was removed.
     """
 
     stage: Stage
@@ -51,10 +52,10 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitLimits:
-    """Bounds of what clients may keep waiting.
+    """Limits on waiting calls.
 
-    request_timeout_s, answer_timeout_s: seconds in the stages of these names.
-    max_requests: calls whose request is not complete. max_unsent_bytes: answers that are not read.
+    request_timeout_s, answer_timeout_s: longest wait in the stages REQUEST and ANSWER.
+    max_requests: most calls whose request is incomplete. max_unsent_bytes: most bytes of unread answers.
     """
 
     request_timeout_s: float
@@ -66,7 +67,7 @@ class WaitLimits:
 class ClientWaits:
     """The calls of one server that wait for their clients. For the event loop.
 
-    on_given_up: hears of every call that is given up, by its stage and the cause, `timeout` or `pressure`.
+    on_given_up: called for every call that is ended, with its stage and the cause, `timeout` or `pressure`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class ClientWaits:
         self._limits = limits
         self._clock = clock
         self._on_given_up = on_given_up
-        # The oldest first, as all of a stage have the same time.
+        # The oldest first, because all waits of a stage have the same time limit.
         self._waits: dict[Stage, dict[Wait, None]] = {stage: {} for stage in Stage}
         self._timers: dict[Stage, asyncio.TimerHandle] = {}
         self._timeouts_s = {
@@ -89,12 +90,12 @@ class ClientWaits:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of answers that are not read."""
+        """Bytes of unread answers."""
         return self._unsent_bytes
 
     @property
     def answer_timeout_s(self) -> float:
-        """Seconds that an answer may wait for its reader."""
+        """Longest time in seconds that an answer waits for its client."""
         return self._limits.answer_timeout_s
 
     def num_waiting(self, stage: Stage) -> int:
@@ -102,7 +103,7 @@ class ClientWaits:
         return len(self._waits[stage])
 
     def begin(self, wait: Wait) -> None:
-        """Note that a call waits. It may be given up at once where its client holds too much already."""
+        """Record that a call waits. Ends it at once when its client already has too many waiting calls or bytes."""
         wait.since_s = self._clock()
         waits = self._waits[wait.stage]
         waits[wait] = None
@@ -115,7 +116,7 @@ class ClientWaits:
             self._make_bytes(wait)
 
     def end(self, wait: Wait) -> bool:
-        """Note that a call waits no longer. Return False where it was given up before."""
+        """Record that a call no longer waits. Return False if it was ended before."""
         waits = self._waits[wait.stage]
         if wait not in waits:
             return False
@@ -124,7 +125,10 @@ class ClientWaits:
         return True
 
     def make_room(self, max_calls: int) -> bool:
-        """Give up some calls, where any has waited for a while; max_calls: how many there may be in flight."""
+        """End some calls that have waited for a while; return False if there are none.
+
+        max_calls: limit on calls in flight.
+        """
         return self._make_room(tuple(Stage), max(1, max_calls // _ROOM_SHARE))
 
     def _make_room(self, stages: Iterable[Stage], num_wanted: int) -> bool:
@@ -136,7 +140,7 @@ class ClientWaits:
         return bool(chosen)
 
     def _make_bytes(self, newest: Wait) -> None:
-        """Give up unread answers of any age until the rest is within its bound; the newest alone may be larger."""
+        """End calls with unread answers of any age until the limit is kept; the newest answer alone may exceed it."""
         limit = self._limits.max_unsent_bytes
         wanted = limit - limit // _ROOM_SHARE
         while self._unsent_bytes > wanted:
@@ -152,7 +156,7 @@ class ClientWaits:
         self._timers[stage] = asyncio.get_running_loop().call_later(after_s, self._give_up_late, stage)
 
     def _give_up_late(self, stage: Stage) -> None:
-        """Give up those whose time is over, and look again when the next one's will be."""
+        """End calls whose time limit has passed, and schedule the next check."""
         del self._timers[stage]
         for wait in list(self._waits[stage]):
             left_s = wait.since_s + self._timeouts_s[stage] - self._clock()
@@ -177,7 +181,7 @@ def _no_room() -> AntiphonError:
 
 
 def _of_largest_holder(waits: list[Wait], weigh: Callable[[Wait], int]) -> list[Wait]:
-    """Return the waits of the connection that holds most, of the caller that holds most, the oldest first."""
+    """Return the waits of the caller with the largest total, on its largest connection, the oldest first."""
     for name in ("caller", "connection"):
         held: Counter[str] = Counter()
         for wait in waits:

@@ -1,9 +1,9 @@
-"""Ends a call that its client keeps open, with a status of our choice.
+"""Ends a call that its client keeps open, with a chosen status.
 
-gRPC's core can end a call at any time: it drops the messages that wait for the client's window, and sends the status.
-grpc.aio offers no method for that. Its `_ServicerContext.peer_identities` lends core's call, as an object that can be
-cancelled, to the module's function of the same name, which is replaced here for the length of one lookup.
-tests/integration/test_unread_answers.py holds new versions of grpcio to it.
+gRPC's core can end a call at any time: it drops the messages that wait for the client's flow-control window, and sends
+the status. grpc.aio has no method for that. Its `_ServicerContext.peer_identities` passes core's call object, which can
+be cancelled, to the module function of the same name. This module replaces that function during one lookup.
+tests/integration/test_unread_answers.py checks that this works with new versions of grpcio.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from antiphon.service.observability.telemetry import Context
 
 
 def cancel_call(context: Context, code: grpc.StatusCode, message: str) -> None:
-    """End a call for both sides; without effect on one that has ended. For the event loop of the call."""
+    """End a call for both sides. Has no effect on a call that has ended. For the event loop of the call."""
 
     def cancel(call: Any) -> None:
         call.cancel(code.value[0], message)

@@ -1,8 +1,8 @@
-"""How much time a call has left, whatever becomes of the machine's clock.
+"""Time left of a call, correct even after the machine's clock was changed.
 
-gRPC itself keeps deadlines by a clock that never jumps, and ends calls by it. What it tells a Python server is however
-the difference of two readings of the wall clock, one of them made from the time at which the process began: after the
-clock was set forward by an hour, every deadline would seem to have passed.
+gRPC itself uses a monotonic clock for deadlines, and ends calls by it. But the time left that it reports to a Python
+server is the difference of two wall clock readings, one of them derived from the start of the process: after the clock
+is set forward by an hour, every deadline would seem to have passed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import grpc.aio
 
-# Differences below it are those of two clocks that are not read in the same moment.
+# Smaller differences arise because the two clocks are not read at the same moment.
 _MIN_JUMP_S = 0.05
 
 
 class Limited(ABC):
-    """A call's context for a part of it, with a time limit of its own."""
+    """Context of a part of a call, with its own time limit."""
 
     @abstractmethod
     def remaining_s(self) -> float | None:
-        """As the function of this name, of the part."""
+        """Return the seconds left for this part, as the function of the same name does for a call."""
 
 
 def _wall_ahead_s() -> float:
@@ -33,16 +33,16 @@ _WALL_AHEAD_AT_START_S = _wall_ahead_s()
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Seconds until a call's deadline, 0 once it has passed; None where it has none, or where nobody can tell.
+    """Return the seconds until a call's deadline, 0 once it has passed; None if there is none or it is unknown.
 
-    The latter after the clock was set forward by more than the call has left: gRPC's own timer then ends the call.
+    It is unknown after the clock was set forward by more than the time left: gRPC's own timer then ends the call.
     """
     if isinstance(context, Limited):
         return context.remaining_s()
-    told_s = cast("float | None", context.time_remaining())  # None, which the published types leave out
+    reported_s = cast("float | None", context.time_remaining())  # may be None, which grpc's type stubs omit
     jump_s = _wall_ahead_s() - _WALL_AHEAD_AT_START_S
-    if told_s is None or abs(jump_s) < _MIN_JUMP_S:
-        return told_s
-    if told_s == 0 and jump_s > 0:
+    if reported_s is None or abs(jump_s) < _MIN_JUMP_S:
+        return reported_s
+    if reported_s == 0 and jump_s > 0:
         return None
-    return max(0.0, told_s + jump_s)
+    return max(0.0, reported_s + jump_s)

@@ -1,4 +1,4 @@
-"""The status that a call ends with, and how it is sent."""
+"""Final status of a call: choosing it and sending it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _STATUS_PATIENCE_S = 2.0
 
 
 class ClientGone(Exception):
-    """A status cannot be sent: the client has ended the call."""
+    """The client has ended the call, so no status can be sent."""
 
 
 def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc.StatusCode, str, Metadata] | None:
-    """Note how a call failed. Return the status to send; None where the call has ended already."""
+    """Record how a call failed. Return the status to send; None if the call has ended already."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.UsageError)):
         call.code = code_of(context)
         return None
-    if not isinstance(error, Exception):  # CancelledError: the client has ended the call, or it was given up
+    if not isinstance(error, Exception):  # CancelledError: the client or the server has ended the call
         sent = code_of(context)
         call.code = sent if sent != "OK" else "DEADLINE_EXCEEDED" if _is_late(call, context) else "CANCELLED"
         return None
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
         error = EngineFault("the server failed; its log says why")
-    _forget_frames(error)  # it outlives the call, as a part of its account
+    _forget_frames(error)  # the error outlives the call, as a part of its record
     call.error = error
     code, message, metadata = status_of(error)
     call.code = code.name
@@ -48,17 +48,17 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
 
 
 async def abort(call: Call, context: Context, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-    """End an RPC with a status; a message that its client does not read is dropped, and the status goes alone.
+    """End an RPC with a status. Drops a message that its client does not read, and sends the status alone.
 
-    Raises AbortError once the status is sent, ClientGone where nothing can be sent any more.
+    Raises AbortError once the status is sent, ClientGone if nothing can be sent any more.
     """
     try:
-        if not call.has_written:  # nothing to wait behind
+        if not call.has_written:  # no message is queued before the status
             await context.abort(code, message, metadata)
         async with asyncio.timeout(_STATUS_PATIENCE_S):
             await context.abort(code, message, metadata)
     except grpc.aio.AbortError as aborted:
-        asyncio.get_running_loop().call_soon(_forget_frames, aborted)  # gRPC keeps it
+        asyncio.get_running_loop().call_soon(_forget_frames, aborted)  # gRPC keeps the exception
         raise
     except TimeoutError:
         cancel_call(context, code, message)
@@ -67,7 +67,7 @@ async def abort(call: Call, context: Context, code: grpc.StatusCode, message: st
 
 
 def code_of(context: Context) -> str:
-    """Return the name of the status that a method has set, OK where it has not."""
+    """Return the name of the status that a method has set, OK if it has set none."""
     code = cast("grpc.StatusCode | int | None", context.code())
     if not code:
         return "OK"
@@ -77,14 +77,14 @@ def code_of(context: Context) -> str:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of the frames of an error, and of those before it: they hold the request and the context of the call."""
+    """Drop the frames of an error and of its causes: they reference the request and the context of the call."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
 def _is_late(call: Call, context: Context) -> bool:
-    """Return whether a cancelled call had run out of time: as its requests were judged, if there were any."""
+    """Return whether a cancelled call had exceeded its deadline. The causes recorded for its requests come first."""
     causes = [cause for asked in call.asked if (cause := asked.stream.cancel_cause) is not None]
     if causes:
         return CancelCause.DEADLINE in causes

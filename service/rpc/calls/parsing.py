@@ -1,6 +1,6 @@
-"""Request messages from bytes: a malformed one becomes a bad request that names the field.
+"""Parses request messages. A malformed message becomes an InvalidArgument that names the field.
 
-grpc's own parser answers a malformed message with INTERNAL.
+grpc's own parser would answer INTERNAL.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Parser = Callable[[bytes], "Message | Malformed"]
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A request message that could not be parsed, and why."""
+    """Request message that could not be parsed, with the reason."""
 
     error: InvalidArgument
 
 
 def parser(kind: type[Message]) -> Parser:
-    """Return a parser of messages of a kind."""
+    """Return a parser of one type of message."""
 
     def parse(data: bytes) -> Message | Malformed:
         try:
@@ -39,7 +39,7 @@ def parser(kind: type[Message]) -> Parser:
 
 
 def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
-    """Name the text field that is not UTF-8, wherever it is nested; failing that, blame the message."""
+    """Return an error that names the text field that is not UTF-8, nested fields included, else the whole message."""
     found = _find_bad_text(kind.DESCRIPTOR, data)
     if found is None:
         return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
@@ -47,7 +47,7 @@ def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
 
 
 def _find_bad_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:
-    """Path and value of the first text that is not UTF-8, if there is one; kind: a message's descriptor."""
+    """Return path and value of the first text that is not UTF-8, or None. kind: a message's descriptor."""
     try:
         fields = UnknownFieldSet(Empty.FromString(data))
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Listening sockets: whether a port can be had, in words, and the one that serves /metrics."""
+"""Listening sockets: a check that a port is free, and the server of /metrics."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from antiphon.service.rpc.calls.scrapes import Scrapes
 
 MAX_SCRAPES = 16
-"""Connections to the metrics port at once: a descriptor and a thread each."""
-# A scrape takes milliseconds; who connects and says nothing, or little, must not keep a thread.
+"""Most connections to the metrics port at once. Each takes a file descriptor and a thread."""
+# A scrape takes milliseconds. A client that connects and sends nothing, or little, must not occupy a thread.
 _SCRAPE_TIMEOUT_S = 10.0
-# No descriptor or no memory for a connection that waits to be accepted, and how long it then waits for the next try.
+# Errors of accept() for want of descriptors or memory, and the delay before the next attempt.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _EXHAUSTED_WAIT_S = 0.5
 
 
 class PortError(Exception):
-    """A port cannot be listened on; the message names it and says why."""
+    """A port cannot be opened. The message names the port and the reason."""
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise PortError where host:port cannot be bound now: gRPC itself would not say why."""
+    """Raise PortError if host:port cannot be bound now: gRPC itself does not report the reason."""
     try:
         family, kind, protocol, _, address = _resolved(host, port)
         with socket.socket(family, kind, protocol) as probe:
@@ -50,7 +50,8 @@ def serve_metrics(
 ) -> WSGIServer:
     """Serve a registry from at most MAX_SCRAPES threads.
 
-    tls: the context of each new connection; None is http. timeout_s: of a scrape, from its connection to its last byte.
+    tls: returns the TLS context of a new connection; None serves plain HTTP.
+    timeout_s: longest time of a scrape, from its connection to its last byte.
     Raises PortError.
     """
     try:
@@ -67,14 +68,14 @@ def _resolved(host: str, port: int) -> tuple[Any, ...]:
 
 
 class _Handler(WSGIRequestHandler):
-    """One scrape, which logs nothing."""
+    """Handler of one scrape, without log lines."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape; the handshake is the scrape's own, so that a slow one holds up nobody."""
+    """Server with one thread per scrape. TLS handshakes run in these threads, so a slow one delays no other scrape."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -87,12 +88,12 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__(address, _Handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, to be encrypted at its first byte. Waits before it fails for want of a descriptor."""
+        """Accept a connection; its TLS handshake happens at the first read. Waits a moment if descriptors ran out."""
         try:
             connection, address = super().get_request()
         except OSError as error:
             if error.errno in _EXHAUSTED:
-                time.sleep(_EXHAUSTED_WAIT_S)  # the connection still waits, so that the next try comes at once
+                time.sleep(_EXHAUSTED_WAIT_S)  # the connection stays queued, so the server would retry at once
             raise
         connection.settimeout(self._timeout_s)
         if self._tls is not None:
@@ -100,17 +101,17 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there is room for a connection; the oldest makes room where there is none."""
+        """Return whether a connection is admitted. The oldest one is closed if there are too many."""
         return self._scrapes.admit(request)
 
     def service_actions(self) -> None:
-        """End scrapes that have lasted too long: twice a second, and after each connection."""
+        """End scrapes that have lasted too long. Called twice a second, and after each connection."""
         self._scrapes.end_overdue()
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, also one that has failed."""
+        """Close a connection, including one that has failed."""
         self._scrapes.leave(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leave a client that breaks off, or cannot be agreed with, to itself."""
+        """Ignore a client that disconnects early or fails the TLS handshake."""

@@ -1,7 +1,7 @@
-"""What the health service says at each moment: who may send requests, and whether the process should go on living.
+"""Readiness and liveness of the server and its models, as the health service reports them.
 
-Readiness: "" and each service stand for the server, `<service>/<model>` for each model. Liveness has a name of its own,
-so that a server that drains, or still loads, is not killed for it.
+Readiness: "" and each service name are for the server, `<service>/<model>` is for one model. Liveness has a separate
+name, so that a server that drains, or is still loading, is not killed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health:
-    """Asks a health servicer, for services that tell of health in words of their own."""
+    """Reads a health servicer, for services that report health in their own messages."""
 
     def __init__(self, servicer: health.aio.HealthServicer) -> None:
         self._servicer = servicer
 
     async def is_ready(self, context: Context) -> bool:
-        """Whether requests should be sent here; within an RPC."""
+        """Return whether the server accepts requests. Call it within an RPC."""
         return await self._is_serving("", context)
 
     async def is_live(self, context: Context) -> bool:
-        """Whether the process does its work; within an RPC."""
+        """Return whether the process is alive. Call it within an RPC."""
         return await self._is_serving(LIVENESS, context)
 
     async def _is_serving(self, name: str, context: Context) -> bool:
@@ -38,9 +38,9 @@ class Health:
 
 
 class Probes:
-    """The health of a server and its models, kept in a health servicer. For the event loop.
+    """Health of a server and its models, stored in a health servicer. For the event loop.
 
-    services: names, beside "", of the server's own readiness; the first is also that of its models.
+    services: names of the server's readiness, in addition to ""; the first is also the prefix of the models' names.
     """
 
     def __init__(self, servicer: health.aio.HealthServicer, services: Iterable[str]) -> None:
@@ -52,30 +52,30 @@ class Probes:
         self._is_live = True
 
     async def start(self) -> None:
-        """Say what is so before anything is loaded: alive, and not ready."""
-        await self._tell()
+        """Report the state before any model is loaded: alive and not ready."""
+        await self._update()
 
     async def announce(self, model: str, status: int) -> None:
-        """Say the health of a model."""
+        """Report the health of a model."""
         self._models[model] = status
-        await self._tell()
+        await self._update()
 
     async def ready(self) -> None:
-        """Say that every model that was asked for answers."""
+        """Report that every configured model is loaded."""
         self._is_ready = True
-        await self._tell()
+        await self._update()
 
     async def leave(self) -> None:
-        """Say, for good, that no request should be sent here any more."""
+        """Report, permanently, that the server accepts no more requests."""
         self._is_leaving = True
-        await self._tell()
+        await self._update()
 
     async def live(self, *, is_live: bool) -> None:
-        """Say whether the process still does its work; where not, it is not ready either."""
+        """Report whether the process is alive. A process that is not alive is not ready either."""
         self._is_live = is_live
-        await self._tell()
+        await self._update()
 
-    async def _tell(self) -> None:
+    async def _update(self) -> None:
         is_ready = self._is_ready and self._is_live and not self._is_leaving
         for service in ("", *self._services):
             await self._servicer.set(service, _SERVING if is_ready else _NOT_SERVING)

@@ -1,4 +1,4 @@
-"""How a domain exception is told to a gRPC client: status code, message and google.rpc details (AIP-193)."""
+"""Converts a domain exception to a gRPC status: code, message and google.rpc details (AIP-193)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Status code, message and trailing metadata of a refusal.
+    """Return status code, message and trailing metadata of a refusal.
 
-    The metadata holds google.rpc.Status with ErrorInfo always, BadRequest for a bad field and RetryInfo for a full
-    queue, which also pushes the client's retries back (gRFC A6).
+    The metadata always holds google.rpc.Status with ErrorInfo. A bad field adds BadRequest. A full queue adds RetryInfo
+    and a retry pushback for the client (gRFC A6).
     """
     code = grpc.StatusCode[error.status.name]
     status = status_pb2.Status(code=code.value[0], message=str(error))
@@ -35,7 +35,7 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
 
 
 def _pushback_ms(error: QueueFull) -> int:
-    """At least 1: told to come back at once, gRPC's clients hang until their deadline (grpc/grpc#41036)."""
+    """Return the retry delay, at least 1: after a 0, gRPC clients hang until their deadline (grpc/grpc#41036)."""
     return max(1, math.ceil(error.retry_after_s * 1000))
 
 

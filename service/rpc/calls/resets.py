@@ -1,7 +1,7 @@
-"""Connections that reset their calls as fast as they begin them, which costs a server far more than its client.
+"""Closes connections that reset their calls as fast as they begin them. Resets cost a server far more than its client.
 
-The rule is Envoy's (`premature_reset_total_stream_count`): of at least 500 calls, more than half were ended by their
-client before their request was read. Such a connection is closed. Counts are forgotten every ten seconds.
+The rule is Envoy's (`premature_reset_total_stream_count`): a connection is closed if it has made at least 500 calls and
+its client ended more than half of them before their request was read. Counts are cleared every ten seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WINDOW_S = 10.0
 class Resets:
     """Counts the calls of each connection. For the event loop.
 
-    on_close: hears of every connection that was closed, in another thread. close: closes one, by its address.
+    on_close: called after each connection that was closed, in another thread. close: closes one by its address.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Resets:
         self._resets: Counter[str] = Counter()
 
     def ended(self, connection: str, *, is_reset: bool) -> None:
-        """Note the end of a call. is_reset: its client ended it before its request was read."""
+        """Record the end of a call. is_reset: its client ended it before its request was read."""
         if self._clock() >= self._window_ends_s:
             self._window_ends_s = self._clock() + _WINDOW_S
             self._calls.clear()
@@ -54,6 +54,6 @@ class Resets:
             let_go(in_background(lambda: self._cut(connection), "disconnect"))
 
     def _cut(self, connection: str) -> None:
-        if self._close(connection):  # not where it is closed already: what it had sent still ends call by call
+        if self._close(connection):  # False for a closed connection, whose remaining calls still end one by one
             self._on_close()
-            log.warning("closed the connection of %s, which resets its calls", connection)
+            log.warning("closed the connection of %s: it reset more than half of its calls", connection)

@@ -1,7 +1,7 @@
-"""Handling common to all RPCs: a request id, a place, the request, accounts, and a status for any error.
+"""Steps common to all RPCs: request id, limits, reading of requests, metrics and log lines, and a status for any error.
 
-A unary request is read here and not by gRPC, so that a call is refused before its message is read, and a client has a
-time limit to send it. A unary answer is watched until its client has read it.
+This module reads unary requests instead of gRPC: so a call can be refused before its message is read, and the client
+has a time limit to send it. A unary answer has a time limit too, until its client has read it.
 """
 
 from __future__ import annotations
@@ -9,28 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.service.domain.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
 from antiphon.service.observability.call import Call, enter_call
 from antiphon.service.observability.telemetry import Context as Context
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.call_turns import CallTurns
-from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage, Wait
-from antiphon.service.rpc.calls.core_cancel import cancel_call
+from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage
 from antiphon.service.rpc.calls.ending import ClientGone, abort, code_of, failure_of
-from antiphon.service.rpc.calls.parsing import Malformed, Parser, parser
+from antiphon.service.rpc.calls.parsing import Malformed, Parser
 from antiphon.service.rpc.calls.refusal import Metadata, status_of
 from antiphon.service.rpc.calls.resets import Resets
+from antiphon.service.rpc.calls.rpc_state import Rpc
 
-# When a client that is refused for the number of calls may come again: some have ended by then.
+# Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
 _FULL_RETRY_S = 1.0
 
 Method = Callable[[Any, Context], Awaitable[Any]]
@@ -38,44 +36,15 @@ Trailer = Callable[[Call], tuple[str, bytes]]
 
 
 class _NoRequest(InvalidArgument):
-    """A client ended its side of a call, or the whole call, without a request."""
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
-
-
-@dataclass(slots=True, eq=False)
-class _Rpc:
-    """An RPC under way.
-
-    answer: a unary answer that its client has not read; None before there is one. has_request: its request was read.
-    """
-
-    call: Call
-    context: Context
-    handler: asyncio.Task[Any] = field(default_factory=_current_task)
-    answer: Wait | None = None
-    has_request: bool = False
-
-    def wait(self, stage: Stage, give_up: Callable[[AntiphonError], None], num_bytes: int = 0) -> Wait:
-        """Return what stands for this call while it waits for its client."""
-        return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
-
-    def give_up_answer(self, error: AntiphonError) -> None:
-        """End the call with an error instead of an answer that its client does not read."""
-        code, message, _ = status_of(error)
-        self.call.code, self.call.error = code.name, error
-        cancel_call(self.context, code, message)
+    """The client ended its side of a call, or the whole call, without a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallLimits:
-    """Bounds on the calls of a server; None is no limit.
+    """Limits on the calls of a server; None is no limit.
 
-    max_rpcs: most RPCs at once, streams of requests included. max_metadata_bytes: of one call, as HTTP/2 counts them.
+    max_rpcs: most concurrent RPCs, streams of requests included.
+    max_metadata_bytes: most metadata of one call, as HTTP/2 counts it.
     """
 
     max_rpcs: int | None = None
@@ -86,7 +55,7 @@ NO_LIMITS = CallLimits()
 
 
 class InFlight:
-    """The RPCs under way: their number, its limit, and an account of each. For the event loop."""
+    """RPCs in flight: counts them, applies limits, and reports each to telemetry. For the event loop."""
 
     def __init__(
         self,
@@ -103,7 +72,7 @@ class InFlight:
         self._turns = CallTurns()
         self._last_trailer: Trailer | None = None
         self._num_active = 0  # a drain waits for these
-        self._num_open = 0  # streams that may idle, for which it does not
+        self._num_open = 0  # streams that may idle; a drain does not wait for these
         self._idle = asyncio.Event()
         self._idle.set()
         self._refusing: set[asyncio.Task[None]] = set()
@@ -113,20 +82,20 @@ class InFlight:
         await self._idle.wait()
 
     def expect(self, name: str) -> None:
-        """Show the counts of what `request` is to be entered for."""
+        """Show the metrics of a method name for `request` at zero."""
         self._telemetry.expect(name)
 
     def end_with(self, trailer: Trailer) -> None:
-        """Ask for one more trailer of every RPC, when its status is known."""
+        """Add a trailer to every RPC. The function is called when its status is known."""
         self._last_trailer = trailer
 
     def apart(self, *, is_logged: bool = True) -> InFlight:
-        """Return an account of RPCs that no drain waits for, and that take no place of these."""
+        """Return a separate InFlight, for RPCs that no drain waits for and that do not count towards this limit."""
         telemetry = self._telemetry if is_logged else self._telemetry.without_sinks()
         return InFlight(telemetry, self._waits, self._limits, self._resets)
 
     def guard(self, name: str, method: Method, parse: Parser) -> Method:
-        """Return a handler of one request: its method, with all that this module is for.
+        """Return a handler of a method with one request, with the limits and metrics of this module.
 
         name: `package.Service/Method`. The method returns the answer, or writes a stream and returns None.
         """
@@ -139,7 +108,7 @@ class InFlight:
         return guarded
 
     def guard_open(self, name: str, method: Method, parse: Parser) -> Method:
-        """As guard, of a method whose stream may idle for as long as its client likes."""
+        """Return a handler as guard does, for a method whose stream may be idle without time limit."""
         self._telemetry.expect(name)
 
         async def guarded(_: object, context: Context) -> None:
@@ -155,9 +124,10 @@ class InFlight:
         return guarded
 
     def guard_requests(self, name: str, method: Method, parse: Parser, *, may_idle: bool = True) -> Method:
-        """As guard, of a method that reads a stream of requests; in flight is only what `request` is entered for.
+        """Return a handler as guard does, for a method that reads a stream of requests.
 
-        may_idle: without it, each request has the same time to come as that of a unary call.
+        A drain waits only for the requests that `request` was entered for, not for the call itself.
+        may_idle: False gives each request the time limit of a unary call's request.
         """
         self._telemetry.expect(name)
         stage = Stage.OPEN if may_idle else Stage.REQUEST
@@ -169,7 +139,7 @@ class InFlight:
         return guarded
 
     def guard_refused(self, name: str, refuse: Callable[[], Awaitable[None]]) -> Method:
-        """Return a handler that ends every call with what refuse raises, and reads nothing."""
+        """Return a handler that ends every call with the error that refuse raises, without reading a request."""
         self._telemetry.expect(name)
 
         async def guarded(_: object, context: Context) -> None:
@@ -179,9 +149,9 @@ class InFlight:
 
     @contextlib.contextmanager
     def request(self, name: str, context: Context) -> Iterator[Call]:
-        """One request of a stream, in a task of its own: counted, and accounted for, as an RPC is.
+        """Count and report one request of a stream as an RPC. Enter it in the request's own task.
 
-        Whoever enters it says in the call how the request ended.
+        The caller sets the code of the yielded call when the request ends.
         """
         call = self._begin(name, context)
         self._take()
@@ -192,23 +162,23 @@ class InFlight:
             self._leave()
 
     def _begin(self, name: str, context: Context) -> Call:
-        """Open the account of a call. No context manager, which would cost each call as much as the account does."""
+        """Begin the record of a call. Not a context manager: that would double the cost for each call."""
         call = self._telemetry.begin(name, context)
         enter_call(call)
         return call
 
-    def _enter(self, name: str, context: Context, *, is_open: bool = False) -> _Rpc:
-        """Begin an RPC, which leaves by itself once its status is written."""
-        rpc = _Rpc(self._begin(name, context), context)
+    def _enter(self, name: str, context: Context, *, is_open: bool = False) -> Rpc:
+        """Begin an RPC. Its end is recorded automatically once its status is written."""
+        rpc = Rpc(self._begin(name, context), context)
         if is_open:
             self._num_open += 1
         else:
             self._take()
-        # Of the task: a callback of the context would keep the call from being freed when it ends.
+        # A callback of the task, because a callback of the context would keep the call in memory after its end.
         rpc.handler.add_done_callback(lambda _: self._exit(rpc, is_open=is_open))
         return rpc
 
-    def _exit(self, rpc: _Rpc, *, is_open: bool) -> None:
+    def _exit(self, rpc: Rpc, *, is_open: bool) -> None:
         if rpc.answer is not None:
             self._waits.end(rpc.answer)
             self._telemetry.end(rpc.call)
@@ -232,9 +202,9 @@ class InFlight:
             self._idle.set()
 
     def _check(self, call: Call) -> None:
-        """Raise MetadataTooLarge, or TooManyRpcs where the newest call is one too many and none waits for its client.
+        """Raise MetadataTooLarge, or TooManyRpcs if there are too many calls and none of them waits for its client.
 
-        Core refuses large metadata only of clients that have acknowledged its settings.
+        Core itself refuses large metadata only from clients that have acknowledged its settings.
         """
         longest, limit = self._limits.max_metadata_bytes, self._limits.max_rpcs
         if longest is not None and call.num_metadata_bytes > longest:
@@ -243,8 +213,8 @@ class InFlight:
             return
         raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
 
-    async def _concluded(self, rpc: _Rpc, run: Callable[[], Awaitable[Any]]) -> Any:
-        """Run an RPC, and end it with a status and trailers, also where it raises."""
+    async def _concluded(self, rpc: Rpc, run: Callable[[], Awaitable[Any]]) -> Any:
+        """Run an RPC and end it with a status and trailers, also if it raises."""
         call, context = rpc.call, rpc.context
         try:
             await self._turns.take(call.caller)
@@ -258,11 +228,11 @@ class InFlight:
                 await self._fail(rpc, *failure)
             raise
         finally:
-            if rpc.answer is None:  # else when that is written
+            if rpc.answer is None:  # otherwise reported when the answer is written
                 self._telemetry.end(call)
 
-    async def _fail(self, rpc: _Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-        """End an RPC with a status other than OK. Raises AbortError, or CancelledError where it cannot be sent now."""
+    async def _fail(self, rpc: Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+        """End an RPC with a status other than OK. Raises AbortError, or CancelledError if it cannot be sent now."""
         call = rpc.call
         try:
             await abort(call, rpc.context, code, message, (*metadata, *self._trailers(call)))
@@ -271,8 +241,8 @@ class InFlight:
                 call.code, call.error = "CANCELLED", None
         raise asyncio.CancelledError from None
 
-    async def _answered(self, rpc: _Rpc, method: Method, parse: Parser) -> bytes | None:
-        """Read the request, run the method, and return its answer, watched until it is read; None of a stream."""
+    async def _answered(self, rpc: Rpc, method: Method, parse: Parser) -> bytes | None:
+        """Read the request, run the method, and return its answer, which must be read in time; None for a stream."""
         answer = await method(await self._receive(rpc, parse), rpc.context)
         if answer is None:
             return None
@@ -281,18 +251,18 @@ class InFlight:
         self._waits.begin(rpc.answer)
         return data
 
-    async def _receive(self, rpc: _Rpc, parse: Parser) -> Message:
+    async def _receive(self, rpc: Rpc, parse: Parser) -> Message:
         """Read the one request of a call. Raises InvalidArgument."""
         with self._waiting(rpc, Stage.REQUEST):
             data = await rpc.context.read()
         if data is grpc.aio.EOF:
-            await asyncio.sleep(0)  # where the client has ended the call, this task is cancelled now
+            await asyncio.sleep(0)  # if the client has ended the call, this task is cancelled here
             raise _NoRequest("message", InWords("missing"), "sent once, before the client ends its side")
         rpc.has_request = True
         return _parsed(parse, data)
 
-    async def _requests(self, rpc: _Rpc, parse: Parser, stage: Stage) -> AsyncIterator[Message]:
-        """Yield the requests of a stream; raises where one cannot be parsed."""
+    async def _requests(self, rpc: Rpc, parse: Parser, stage: Stage) -> AsyncIterator[Message]:
+        """Yield the requests of a stream. Raises InvalidArgument if one cannot be parsed."""
         while True:
             with self._waiting(rpc, stage):
                 data = await rpc.context.read()
@@ -302,8 +272,8 @@ class InFlight:
             yield _parsed(parse, data)
 
     @contextlib.contextmanager
-    def _waiting(self, rpc: _Rpc, stage: Stage) -> Iterator[None]:
-        """Let a call wait for its client; it is refused where it is given up meanwhile."""
+    def _waiting(self, rpc: Rpc, stage: Stage) -> Iterator[None]:
+        """Record that a call waits for its client. It may be refused meanwhile."""
         wait = rpc.wait(stage, lambda error: self._refuse(rpc, error))
         self._waits.begin(wait)
         try:
@@ -311,47 +281,24 @@ class InFlight:
         finally:
             self._waits.end(wait)
 
-    def _refuse(self, rpc: _Rpc, error: AntiphonError) -> None:
-        """End a call whose handler waits: its status completes what it waits for."""
+    def _refuse(self, rpc: Rpc, error: AntiphonError) -> None:
+        """End a call whose handler waits. The status ends the wait."""
         rpc.call.error = error
         code, message, metadata = status_of(error)
         task = asyncio.ensure_future(self._abort_beside(rpc, code, message, metadata))
         self._refusing.add(task)
         task.add_done_callback(self._refusing.discard)
 
-    async def _abort_beside(self, rpc: _Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-        """End an RPC with a status from another task than its handler's, and the handler with it."""
+    async def _abort_beside(self, rpc: Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+        """End an RPC with a status from a task other than its handler's, then cancel the handler."""
         with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
             await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))
-        rpc.handler.cancel()  # it may wait for something else than its client
+        rpc.handler.cancel()  # it may wait for something other than its client
 
     def _trailers(self, call: Call) -> Metadata:
         if self._last_trailer is not None:
             call.trailers.append(self._last_trailer(call))
         return tuple(call.trailers)
-
-
-def handlers_of(service: ServiceDescriptor, methods: dict[str, Method], in_flight: InFlight) -> grpc.GenericRpcHandler:
-    """Return handlers of a service's methods by name, streaming as the service declares."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-    for name, method in methods.items():
-        descriptor = service.methods_by_name[name]
-        parse = parser(GetMessageClass(descriptor.input_type))
-        guard = in_flight.guard_requests if descriptor.client_streaming else in_flight.guard
-        guarded = guard(f"{service.full_name}/{name}", method, parse)
-        handlers[name] = handler(guarded, is_streaming=descriptor.server_streaming)
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
-
-
-def handler(guarded: Method, *, is_streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return the handler of a guarded method, which reads its requests itself: to gRPC it always reads a stream."""
-    if is_streaming:
-        return grpc.stream_stream_rpc_method_handler(guarded, response_serializer=_serialize)
-    return grpc.stream_unary_rpc_method_handler(guarded)
-
-
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
 
 
 def _parsed(parse: Parser, data: bytes) -> Message:

@@ -1,6 +1,6 @@
-"""Bounds the connections of the metrics port: how many there may be at once, and how long each may last.
+"""Limits the connections of the metrics port: their number and the duration of each.
 
-Knows sockets and nothing of what is sent over them.
+Knows sockets, not the data sent over them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import socket
 import threading
 from collections.abc import Callable
 
-# How long a connection that was ended may take to go before a new one is refused for its sake.
+# Time for an ended connection to close before a new one is refused.
 _LEAVE_S = 1.0
 
 
 class Scrapes:
     """Open connections with their ages. Thread-safe.
 
-    A new one beyond the limit ends the oldest: a scrape takes milliseconds, so the oldest is one that says nothing.
+    A new connection beyond the limit ends the oldest one: a scrape takes milliseconds, so the oldest must be idle.
 
-    most: connections at once. longest_s: how long one may last, however often it sends a byte.
+    most: most connections at once. longest_s: longest duration of a connection, even an active one.
     """
 
     def __init__(self, most: int, longest_s: float, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class Scrapes:
         self._changed = threading.Condition()
 
     def admit(self, connection: socket.socket) -> bool:
-        """Take a connection in, and end the oldest where there are too many; False where that does not go."""
+        """Add a connection, and end the oldest one if there are too many. Return False if that one does not end."""
         with self._changed:
             if len(self._since_s) >= self._most:
                 _end(next(iter(self._since_s)))
@@ -41,7 +41,7 @@ class Scrapes:
             return True
 
     def leave(self, connection: socket.socket) -> None:
-        """Forget a connection that is about to be closed; one that was never admitted too."""
+        """Remove a connection that is about to be closed. It need not have been admitted."""
         with self._changed:
             self._since_s.pop(connection, None)
             self._changed.notify()
@@ -55,9 +55,9 @@ class Scrapes:
 
 
 def _end(connection: socket.socket) -> None:
-    """End both directions, so that a thread that reads or writes there gets an error and closes it.
+    """Shut down both directions, so that a thread that reads or writes gets an error and closes the connection.
 
-    As a plain socket even where it is encrypted: TLS would take its state from under that thread.
+    Uses the plain socket's method even for TLS: that of the TLS socket would remove its state while the thread uses it.
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
-"""gRPC's standard services (health, reflection) and unknown methods, under the same limits as the server's own calls.
+"""Handlers of gRPC's standard services (health, reflection) and of unknown methods, with the limits of other calls.
 
-Their calls are counted, not logged: probes come every few seconds. No drain waits for them.
+Their calls are counted but not logged, because probes come every few seconds. A drain does not wait for them.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from antiphon.service.domain.errors import InvalidArgument, Unsupported
+from antiphon.service.rpc.calls.method_handlers import handler
 from antiphon.service.rpc.calls.parsing import Malformed, Parser
-from antiphon.service.rpc.calls.rpc import Context, InFlight, Method, handler
+from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
 
-# All unknown methods are counted under one name: their clients must not choose names of metrics.
+# All unknown methods are counted under one name: clients must not be able to create metric labels.
 _UNKNOWN = "(unknown)"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class _Collected:
-    """Takes a service's handlers in the place of a server, for generated `add_..._to_server` functions."""
+    """Stand-in for a server that collects the handlers from generated `add_..._to_server` functions."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, dict[str, Handler]] = {}
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Ignore what `add_registered_method_handlers` brings again, by name."""
+        """Ignore these: `add_registered_method_handlers` passes the same handlers by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        """Take the handlers of a service."""
+        """Store the handlers of a service."""
         self.handlers[service] = dict(handlers)
 
 
 def standard_handlers(add: Callable[[Any], None], in_flight: InFlight) -> list[grpc.GenericRpcHandler]:
-    """Return the handlers that `add` gives to a server, with the limits and accounts of in_flight."""
+    """Return the handlers that `add` registers with a server, with the limits and metrics of in_flight."""
     collected = _Collected()
     add(collected)
     return [
@@ -49,13 +50,13 @@ def standard_handlers(add: Callable[[Any], None], in_flight: InFlight) -> list[g
 
 
 class UnknownMethods(grpc.GenericRpcHandler):
-    """The last handler of a server: refuses what no other handler knows, and counts it."""
+    """Last handler of a server: counts and refuses methods that no other handler knows."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._handler = handler(in_flight.guard_refused(_UNKNOWN, _refuse_unknown), is_streaming=True)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
-        """Return the refusal."""
+        """Return the handler that refuses the call."""
         return self._handler
 
 
@@ -64,7 +65,7 @@ async def _refuse_unknown() -> None:
 
 
 def _guarded(name: str, own: Handler, in_flight: InFlight) -> Handler:
-    behaviors: Any = own  # whose published types are those of the synchronous API
+    behaviors: Any = own  # its type stubs describe the synchronous API
     parse = _parser(behaviors.request_deserializer)
     if own.request_streaming:
         method = _writing(behaviors.stream_stream)
@@ -75,7 +76,7 @@ def _guarded(name: str, own: Handler, in_flight: InFlight) -> Handler:
 
 
 def _writing(behavior: Any) -> Method:
-    """Return a method that writes its messages, of one that may yield them."""
+    """Return a method that writes its messages. Wraps a method that yields them."""
     if not inspect.isasyncgenfunction(behavior):
         method: Method = behavior
         return method

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2: tensors in and out, over the same requests and models."""
+"""The Open Inference Protocol v2: converts tensors to requests of antiphon.v1 and answers to tensors."""

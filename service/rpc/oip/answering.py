@@ -1,4 +1,4 @@
-"""Finds the model that a request names, asks it, and counts what came of it: for single requests and for streams."""
+"""Runs requests on the model that they name and counts the results, for single requests and for streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from antiphon.v1 import inference_pb2 as pb
 
 
 class Answering:
-    """The models and what was asked of them. For the event loop. clock_ns: monotonic, nanoseconds."""
+    """Models with counts of their requests. For the event loop. clock_ns: monotonic clock in nanoseconds."""
 
     def __init__(self, models: Models, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.models = models
@@ -26,7 +26,7 @@ class Answering:
         self._counts: dict[str, ModelCounts] = {}
 
     def find(self, name: str, version: str) -> Served:
-        """The model of a name and version. Raises ModelNotFound."""
+        """Return the model of a name and version. Raises ModelNotFound."""
         served = self.models.find(name)
         if version not in ("", VERSION):
             raise ModelNotFound(f"model {served.name!r} has no version {version[:80]!r}; its only one is {VERSION!r}")
@@ -35,7 +35,7 @@ class Answering:
     def read(self, message: oip.ModelInferRequest, *, is_streamed: bool = False) -> Inference:
         """Read a request for the model it names. Raises AntiphonError.
 
-        is_streamed: an answer that is generated is to be streamed; then there must be one text.
+        is_streamed: stream a generated answer; the request must then have exactly one text.
         """
         served = self.find(message.model_name, message.model_version)
         if (call := current_call()) is not None:
@@ -48,7 +48,7 @@ class Answering:
             return inference
 
     async def infer(self, inference: Inference, context: Context) -> oip.ModelInferResponse:
-        """Answer a request whole. Raises AntiphonError."""
+        """Return the complete answer to a request. Raises AntiphonError."""
         with self.counting(inference.served) as timings:
             answers = await inference.answers(context)
             timings += [answer.timing for answer in answers]
@@ -57,7 +57,7 @@ class Answering:
 
     @contextlib.contextmanager
     def counting(self, served: Served) -> Iterator[list[pb.Timing]]:
-        """Count a request, with the timings of its texts, which go into the list."""
+        """Count a request. The caller appends the timings of its texts to the list."""
         start_ns = self._clock_ns()
         timings: list[pb.Timing] = []
         with self._counting_failures(served, start_ns):
@@ -65,7 +65,7 @@ class Answering:
         self.counts_of(served).succeeded(self._clock_ns() - start_ns, timings)
 
     def counts_of(self, served: Served) -> ModelCounts:
-        """What was counted of a model by now."""
+        """Return the counts of a model so far."""
         return self._counts.setdefault(served.name, ModelCounts())
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""One request of the Open Inference Protocol: read into requests of antiphon.v1, asked together, answered in tensors.
+"""One request of the Open Inference Protocol: becomes requests of antiphon.v1, whose answers become tensors.
 
-Each text of a batch is a request of its own to the engine, where it joins whatever else is running.
+Each text of a batch is a separate request to the engine, which batches it with all running requests.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_BATCH = 256
 MAX_TOKEN_ID = 2**32 - 1
 
 _A = TypeVar("_A")
-# Fields of antiphon.v1 that tensors fill; all others are parameters.
+# Fields of antiphon.v1 that come from tensors; all others come from parameters.
 _TENSORS = {"text": TEXT.name, "token_ids": IDS.name, "text_pair": PAIR.name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inference:
-    """A request that was read.
+    """Request that was read.
 
-    messages: requests of antiphon.v1, one for each text. shape: of the tensor that held the texts.
-    wanted: names of the outputs to return, in order. timeout_s: None is no limit of its own.
+    messages: requests of antiphon.v1, one per text. shape: shape of the tensor with the texts.
+    wanted: names of the outputs to return, in order. timeout_s: time limit of the request; None is the call's only.
     """
 
     served: Served
@@ -47,12 +47,12 @@ class Inference:
     timeout_s: float | None
 
     async def answers(self, context: Context) -> list[Any]:
-        """The answers of antiphon.v1, in the order of the texts; the first error ends all."""
+        """Return the answers of antiphon.v1 in the order of the texts. The first error cancels the others."""
         within = Within(context, self.timeout_s)
         return await together([self._answer(index, within) for index in range(len(self.messages))])
 
     def response(self, tensors: Sequence[Tensor], usages: Sequence[pb.Usage]) -> oip.ModelInferResponse:
-        """The response that returns the wanted ones of the task's tensors, and tokens counted where there are any."""
+        """Return a response with the wanted tensors of the task, and with token counts if there are any usages."""
         response = oip.ModelInferResponse(model_name=self.served.name, model_version=VERSION, id=self.request_id)
         found = {tensor.name: tensor for tensor in tensors}
         write_outputs(response, [found[name] for name in self.wanted])
@@ -68,7 +68,7 @@ class Inference:
             raise self.complaint(error, index) from None
 
     def complaint(self, error: InvalidArgument, index: int = 0) -> InvalidArgument:
-        """antiphon.v1's complaint with its field named as the client knows it."""
+        """Return an error of antiphon.v1 with the name of the client's field."""
         field = _TENSORS.get(error.field)
         if field is None:
             return InvalidArgument(f"parameters.{error.field.removeprefix('options.')}", error.value, error.allowed)
@@ -76,9 +76,9 @@ class Inference:
 
 
 class Within(Limited):
-    """A call's context for one request of it: with a time limit of its own, and where it is streamed a writer.
+    """Context of one request of a call: with its own time limit and, if its answer is streamed, its own writer.
 
-    Everything else is the call's.
+    Everything else comes from the call's context.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Within(Limited):
             self.write = write
 
     def remaining_s(self) -> float | None:
-        """Seconds left when the request is taken up: the call's, or the request's own where they are fewer."""
+        """Return the seconds left: those of the call or those of the request, whichever are fewer."""
         limits = [limit for limit in (remaining_s(self._context), self._timeout_s) if limit is not None]
         return min(limits, default=None)
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Nothing: headers are the call's, and its first message's writer sends them."""
+        """Do nothing: the writer of the call's first message sends its headers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -104,7 +104,7 @@ class Within(Limited):
 def read_inference(message: oip.ModelInferRequest, served: Served, *, is_streamed: bool) -> Inference:
     """Read a request to a model. Raises InvalidArgument naming the tensor or parameter, or Unsupported.
 
-    is_streamed: an answer that is generated is to be streamed.
+    is_streamed: stream a generated answer.
     """
     for output in message.outputs:
         check_parameters(output)
@@ -131,7 +131,7 @@ def read_inference(message: oip.ModelInferRequest, served: Served, *, is_streame
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, _A]]) -> list[_A]:
-    """Run calls side by side, results in order; the first error cancels the others and is raised."""
+    """Run calls concurrently and return their results in order. Cancels the others at the first error and raises it."""
     if len(calls) == 1:
         return [await calls[0]]
     try:
@@ -143,7 +143,7 @@ async def together(calls: Sequence[Coroutine[Any, Any, _A]]) -> list[_A]:
 
 
 def _sources(task: Task, tensors: dict[str, Tensor]) -> tuple[list[dict[str, Any]], Shape]:
-    """What each request of a batch is given, by field, and the shape of the batch."""
+    """Return the source fields of each request of a batch, and the shape of the batch."""
     known = [tensor.name for tensor in task.inputs]
     for name in tensors:
         if name not in known:

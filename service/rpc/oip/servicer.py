@@ -1,4 +1,4 @@
-"""inference.GRPCInferenceService: the Open Inference Protocol's methods, and what they tell of server and models."""
+"""inference.GRPCInferenceService: the methods of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import grpc
 from antiphon.oip import inference_pb2 as pb
 from antiphon.service.domain.errors import AntiphonError
 from antiphon.service.observability.telemetry import Context
+from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.probes import Health
-from antiphon.service.rpc.calls.rpc import InFlight, Method, handlers_of
+from antiphon.service.rpc.calls.rpc import InFlight, Method
 from antiphon.service.rpc.oip.answering import Answering
 from antiphon.service.rpc.oip.inference import VERSION
 from antiphon.service.rpc.oip.stream import Conversation
@@ -22,18 +23,18 @@ from antiphon.service.rpc.v1.pacing import Pacing
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE_NAME = SERVICE.full_name
 
-# As Triton names them; model_stream_infer it has without a name.
+# Names of Triton, which supports model_stream_infer without a name.
 EXTENSIONS = ("model_configuration", "model_stream_infer", "parameters", "schedule_policy", "statistics")
 _PLATFORM = "antiphon"
-# Under which the requests of streams are accounted for, beside the streams themselves.
+# Method name of a stream's requests in metrics and log lines.
 _STREAMED = f"{SERVICE_NAME}/ModelStreamInfer:request"
 _CONFIG_TYPES = {"BYTES": pb.TYPE_STRING, "INT32": pb.TYPE_INT32, "INT64": pb.TYPE_INT64, "FP32": pb.TYPE_FP32}
 
 
 class OpenInferenceServicer:
-    """The RPC methods, for every model. They raise AntiphonError; `rpc.py` tells the client.
+    """RPC methods for every model. They raise AntiphonError; `rpc.py` converts it to a status.
 
-    pacing: how long a message of a stream may wait for its reader.
+    pacing: time limit for a client to read a message of a stream.
     """
 
     def __init__(self, models: Models, in_flight: InFlight, health: Health, pacing: Pacing) -> None:
@@ -43,7 +44,7 @@ class OpenInferenceServicer:
         self._health = health
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
-        """Handlers of every method of the service, for `add_generic_rpc_handlers`."""
+        """Return the handlers of every method of the service, for `add_generic_rpc_handlers`."""
         methods: dict[str, Method] = {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -60,15 +61,15 @@ class OpenInferenceServicer:
         return handlers_of(SERVICE, methods, self._in_flight)
 
     async def server_live(self, message: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
-        """Say whether the process does its work."""
+        """Return whether the process is alive."""
         return pb.ServerLiveResponse(live=await self._health.is_live(context))
 
     async def server_ready(self, message: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        """Say whether requests are taken."""
+        """Return whether the server accepts requests."""
         return pb.ServerReadyResponse(ready=await self._health.is_ready(context))
 
     async def model_ready(self, message: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        """Say whether a model takes requests; one that is not served, or not yet, does not."""
+        """Return whether a model accepts requests; False for a model that is not served."""
         try:
             self._answering.find(message.name, message.version)
         except AntiphonError:
@@ -92,15 +93,15 @@ class OpenInferenceServicer:
         )
 
     async def model_infer(self, message: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        """Answer one request whole."""
+        """Return the complete answer to one request."""
         return await self._answering.infer(self._answering.read(message), context)
 
     async def model_stream_infer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Answer requests as they come."""
+        """Answer the requests of a stream."""
         await Conversation(_STREAMED, self._answering, self._in_flight, self._pacing, context).run(requests)
 
     async def model_config(self, message: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        """Describe a model as Triton's configurations do."""
+        """Describe a model in the form of Triton's configurations."""
         served = self._answering.find(message.name, message.version)
         inputs, outputs = tensors_of(served)
         config = pb.ModelConfig(
@@ -126,7 +127,7 @@ class OpenInferenceServicer:
     async def model_statistics(
         self, message: pb.ModelStatisticsRequest, context: Context
     ) -> pb.ModelStatisticsResponse:
-        """Say what this service's requests of one model, or of each, came to."""
+        """Return the statistics of this service's requests, for one model or for all."""
         answering = self._answering
         wanted = [answering.find(message.name, message.version)] if message.name else list(answering.models)
         return pb.ModelStatisticsResponse(

@@ -1,7 +1,7 @@
-"""What requests of this service came to, for ModelStatistics: counts and times by model, as Triton's clients read them.
+"""Counts and times of requests by model, for ModelStatistics in the form that Triton's clients read.
 
-Triton's own would count every face; these are of requests through this one, which is what its clients compare with what
-they sent. For the event loop.
+Only requests of this service are counted: its clients compare the counts with what they sent. Triton counts the
+requests of all its services. For the event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Sum:
 
 
 class ModelCounts:
-    """Counts of one model. now_ns: wall clock, nanoseconds since 1970."""
+    """Counts of one model. now_ns: wall clock in nanoseconds since 1970."""
 
     def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._now_ns = now_ns
@@ -37,7 +37,7 @@ class ModelCounts:
         self._success, self._fail, self._queue, self._compute = _Sum(), _Sum(), _Sum(), _Sum()
 
     def succeeded(self, elapsed_ns: int, timings: Iterable[pb.Timing]) -> None:
-        """Note a request that was answered, and the times of each of its texts."""
+        """Count a request that was answered, with the times of each of its texts."""
         self._success.add(elapsed_ns)
         for timing in timings:
             queued_ns = timing.queued.ToNanoseconds()
@@ -46,12 +46,12 @@ class ModelCounts:
         self._last_ms = self._now_ns() // 1_000_000
 
     def failed(self, elapsed_ns: int) -> None:
-        """Note a request that ended with an error."""
+        """Count a request that ended with an error."""
         self._fail.add(elapsed_ns)
         self._last_ms = self._now_ns() // 1_000_000
 
     def message(self, name: str) -> oip.ModelStatistics:
-        """What there is by now, of the model of this name."""
+        """Return the counts so far as a message for the model of this name."""
         return oip.ModelStatistics(
             name=name,
             version=VERSION,

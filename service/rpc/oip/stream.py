@@ -1,7 +1,7 @@
-"""ModelStreamInfer: requests read as they come and answered side by side, each response bearing its request's id.
+"""ModelStreamInfer: answers the requests of a stream concurrently. Each response has the id of its request.
 
-A model that generates answers with one response for each delta, an encoder with one in all and in the order of the
-requests. The last response of every request says that it is (triton_final_response), an error's too.
+A model that generates sends one response per delta. An encoder sends one response per request, in the order of the
+requests. The last response of every request is marked with triton_final_response, including that of an error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from antiphon.service.rpc.oip.tasks import STREAMED, delta, is_encoder
 from antiphon.service.rpc.v1.pacing import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
-# Requests of one call under way; further ones stay unread, so that the client's flow control holds them back.
+# Most concurrent requests of one call. Further ones stay unread, so that flow control makes the client wait.
 MAX_OPEN_REQUESTS = 256
-# Triton's: with it the first error ends the call, and is its status.
+# Triton's header: with it, the first error ends the call and becomes its status.
 ERROR_HEADER = ("triton_grpc_error", "true")
 
 
 class Conversation:
-    """One call and the requests that it brings. name: under which each of them is accounted for."""
+    """One call and its requests. name: method name in the metrics and the log of each request."""
 
     def __init__(self, name: str, answering: Answering, in_flight: InFlight, pacing: Pacing, context: Context) -> None:
         self._name = name
@@ -35,11 +35,11 @@ class Conversation:
         self._in_flight = in_flight
         self._writer = pacing.writer(context)
         self._context = context
-        self._writing = asyncio.Lock()  # gRPC takes one message at a time, whichever request it is of
+        self._writing = asyncio.Lock()  # gRPC accepts one message of a call at a time
         self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
 
     async def run(self, requests: AsyncIterator[oip.ModelInferRequest]) -> None:
-        """Answer every request; returns when the client sends no more and all are answered."""
+        """Answer every request. Returns when the client has ended its side and all requests are answered."""
         slots = asyncio.Semaphore(MAX_OPEN_REQUESTS)
         before: asyncio.Task[None] | None = None
         try:
@@ -52,15 +52,15 @@ class Conversation:
             raise errors.exceptions[0] from None
 
     async def _account(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
-        """Answer one request and account for it; raises an error only where it is to end the call."""
+        """Answer one request, with metrics and a log line. Raises an error only if it must end the call."""
         with self._in_flight.request(self._name, self._context) as call:
-            call.code = "CANCELLED"  # unless it comes to an end
+            call.code = "CANCELLED"  # replaced if the request ends
             try:
                 await self._answer(request, before)
                 call.code = "OK"
             except AntiphonError as error:
                 call.code = error.status.name
-                if self._ends_on_error or isinstance(error, SlowReader):  # who takes no message takes none of this
+                if self._ends_on_error or isinstance(error, SlowReader):  # a slow reader would not read the error
                     raise
                 call.error = error
                 failed = oip.ModelInferResponse(id=request.id, model_name=request.model_name, model_version=VERSION)
@@ -103,6 +103,6 @@ class Conversation:
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
-                # Another request ends the call. Its status cannot be sent where headers are half-way out: let them go.
+                # Another request ends the call. Its status can only be sent after the headers: wait for this write.
                 await asyncio.gather(writing, return_exceptions=True)
                 raise

@@ -1,7 +1,7 @@
-"""What models are asked for through the Open Inference Protocol: tensors given, tensors got, and the RPC that answers.
+"""Table of the tasks of the Open Inference Protocol: input tensors, output tensors and the RPC that answers.
 
-A table: each task is an RPC of antiphon.v1, whose request is made of tensors and parameters and whose answers become
-tensors. Which task is meant follows from the outputs that are asked for; with none, it is the model's first.
+Each task is an RPC of antiphon.v1. Tensors and parameters become its request, and its answers become tensors. The
+requested outputs select the task; without any, it is the model's first task.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Method = Callable[[InferenceServicer, Any, Context], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor as ModelMetadata tells of it; -1 is any length."""
+    """Tensor as ModelMetadata describes it; -1 is any length."""
 
     name: str
     datatype: str
@@ -42,10 +42,10 @@ PAIR = Described("text_pair", "BYTES", (-1,))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing that models are asked for.
+    """Task of a model.
 
-    kind: the request of antiphon.v1, which `method` answers. answer: tensors of the answers to a batch, by the batch's
-    shape; every output, in the order of `outputs`.
+    kind: request message of antiphon.v1. method: method that answers it.
+    answer: converts the answers to a batch, given its shape, to the tensors of all `outputs` in order.
     """
 
     kind: type[Message]
@@ -56,7 +56,7 @@ class Task:
 
 
 def generated(answers: Sequence[pb.GenerateUnaryResponse], shape: Shape) -> list[Tensor]:
-    """Texts, token ids filled up with 0 to the longest, their numbers, and why each ended."""
+    """Return texts, token ids padded with 0 to the longest, numbers of tokens, and finish reasons."""
     outputs = [output for answer in answers for output in answer.outputs]
     num_each = len(answers[0].outputs)
     leading = shape if num_each == 1 else (len(answers), num_each)
@@ -71,7 +71,7 @@ def generated(answers: Sequence[pb.GenerateUnaryResponse], shape: Shape) -> list
 
 
 def delta(response: pb.GenerateResponse, shape: Shape) -> list[Tensor]:
-    """As generated, of one message of a stream: what is new in it."""
+    """Return the tensors of one message of a stream, with its new text and tokens only."""
     output = pb.Output(text=response.text_delta, token_ids=response.token_ids, finish_reason=response.finish_reason)
     return generated([pb.GenerateUnaryResponse(outputs=[output])], shape)
 
@@ -127,7 +127,7 @@ GENERATE = Task(
     answer=generated,
 )
 STREAMED = dataclasses.replace(GENERATE, kind=pb.GenerateRequest, method=InferenceServicer.generate)
-"""GENERATE where the answer is streamed; its messages become tensors by `delta`."""
+"""GENERATE with a streamed answer, whose messages `delta` converts to tensors."""
 CLASSIFY = Task(
     kind=pb.ClassifyRequest,
     method=InferenceServicer.classify,
@@ -156,7 +156,7 @@ FILL_MASK = Task(
     outputs=(Described("fillings", "BYTES", (-1,)),),
     answer=_filled,
 )
-# An encoder's tasks, the first that it has being what it is for.
+# Tasks of encoders. The first one that a model has is its default task.
 _OF_ENCODERS: Mapping[pb.Task.ValueType, Task] = {
     pb.TASK_CLASSIFY: CLASSIFY,
     pb.TASK_TAG: TAG,
@@ -166,12 +166,12 @@ _OF_ENCODERS: Mapping[pb.Task.ValueType, Task] = {
 
 
 def is_encoder(served: Served) -> bool:
-    """Whether a model reads only."""
+    """Return whether a model is encoder-only."""
     return served.description.architecture == pb.ARCHITECTURE_ENCODER
 
 
 def tasks_of(served: Served) -> list[Task]:
-    """What a model can do, what it is for first."""
+    """Return the tasks of a model, its default task first."""
     tasks = [] if is_encoder(served) else [GENERATE]
     described = {entry.task for entry in served.description.tasks}
     for known, task in _OF_ENCODERS.items():
@@ -185,7 +185,7 @@ def tasks_of(served: Served) -> list[Task]:
 
 
 def find_task(served: Served, wanted: Sequence[str]) -> Task:
-    """The task whose outputs are wanted; the model's first where none are. Raises InvalidArgument."""
+    """Return the task with the wanted outputs; the model's default task if none are named. Raises InvalidArgument."""
     tasks = tasks_of(served)
     if not wanted:
         return tasks[0]
@@ -197,7 +197,7 @@ def find_task(served: Served, wanted: Sequence[str]) -> Task:
 
 
 def tensors_of(served: Served) -> tuple[list[Described], list[Described]]:
-    """Every tensor that a model takes, and every one that it can give."""
+    """Return all input tensors and all output tensors of a model."""
     tasks = tasks_of(served)
     inputs = {tensor.name: tensor for task in tasks for tensor in task.inputs}
     outputs = {tensor.name: tensor for task in tasks for tensor in task.outputs}

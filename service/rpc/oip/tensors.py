@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol as Python values: read from requests, written into responses.
+"""Reads tensors of the Open Inference Protocol from requests, and writes them into responses.
 
-Elements are raw (little endian, row by row, BYTES each behind its length in 4 bytes) or typed; requests may bring
-either, responses are raw, as Triton's are. Knows no model.
+Elements are either raw (little endian, row by row, each BYTES element after its length in 4 bytes) or typed. Requests
+may use both forms; responses are raw, as Triton's are. Knows no model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from antiphon.oip import inference_pb2 as pb
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
 
-# Datatypes that carry numbers: their numpy type, and the field of typed elements. Little endian whatever the machine.
+# Numeric datatypes: their numpy type, little endian on every machine, and the field of typed elements.
 _NUMBERS = {
     "BOOL": ("?", "bool_contents"),
     "INT32": ("<i4", "int_contents"),
@@ -33,7 +33,7 @@ _MAX_RANK = 8
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """values: bytes of a BYTES tensor, numbers of others, row by row; as many as the shape says."""
+    """Named tensor. values: bytes for BYTES, otherwise numbers, row by row; their number agrees with the shape."""
 
     name: str
     datatype: str
@@ -42,7 +42,7 @@ class Tensor:
 
 
 def read_inputs(message: pb.ModelInferRequest) -> dict[str, Tensor]:
-    """A request's tensors by name. Raises InvalidArgument naming the tensor, Unsupported for shared memory."""
+    """Return a request's tensors by name. Raises InvalidArgument naming the tensor, Unsupported for shared memory."""
     raws = message.raw_input_contents
     if raws and len(raws) != len(message.inputs):
         raise InvalidArgument(
@@ -57,7 +57,7 @@ def read_inputs(message: pb.ModelInferRequest) -> dict[str, Tensor]:
 
 
 def write_outputs(response: pb.ModelInferResponse, tensors: Sequence[Tensor]) -> None:
-    """Append tensors to a response, raw."""
+    """Append tensors to a response as raw elements."""
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(_packed(tensor))
@@ -67,7 +67,7 @@ _Given = pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferReque
 
 
 def check_parameters(tensor: _Given) -> None:
-    """Raise Unsupported for shared memory and classification; sizes and the like, which clients add, mean nothing."""
+    """Raise Unsupported for shared memory and classification. Ignores other parameters that clients add, as sizes."""
     for name in tensor.parameters:
         if name.startswith("shared_memory") or name == "classification":
             raise Unsupported(f"{tensor.name}: there is no {name} here; send and ask for plain elements")

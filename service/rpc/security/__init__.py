@@ -1,1 +1,1 @@
-"""Certificates, bearer tokens, and the check before every call."""
+"""Certificates, bearer tokens, and the authentication of every call."""

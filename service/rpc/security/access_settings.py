@@ -1,4 +1,4 @@
-"""Settings of a server's ports: who may enter, over what, and how much of a connection one client may have."""
+"""Settings of a server's ports: authentication, TLS, and limits on connections and calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings
 File = Annotated[Path, WithJsonSchema({"type": "string", "format": "file"})]
 Seconds = Annotated[float, Field(ge=1, le=31_536_000)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-# What HTTP/2 carries of a metadata key.
+# Metadata keys that HTTP/2 allows.
 MetadataKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}[a-z0-9]$")]
 
 
@@ -21,14 +21,14 @@ class AccessSettings(BaseSettings):
     probe_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the probe port listens on.")
     probe_port: Port | None = Field(
         default=None,
-        description="Port of health alone, in the open: Kubernetes probes without TLS; 0 takes any free one.",
+        description="Port of health only, in plaintext, for Kubernetes probes without TLS; 0 takes any free one.",
     )
     tls_cert: File | None = Field(
-        default=None, description="File (PEM) of the certificate chain that the gRPC ports show; set: TLS."
+        default=None, description="File (PEM) of the certificate chain that the gRPC ports present; set: TLS."
     )
     tls_key: File | None = Field(default=None, description="File (PEM) of its private key.")
     tls_client_ca: File | None = Field(
-        default=None, description="File (PEM) of authorities; set: clients must show a certificate of theirs."
+        default=None, description="File (PEM) of authorities; set: clients must present a certificate of theirs."
     )
     metrics_tls: bool = Field(default=False, description="Whether /metrics is served over the same TLS, as https.")
     auth_tokens_file: File | None = Field(
@@ -61,7 +61,7 @@ class AccessSettings(BaseSettings):
         default=67_108_864,
         ge=65_536,
         le=2**40,
-        description="Most bytes of answers that clients have not read; beyond it the largest reader's calls are ended.",
+        description="Most bytes of unread answers; beyond it, calls of the client with the most are ended.",
     )
     max_concurrent_streams: int = Field(
         default=1024, ge=1, le=100_000, description="Most RPCs in flight on one connection."
@@ -70,7 +70,7 @@ class AccessSettings(BaseSettings):
         default=None, description="Most connections to the gRPC port; unset is what the limit of open files allows."
     )
     max_connection_age_s: Seconds | None = Field(
-        default=None, description="Age at which a connection is asked to end, so that clients look for new replicas."
+        default=None, description="Age at which a connection is asked to end, so that clients find new replicas."
     )
     max_connection_age_grace_s: Seconds | None = Field(
         default=None, description="Time that its running calls then have; unset is as long as they take."
@@ -87,7 +87,7 @@ class AccessSettings(BaseSettings):
 
 
 def contradiction(settings: AccessSettings, *, has_admin: bool) -> str | None:
-    """What is wrong with the settings together; None where nothing is."""
+    """Return a message about settings that contradict each other; None if there are none."""
     if (settings.tls_cert is None) != (settings.tls_key is None):
         given, missing = ("tls_cert", "tls_key") if settings.tls_key is None else ("tls_key", "tls_cert")
         return f"{given} is {getattr(settings, given)} and {missing} is unset; TLS needs both"

@@ -1,4 +1,4 @@
-"""Metrics of certificates and tokens that are read again while the server runs."""
+"""Metrics of certificates and token files that are reloaded while the server runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.service.rpc.security.reload import Result
 
 
 class FileMetrics:
-    """The metrics of files that are renewed under a running server. Thread-safe, as those who read files are."""
+    """Metrics of reloaded files. Thread-safe, because files are read from several threads."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
@@ -21,15 +21,15 @@ class FileMetrics:
                 family.labels(result)
 
     def count_tls(self, result: Result) -> None:
-        """Count certificates that were read again."""
+        """Count a reload of certificates."""
         self._families.tls_reloads.labels(result).inc()
 
     def count_tokens(self, result: Result) -> None:
-        """Count a token file that was read again."""
+        """Count a reload of a token file."""
         self._families.token_reloads.labels(result).inc()
 
     def set_certificate_expiry(self, expires_s: float) -> None:
-        """Report when the certificate in use expires, in Unix time."""
+        """Report the expiry of the certificate in use, in Unix time."""
         if self._expiry is None:
             self._expiry = self._families.certificate_expiry()
         self._expiry.set(expires_s)

@@ -1,6 +1,6 @@
-"""Who may call: the interceptor before every service of a port. Asks for a bearer token; names the caller.
+"""Authenticates calls: an interceptor before every service of a port that checks bearer tokens and names the caller.
 
-A refusal reads nothing of the request, comes before any header, and is accounted for as every other is.
+A call is refused before its request is read and before any header is sent. Refusals appear in metrics and log lines.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from antiphon.service.domain.errors import TokenInvalid, Unauthenticated
 from antiphon.service.observability.call import is_request_id
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.client_waits import ClientWaits
-from antiphon.service.rpc.calls.rpc import InFlight, handler
+from antiphon.service.rpc.calls.method_handlers import handler
+from antiphon.service.rpc.calls.rpc import InFlight
 from antiphon.service.rpc.security.reload import Reloading
 from antiphon.service.rpc.security.tokens import Token, owner_of
 
-# Orchestrators probe without credentials; the answer is one enum.
+# Orchestrators send probes without credentials. The answer is one enum value.
 _OPEN = ("/grpc.health.v1.Health/Check",)
-# What all refused calls are counted under: who has no token must not choose names of metrics.
+# All refused calls are counted under this name: clients without a token must not be able to create metric labels.
 _REFUSED = "(unauthenticated)"
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -30,9 +31,9 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Lets calls pass that carry a token of the file.
+    """Refuses calls without a valid token.
 
-    tokens: None asks for none. caller_key: metadata key in which a trusted proxy names the caller.
+    tokens: None accepts all calls. caller_key: metadata key in which a trusted proxy names the caller.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Gate(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Pass a call on, or answer it with a refusal."""
+        """Return the handler of a call, or a handler that refuses it."""
         metadata: Metadata = handler_call_details.invocation_metadata or ()
         try:
             if handler_call_details.method not in _OPEN:
@@ -61,7 +62,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def _authenticated(self, metadata: Metadata) -> str | None:
-        """The token's name; None where none is asked for. Raises Unauthenticated."""
+        """Return the name of the call's token; None if tokens are not checked. Raises Unauthenticated."""
         if self._tokens is None:
             return None
         given = [value for key, value in metadata if key == "authorization"]
@@ -81,5 +82,5 @@ class Gate(grpc.aio.ServerInterceptor):
         async def refuse() -> None:
             raise error
 
-        # Of streams both ways, whatever the method is: so nothing is waited for, and the client cannot tell.
+        # A handler of streams refuses without waiting for a request. Clients of unary methods see no difference.
         return handler(self._refusals.guard_refused(_REFUSED, refuse), is_streaming=True)

@@ -1,4 +1,4 @@
-"""TLS handshakes with a port of this process that are begun and never finished."""
+"""TLS handshakes with a port of this process that are never finished."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import ssl
 from dataclasses import dataclass
 
-# A port of this process answers within milliseconds; this is for a machine that is busy.
+# A port of this process answers within milliseconds; a busy machine takes longer.
 _TIMEOUT_S = 2.0
 _MAX_FLIGHT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HalfOpen:
-    """A connection whose client has read the server's certificate and has not answered. leaf: that certificate, DER."""
+    """Connection whose client has read the server's certificate and not answered. leaf: that certificate in DER."""
 
     connection: socket.socket
     leaf: bytes
@@ -26,7 +26,7 @@ class HalfOpen:
 
 
 def begin_handshake(host: str, port: int) -> HalfOpen:
-    """Connect to a port that listens on a host, and do the first half of a TLS 1.3 handshake. Raises OSError."""
+    """Connect to a port on a listening host, and do the first half of a TLS 1.3 handshake. Raises OSError."""
     with contextlib.ExitStack() as on_error:
         connection = on_error.enter_context(_connect(host, port))
         leaf = _read_leaf(connection)
@@ -43,7 +43,7 @@ def _connect(host: str, port: int) -> socket.socket:
 
 
 def _reachable(host: str) -> tuple[str, ...]:
-    """Return the addresses at which a listening host answers; wildcards answer on loopback of their family."""
+    """Return the addresses at which a listening host answers: for wildcards, the loopback address of their family."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -62,7 +62,7 @@ def _read_leaf(connection: socket.socket) -> bytes:
             client.do_handshake()
         except ssl.SSLWantReadError:
             connection.sendall(outgoing.read())
-        else:  # the client's last flight lies in `outgoing`, and stays there
+        else:  # the client's last messages stay in `outgoing` unsent
             leaf = client.getpeercert(binary_form=True)
             assert leaf is not None
             return leaf
@@ -73,11 +73,11 @@ def _read_leaf(connection: socket.socket) -> bytes:
 
 
 def _context() -> ssl.SSLContext:
-    """Return a context that accepts any certificate: the caller compares it with the one that it expects."""
+    """Return a context that accepts any certificate: the caller compares it with the expected one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    # Under 1.2 the client would have to answer before it is done.
+    # With TLS 1.2 the client would have to answer before its handshake is done.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols(["h2"])
     return context

@@ -1,4 +1,4 @@
-"""Certificates of one gRPC port, renewed while it serves, by a thread of its own.
+"""Certificates of one gRPC port, renewed by a separate thread while it serves.
 
 gRPC asks `_Offer.take` for new certificates at every connection, under a lock, and creates the connection's handshaker
 after it has released that lock. New certificates replace a reference-counted factory of handshakers. If the last
@@ -29,7 +29,7 @@ from antiphon.service.rpc.security.tls import Certificates
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 20
-"""Time after which a server ends a handshake that is not finished, and so a guard."""
+"""Time after which a server ends an unfinished handshake, and therefore a guard."""
 
 # Certificates are offered to gRPC only while the guard is younger than this.
 _OFFER_S = HANDSHAKE_TIMEOUT_S / 4
@@ -39,9 +39,9 @@ _POLL_S = 1.0
 
 
 class PortCertificates:
-    """Certificates that one gRPC port shows. `credentials` are for this port alone.
+    """Certificates that one gRPC port presents. `credentials` are for this port only.
 
-    needs_client: clients must show a certificate, too. on_failure: called for every renewal that failed.
+    needs_client: clients must present a certificate too. on_failure: called for every renewal that failed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PortCertificates:
         self._certificates = certificates
         self._on_failure = on_failure
         self._shown = certificates.current()
-        # More than one after a renewal of which nobody saw the end.
+        # More than one after a renewal whose result is unknown.
         self._possible_leaves = {self._shown.leaf}
         self._offer = _Offer()
         self._guards: deque[tuple[float, HalfOpen]] = deque()
@@ -58,17 +58,17 @@ class PortCertificates:
         self._thread: threading.Thread | None = None
         self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self._shown.grpc,
-            self._offer.take,  # type: ignore[arg-type]  # the stubs do not know that None is for no change
+            self._offer.take,  # type: ignore[arg-type]  # the type stubs omit that None means no change
             require_client_authentication=needs_client,
         )
 
     def follow(self, host: str, port: int) -> None:
-        """Begin to look for new certificates, once a second. host, port: where the started server listens."""
+        """Start to check for new certificates once a second. host, port: address of the started server."""
         self._thread = threading.Thread(target=self._run, args=(host, port), name="certificates", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
-        """Look no longer, and close the guards. Only for a server that has stopped."""
+        """Stop checking, and close the guards. Only for a server that has stopped."""
         self._closing.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
@@ -93,16 +93,16 @@ class PortCertificates:
             log.error("port %d keeps its certificate and tries again: %s", port, error.strerror or error)
             self._on_failure()
         else:
-            log.info("port %d shows the new certificate", port)
+            log.info("port %d presents the new certificate", port)
 
     def _renew(self, new: Certificates, host: str, port: int) -> None:
-        """Make the port show new certificates. Raises OSError."""
+        """Make the port present new certificates. Raises OSError."""
         began_s = time.monotonic()
         guard = begin_handshake(host, port)
         with contextlib.ExitStack() as unless_taken:
             unless_taken.callback(guard.close)
             if guard.leaf not in self._possible_leaves:
-                raise ConnectionError(f"{host} shows a certificate that is not this server's")
+                raise ConnectionError(f"{host} presents a certificate that is not this server's")
             self._possible_leaves.add(new.leaf)
             self._offer.make(new.grpc, until_s=began_s + _OFFER_S)
             try:  # This connection takes the offer, unless a client's connection comes first.
@@ -119,7 +119,7 @@ class PortCertificates:
 
 
 class _Offer:
-    """Certificates for the next connection, handed out once. Thread-safe: gRPC takes from threads of its own."""
+    """Certificates for the next connection, returned once. Thread-safe: gRPC calls `take` from its own threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,12 +127,12 @@ class _Offer:
         self._until_s = 0.0
 
     def make(self, offered: grpc.ServerCertificateConfiguration, *, until_s: float) -> None:
-        """Hand this out to the next connection that comes before a moment of the monotonic clock."""
+        """Offer certificates to the next connection before a time of the monotonic clock."""
         with self._lock:
             self._offered, self._until_s = offered, until_s
 
     def take(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return what is offered, once; None where nothing is."""
+        """Return the offered certificates once; None if there is no offer."""
         with self._lock:
             if self._offered is None or time.monotonic() >= self._until_s:
                 return None
@@ -140,7 +140,7 @@ class _Offer:
             return taken
 
     def withdraw(self) -> bool:
-        """Offer nothing any more. Return whether the offer had been taken."""
+        """Withdraw the offer. Return whether it had been taken."""
         with self._lock:
             was_taken, self._offered = self._offered is None, None
             return was_taken

@@ -1,6 +1,6 @@
-"""What files hold, read again when they change: certificates and tokens are renewed under a running server.
+"""Reloads files when they change, so that certificates and tokens are renewed while the server runs.
 
-Knows neither. A change that cannot be read is logged and counted, and what was read before stays in use.
+Does not know their format. If a change cannot be read, it is logged and counted, and the previous value stays in use.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ log = logging.getLogger(__name__)
 Result = Literal["ok", "failed"]
 T = TypeVar("T")
 
-# Modification time in nanoseconds, inode and size; of what a symlink points to, as orchestrators swap those.
+# Modification time in nanoseconds, inode and size of the target of a symlink, because orchestrators swap symlinks.
 _State = tuple[tuple[int, int, int] | None, ...]
 
 
 class FileProblem(Exception):
-    """A file of the server's access cannot be used; the message names the setting, the file and what is wrong."""
+    """A certificate or token file cannot be used. The message names the setting, the file and the fault."""
 
 
 class Reloading(Generic[T]):
-    """The present value of files. Thread-safe: gRPC asks from threads of its own."""
+    """Current value of files. Thread-safe: gRPC calls from its own threads."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T], tell: Callable[[Result], None]) -> None:
-        """read: of all the files, called at once; raises FileProblem. tell: hears of every reading after this one."""
+        """Read the files. Raises FileProblem.
+
+        read: returns the value of all files, or raises FileProblem. tell: called with the result of every reload.
+        """
         self._files = tuple(files)
         self._read = read
         self._tell = tell
         self._lock = threading.Lock()
-        # Looked at before reading: a file that changes meanwhile is read once more, and never half of it for good.
+        # Taken before reading: a file that changes during the reading is read again, so half a file is never kept.
         self._state = self._look()
         self._value = read()
 
     def current(self) -> T:
-        """The value of the files as they are now, or as they last could be read."""
+        """Return the value of the files as they are now, or as they were last read without error."""
         with self._lock:
             state = self._look()
             if state != self._state:
@@ -53,10 +56,10 @@ class Reloading(Generic[T]):
         try:
             self._value = self._read()
         except FileProblem as problem:
-            log.error("%s; what was read before stays in use", problem)
+            log.error("%s; the previous content stays in use", problem)
             self._tell("failed")
         else:
-            log.info("read %s again", names)
+            log.info("reloaded %s", names)
             self._tell("ok")
 
     def _look(self) -> _State:
@@ -64,7 +67,7 @@ class Reloading(Generic[T]):
 
 
 def read_bytes(setting: str, path: Path, max_bytes: int) -> bytes:
-    """Return a regular file's content. Raises FileProblem where it is none, is larger or cannot be read."""
+    """Return a regular file's content. Raises FileProblem if it is not regular, too large or unreadable."""
     try:
         return read_regular(path, max_bytes)
     except OSError as error:
@@ -72,7 +75,7 @@ def read_bytes(setting: str, path: Path, max_bytes: int) -> bytes:
 
 
 def is_readable_by_others(path: Path) -> bool:
-    """Whether anybody on this machine may read a file."""
+    """Return whether every user of this machine may read a file."""
     try:
         return bool(path.stat().st_mode & 0o004)
     except OSError:

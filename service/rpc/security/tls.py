@@ -1,7 +1,7 @@
-"""Certificates of the server's ports: read, proven to work before they are used, renewed without a restart.
+"""Reads the certificates of the server's ports, and checks them before they are used.
 
-A pair is proven by a handshake with itself in memory, which finds a wrong key, an expired certificate and its date with
-the standard library alone.
+A handshake of the pair with itself in memory finds a wrong key, an expired certificate and the expiry date with the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import grpc
 from antiphon.service.rpc.security.reload import FileProblem, read_bytes
 
 _MAX_FILE_BYTES = 1 << 20
-# Messages back and forth until a TLS 1.3 handshake is done; 1.2 takes as many.
+# Upper bound on round trips of a TLS 1.2 or 1.3 handshake.
 _MAX_FLIGHTS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """PEM files: the chain to show, its key, and the authorities of clients; None asks for no client certificate."""
+    """PEM files: certificate chain, its key, and the authorities of clients; None requires no client certificate."""
 
     cert: Path
     key: Path
@@ -31,13 +31,13 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All of them."""
+        """Paths of all files."""
         return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificates:
-    """A proven pair, for gRPC and for HTTPS. leaf: the certificate itself, DER. expires_s: its end, in Unix time."""
+    """Checked pair for gRPC and for HTTPS. leaf: the certificate itself in DER. expires_s: its expiry in Unix time."""
 
     grpc: grpc.ServerCertificateConfiguration
     https: ssl.SSLContext
@@ -46,7 +46,7 @@ class Certificates:
 
 
 def read_certificates(files: TlsFiles) -> Certificates:
-    """Read and prove the files. Raises FileProblem that names the one at fault."""
+    """Read and check the files. Raises FileProblem that names the faulty one."""
     cert = read_bytes("tls_cert", files.cert, _MAX_FILE_BYTES)
     key = read_bytes("tls_key", files.key, _MAX_FILE_BYTES)
     clients = None if files.client_ca is None else read_bytes("tls_client_ca", files.client_ca, _MAX_FILE_BYTES)
@@ -65,7 +65,7 @@ def read_certificates(files: TlsFiles) -> Certificates:
 
 
 def _trusting(files: TlsFiles, cert: bytes) -> ssl.SSLContext:
-    """A client's context that trusts exactly this certificate, whoever issued it."""
+    """Return a client's context that trusts exactly this certificate, from any issuer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -81,11 +81,11 @@ def _load_authorities(context: ssl.SSLContext, setting: str, path: Path | None, 
 
 
 def _showing(files: TlsFiles) -> ssl.SSLContext:
-    """A server's context of the pair."""
+    """Return a server's context of the pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
-    def refuse() -> NoReturn:  # or OpenSSL would ask on the terminal
+    def refuse() -> NoReturn:  # without it OpenSSL would ask on the terminal
         raise FileProblem(f"tls_key is {files.key}, which is encrypted; a server needs it as it is")
 
     try:
@@ -94,7 +94,7 @@ def _showing(files: TlsFiles) -> ssl.SSLContext:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise FileProblem(f"tls_key is {files.key}, which is not the key of tls_cert, {files.cert}") from None
         raise FileProblem(f"tls_key is {files.key}, which holds no private key in PEM") from None
-    except OSError as error:  # gone since it was read
+    except OSError as error:  # removed after it was read
         raise FileProblem(f"tls_key is {files.key}, which cannot be read: {error.strerror}") from None
     return context
 

@@ -1,9 +1,9 @@
-"""Bearer tokens: which there are, by name, and whose one is. Keeps and compares SHA-256 digests only.
+"""Bearer tokens: reads a token file and finds the owner of a presented token. Keeps and compares SHA-256 digests only.
 
     # name:sha256 of the token, in hex; a name may have several while its token is renewed
     alice:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0bb822cd15d6c15b0f00a0
 
-A file that leaks tells no token, provided that tokens are drawn at random: docs/SECURITY.md says how.
+A leaked file reveals no token, provided that tokens are random: docs/SECURITY.md explains how to create them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63}):(?P<digest>[0-9a-
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Whose it is, and its SHA-256."""
+    """Name of a token's owner, and the SHA-256 of the token."""
 
     name: str
     digest: bytes
 
 
 def read_tokens(setting: str, path: Path) -> tuple[Token, ...]:
-    """The tokens of a file, perhaps none. Raises FileProblem that names the line, and shows nothing of it."""
+    """Return the tokens of a file, which may be empty. Raises FileProblem with the line's number, not its content."""
     try:
         text = read_bytes(setting, path, _MAX_FILE_BYTES).decode("ascii")
     except UnicodeDecodeError:
@@ -48,7 +48,7 @@ def read_tokens(setting: str, path: Path) -> tuple[Token, ...]:
 
 
 def owner_of(presented: str, tokens: Sequence[Token]) -> str | None:
-    """Whose token was presented; None where it is nobody's. Takes as long whichever it is, if any."""
+    """Return the owner of a presented token; None if it is unknown. Takes the same time for every token."""
     digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
     owner = None
     for token in tokens:

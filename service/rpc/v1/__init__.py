@@ -1,1 +1,1 @@
-"""The antiphon.v1 protocol: its messages to domain objects and back."""
+"""The antiphon.v1 protocol: converts its messages to domain objects and back."""

@@ -1,6 +1,6 @@
-"""What the engine tells of a request becomes the contract's messages; the text of each output is kept here.
+"""Converts the engine's events of a request to the contract's messages, and decodes the text of each output.
 
-Raises whatever ended a request that has no full answer.
+Raises the error that ended a request without a full answer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from antiphon.model.text.tokenizer import IncrementalDecoder, Tokenizer
 from antiphon.service.domain.errors import EngineFault
 from antiphon.service.domain.request import FinishReason, Request, Timing, TokenEvent, TokenLogprob
+from antiphon.service.domain.tasks import Generate
 from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.v1 import inference_pb2 as pb
 
@@ -25,9 +26,9 @@ _FINISH_REASONS = {
 
 
 class Wording:
-    """Decoder of one request's tokens into text: after its target prefix, and up to its stop strings.
+    """Decoder of one request's tokens into text, from the end of its prefix to its stop strings.
 
-    prefix_text: the prefix as its client wrote it, which the answer's text continues; empty where it was given as ids.
+    prefix_text: the prefix as its client wrote it, which the answer's text continues; empty if it was given as ids.
     """
 
     def __init__(
@@ -39,17 +40,17 @@ class Wording:
         self._stop_strings = stop_strings
 
     def matcher(self) -> TokenStopMatcher:
-        """What reads one output for stop strings in the engine."""
+        """Return the matcher of stop strings for one output, for the engine."""
         return TokenStopMatcher(self._stop_strings, self._decoder())
 
     def text(self) -> StopFilter:
-        """What reads one output for the client."""
+        """Return the decoder of one output's text, for the client."""
         return StopFilter(self._stop_strings, self._decoder())
 
     def _decoder(self) -> IncrementalDecoder:
-        """A decoder that has read the prefix: the output's text continues it, leading space included.
+        """Return a decoder that has read the prefix: the output's text continues it, leading space included.
 
-        White space at the end of the prefix takes the place of the leading space where its tokens have lost it.
+        If the prefix ends with white space that its tokens have lost, that replaces the output's leading space.
         """
         decoder = self._tokenizer.stream()
         read = decoder.push(self._prefix_ids)
@@ -61,19 +62,19 @@ class Wording:
 class Answer:
     """Turns one request's events into messages."""
 
-    def __init__(self, request: Request, wording: Wording) -> None:
+    def __init__(self, request: Generate, wording: Wording) -> None:
         self._request = request
         self._wording = wording
         self._texts: dict[int, StopFilter] = {}
 
     def delta(self, event: TokenEvent) -> pb.GenerateResponse | None:
-        """The message of an event of a stream; None where it has nothing to tell."""
+        """Return the message of a stream's event; None if it has no content."""
         if event.error is not None:
             raise event.error
         text = self._push(event)
         if not (text or event.token_ids or event.finish_reason):
             return None
-        # What most messages lack is not even named: building one costs as much as the rest of its way.
+        # Sets rare fields only if needed: building a message costs as much as the rest of its processing.
         response = pb.GenerateResponse(text_delta=text, token_ids=event.token_ids)
         if event.output_index:
             response.output_index = event.output_index
@@ -85,7 +86,7 @@ class Answer:
         return response
 
     def whole(self, events: Sequence[TokenEvent]) -> pb.GenerateUnaryResponse:
-        """The message of all outputs' terminal events, each with all of its output's tokens."""
+        """Return the message of all outputs, from their terminal events. Each event has all tokens of its output."""
         last = last_of(events)
         return pb.GenerateUnaryResponse(
             outputs=[self._output(event) for event in events],
@@ -95,7 +96,7 @@ class Answer:
         )
 
     def _end(self, response: pb.GenerateResponse, event: TokenEvent) -> None:
-        """What only terminal messages tell, and the last of them."""
+        """Set the fields of an output's terminal message, and those of the request's last message."""
         if event.score is not None:
             response.score = event.score
         if event.is_last:
@@ -122,7 +123,7 @@ class Answer:
 
 
 def last_of(events: Sequence[TokenEvent]) -> TokenEvent:
-    """The request's last event of its outputs' terminal ones. Raises what ended it, if that is what it tells."""
+    """Return the request's last event, given the terminal events of its outputs. Raises the error of an event."""
     for event in events:
         if event.error is not None:
             raise event.error
@@ -130,7 +131,7 @@ def last_of(events: Sequence[TokenEvent]) -> TokenEvent:
 
 
 def logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
-    """Log-probabilities as messages."""
+    """Return log-probabilities as messages."""
     return [
         pb.TokenLogprob(
             token_id=entry.token_id,
@@ -142,12 +143,12 @@ def logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
 
 
 def usage(request: Request, event: TokenEvent) -> pb.Usage:
-    """Tokens counted for a request, by its last event."""
+    """Return the token counts of a request, given its last event."""
     return pb.Usage(source_tokens=request.num_source_tokens, generated_tokens=event.num_generated)
 
 
 def timing(measured: Timing | None) -> pb.Timing:
-    """Where the time went; nothing where nothing was measured."""
+    """Return the times of a request as a message; an empty one if nothing was measured."""
     if measured is None:
         return pb.Timing()
     return pb.Timing(

@@ -1,4 +1,4 @@
-"""Attention weights as the contract tells them: a map for each layer and head, with its entropy."""
+"""Attention weights as messages: a map for each layer and head, with its entropy."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from antiphon.v1 import inference_pb2 as pb
 
 
 class Explanation(Protocol):
-    """What one source and target make the model look at; L layers, H heads, S and T tokens, all float32."""
+    """Attention weights of one source and target; L layers, H heads, S source and T target tokens, all float32."""
 
     @property
     def encoder_self(self) -> NDArray[np.float32]:
-        """[L, H, S, S]."""
+        """Encoder self-attention, [L, H, S, S]."""
 
     @property
     def decoder_self(self) -> NDArray[np.float32]:
-        """[L, H, T, T]."""
+        """Decoder self-attention, [L, H, T, T]."""
 
     @property
     def cross(self) -> NDArray[np.float32]:
-        """[L, H, T, S]."""
+        """Cross-attention, [L, H, T, S]."""
 
 
 class Explains(Protocol):
-    """Computes attention maps, one call at a time; blocks its caller meanwhile."""
+    """Computes attention maps, one call at a time. Blocks."""
 
     def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
-        """Maps of a source, end token included, and a target behind begin_id, the model's begin token unless given.
+        """Return the maps of a source, end token included, and of begin_id followed by a target.
 
-        Raises Unsupported where there is no graph for it.
+        begin_id: None is the model's begin token.
+        Raises Unsupported if the bundle has no graph for it.
         """
 
 
 def explain_response(
     explanation: Explanation, *, source_tokens: Sequence[str], target_tokens: Sequence[str]
 ) -> pb.ExplainResponse:
-    """The contract's message; takes as long as there are weights, so not for an event loop."""
+    """Return attention weights as a message. Takes time in proportion to their number: not for an event loop."""
     return pb.ExplainResponse(
         source_tokens=source_tokens,
         target_tokens=target_tokens,
@@ -51,7 +52,7 @@ def explain_response(
 
 
 def mean_entropies(weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Entropy in nats of each query's weights, averaged over queries: [L, H] from [L, H, queries, keys]."""
+    """Return the entropy in nats of each query's weights, averaged over queries: [L, H] from [L, H, queries, keys]."""
     wide = weights.astype(np.float64)
     logs = np.log(wide, out=np.zeros_like(wide), where=wide > 0)
     entropies: NDArray[np.float64] = -(wide * logs).sum(axis=-1).mean(axis=-1)

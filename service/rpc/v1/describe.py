@@ -1,4 +1,4 @@
-"""What clients are told of a model: its bundle's facts as the contract's message."""
+"""Description of a model for clients: the facts of its bundle as a message."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def describe(
     max_message_bytes: int,
     max_text_bytes: int,
 ) -> pb.Model:
-    """Describe a model that this runner serves. Raises InvalidArgument where the bundle's defaults cannot be.
+    """Return the description of a model that this runner serves. Raises InvalidArgument for invalid bundle defaults.
 
-    max_source_len: of the longest source that the server takes, perhaps shorter than the runner's.
+    max_source_len: length of the longest source that the server accepts, which may be below the runner's limit.
     """
     manifest = bundle.manifest
     config, text = manifest.model, manifest.text

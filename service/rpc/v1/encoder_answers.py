@@ -1,6 +1,6 @@
-"""What an encoder's heads came to, as the contract's messages: labels, tagged tokens and spans, filled places.
+"""Converts outputs of encoder heads to messages: labels, tagged tokens and spans, filled positions.
 
-Knows scores and texts; no tensors of a model and no requests under way.
+Knows scores and texts; no requests and no graphs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from antiphon.service.domain.request import Readout
 from antiphon.v1 import inference_pb2 as pb
 
 _OUTSIDE = "O"
-# Scripts that part no words by spaces: Thai and Lao, Myanmar, Khmer, kana and ideographs. Each character is a word.
+# Scripts without spaces between words: Thai and Lao, Myanmar, Khmer, kana and ideographs. Each character is a word.
 _UNSPACED = (
     range(0x0E00, 0x0F00),
     range(0x1000, 0x10A0),
@@ -26,7 +26,7 @@ _UNSPACED = (
 
 
 def label_scores(readout: Readout, labels: Sequence[str], top_k: int) -> list[pb.LabelScore]:
-    """Labels of one reading with their scores, best first, `top_k` of them or all where it is 0."""
+    """Return labels with their scores, best first: `top_k` of them, or all if it is 0."""
     scores = readout.values[0].tolist()
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [pb.LabelScore(label=labels[index], score=scores[index]) for index in order[: top_k or None]]
@@ -35,7 +35,7 @@ def label_scores(readout: Readout, labels: Sequence[str], top_k: int) -> list[pb
 def tagged_tokens(
     readout: Readout, labels: Sequence[str], token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> list[pb.TaggedToken]:
-    """The likeliest label of each token of a text; the first of several that are."""
+    """Return the likeliest label of each token of a text; the first one of equal scores."""
     best = readout.values.argmax(axis=1).tolist()
     return [
         pb.TaggedToken(token_id=token_id, start=start, end=end, label=labels[index], score=float(scores[index]))
@@ -44,7 +44,7 @@ def tagged_tokens(
 
 
 def tagged_spans(text: str, tokens: Sequence[pb.TaggedToken]) -> list[pb.TaggedSpan]:
-    """Neighbouring words of one label: B-, or another label, begins a new span; O belongs to none."""
+    """Return spans of neighbouring words with one label. B- or another label begins a new span; O is in no span."""
     spans: list[list[_Word]] = []
     before: _Word | None = None
     for word in _words(text, tokens):
@@ -66,7 +66,7 @@ def tagged_spans(text: str, tokens: Sequence[pb.TaggedToken]) -> list[pb.TaggedS
 
 
 def masked_places(readout: Readout, positions: Sequence[int], tokenizer: Tokenizer) -> list[pb.MaskedPlace]:
-    """Proposals for each masked place, likeliest first."""
+    """Return the proposed tokens for each masked position, likeliest first."""
     assert readout.token_ids is not None
     return [
         pb.MaskedPlace(
@@ -82,7 +82,7 @@ def masked_places(readout: Readout, positions: Sequence[int], tokenizer: Tokeniz
 
 @dataclass(kw_only=True, slots=True)
 class _Word:
-    """A word and what its first token was labelled."""
+    """Word with the label of its first token."""
 
     start: int
     end: int
@@ -91,12 +91,12 @@ class _Word:
 
     @property
     def kind(self) -> str:
-        """The label without its B- or I-."""
+        """Label without its prefix B- or I-."""
         return self.label[2:] if self.label.startswith(("B-", "I-")) else self.label
 
 
 def _words(text: str, tokens: Sequence[pb.TaggedToken]) -> Iterator[_Word]:
-    """The words that tokens are pieces of, as BERT parts them: by spaces, and around every sign that is no letter."""
+    """Yield the words that tokens are pieces of. Splits as BERT does: at spaces and around every punctuation mark."""
     word: _Word | None = None
     for token in tokens:
         start, end = _trimmed(text, token.start, token.end)
@@ -113,7 +113,7 @@ def _words(text: str, tokens: Sequence[pb.TaggedToken]) -> Iterator[_Word]:
 
 
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    """Where a token stands without the white space that some vocabularies count to it."""
+    """Return the bounds of a token without white space, which some vocabularies include in tokens."""
     while start < end and text[start].isspace():
         start += 1
     while start < end and text[end - 1].isspace():
@@ -122,7 +122,7 @@ def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _is_inside(text: str, end: int, start: int) -> bool:
-    """Whether what starts here goes on with the word that ends there; tokens of one character's bytes do."""
+    """Return whether a token at `start` continues the word that ends at `end`. Byte tokens of one character do."""
     return start < end or (start == end and _goes_on(text[end - 1]) and _goes_on(text[start]))
 
 
@@ -133,5 +133,5 @@ def _goes_on(char: str) -> bool:
 
 
 def _text_of(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token's text by itself; the name of one that stands for none."""
+    """Return a token's text, or its name if it has no text."""
     return tokenizer.decode([token_id]) or tokenizer.piece(token_id)

@@ -1,4 +1,4 @@
-"""Binds the servicers' methods to RPC names: each request goes to the model that it names."""
+"""Binds the servicers' methods to RPC names, and routes each request to the model that it names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import grpc
 from antiphon.service.observability.call import current_call
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.client_waits import ClientWaits
+from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.resets import Resets
-from antiphon.service.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method, handlers_of
+from antiphon.service.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method
 from antiphon.service.rpc.v1.models import Models
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
@@ -36,7 +37,7 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
 
 
 class Calls:
-    """The RPCs of the models served, and how many of them are in flight."""
+    """RPCs of the served models, with the number of RPCs in flight."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Calls:
         await self.in_flight.wait_until_idle()
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
-        """Handlers of every method of the service, for `add_generic_rpc_handlers`."""
+        """Return the handlers of every method of the service, for `add_generic_rpc_handlers`."""
         methods = {name: self._routed(method) for name, method in _METHODS.items()}
         return handlers_of(SERVICE, {**methods, "ListModels": self._list_models}, self.in_flight)
 

@@ -1,11 +1,10 @@
-"""Texts and ids of a request become token ids, without holding up the event loop over a long one.
+"""Tokenises the texts of a request without blocking the event loop, and checks its token ids.
 
-A source comes out as the model reads it, with what its template puts around it. Of ids, what they carry of that already
-is kept and not put a second time: all that stands before a text, or all that stands behind it, token by token. Targets
-and prefixes are read by the target's vocabulary.
+A source is completed by the model's template. Token ids that begin or end with the template's tokens already do not
+get them a second time. Targets and prefixes use the target's vocabulary.
 
-Every text has a largest size in bytes, which is checked before anything reads it. A text that is far too long for the
-model is refused here, before it is tokenised; exact limits are the engine's to check.
+The size of every text in bytes is checked before anything reads it. A text that is much too long for the model is
+refused here, before it is tokenised; the engine checks the exact limits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from antiphon.service.rpc.v1.languages import NO_LANGUAGES, RequestLanguages
 from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.v1 import inference_pb2 as pb
 
-# Above this many characters or ids the tokenizer takes over a millisecond, too long for the event loop.
+# With more characters or ids than this the tokenizer takes over a millisecond, which would delay the event loop.
 MAX_INLINE_LEN = 2000
 
 HasSource = (
@@ -45,10 +44,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source as the model reads it.
+    """Source as the model reads it.
 
-    type_ids: token types; empty where all are 0. first: index of the text's own first token.
-    offsets: where its own tokens stand in the text, code points [start, end); empty unless asked for.
+    type_ids: token types; empty if all are 0. first: index of the text's first token, after the template's tokens.
+    offsets: [start, end) of each of the text's tokens in code points; empty unless requested.
     """
 
     ids: tuple[int, ...]
@@ -59,7 +58,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Functions that read the texts of one side: a short text, several texts in a thread, a bound on their tokens."""
+    """Functions for the texts of one side: encode a short text, encode several in a thread, bound their tokens."""
 
     encode: Callable[[str], list[int]]
     encode_many: Callable[[Sequence[str]], list[list[int]]]
@@ -82,7 +81,7 @@ class Inputs:
         self._not_in_targets = _not_in_targets(config, text)
 
     async def source(self, message: HasSource, languages: RequestLanguages = NO_LANGUAGES) -> Source:
-        """The source of any request, a pair where it gives one; that of a decoder alone is a prompt, and may be empty.
+        """Return the source of a request, which may be a pair. Only the prompt of a decoder-only model may be empty.
 
         Raises InvalidArgument.
         """
@@ -98,7 +97,7 @@ class Inputs:
         return self._filled(ids, pair_ids, languages.ids, are_ids=kind == "token_ids")
 
     async def text_source(self, text: str) -> Source:
-        """A text as a source, and where its tokens stand in it. Raises InvalidArgument."""
+        """Return a text as a source with the offsets of its tokens. Raises InvalidArgument."""
         check = partial(self._refuse_endless, "text", text, self._source, self._limits.max_source_len, 1)
         found = await self._read("text", text, self._tokenizer.encode_source, check=check)
         if not found.ids:
@@ -106,9 +105,9 @@ class Inputs:
         return self._filled(found.ids, None, LanguageIds(), offsets=tuple(found.offsets))
 
     async def target_ids(self, message: HasTarget, languages: RequestLanguages) -> tuple[int, ...] | None:
-        """The target's tokens, its language first where that is a token of it; None where there is no target.
+        """Return the target's tokens, without an end token; None if there is no target.
 
-        No end token is appended.
+        The token of the target language comes first for models whose targets begin with it.
         """
         kind = message.WhichOneof("target")
         if kind is None:
@@ -117,7 +116,7 @@ class Inputs:
         return languages.target(await self._ids(kind, given, self._limits.max_target_len))
 
     async def ended_target_ids(self, message: pb.ScoreRequest, languages: RequestLanguages) -> tuple[int, ...]:
-        """The target's tokens, end token included. Raises InvalidArgument where there is no target."""
+        """Return the target's tokens, end token included. Raises InvalidArgument if there is no target."""
         ids = await self.target_ids(message, languages)
         if ids is None:
             raise InvalidArgument("target", None, "set: target_text or target_token_ids")
@@ -125,8 +124,8 @@ class Inputs:
         return ids if ids and ids[-1] == eos_id else (*ids, eos_id)
 
     async def prefix_ids(self, controls: Controls, languages: RequestLanguages) -> tuple[int, ...]:
-        """The first tokens of the target, its language before them; empty where none are given."""
-        limit = self._limits.max_target_len - 1  # one token at least is to be generated
+        """Return the first tokens of the target, after the token of its language; empty if there is no prefix."""
+        limit = self._limits.max_target_len - 1  # at least one token is generated
         if controls.prefix_text is not None:
             return languages.prefix(await self._ids("options.prefix_text", controls.prefix_text, limit))
         ids = await self._ids("options.prefix_ids", controls.prefix_ids or (), limit)
@@ -136,11 +135,11 @@ class Inputs:
         return languages.prefix(ids)
 
     async def tokenized(self, text: str) -> tuple[list[int], str]:
-        """Token ids of a source of any number of tokens, nothing put around them, and its normalised form."""
+        """Return the token ids of a text of any length, without the template, and its normalised form."""
         return await self._read("text", text, self._with_normal_form)
 
     async def detokenized(self, ids: Sequence[int]) -> str:
-        """The text of a target's token ids: no more of them than a text may have bytes. Raises InvalidArgument."""
+        """Return the text of target token ids, at most as many ids as a text may have bytes. Raises InvalidArgument."""
         most, vocab_size = self._limits.max_text_bytes, self._config.vocab_size
         if len(ids) > most:
             raise InvalidArgument("token_ids", InWords(f"{len(ids)} ids long"), f"at most {most} ids long")
@@ -164,7 +163,7 @@ class Inputs:
         return await self._ids("text_pair", message.text_pair, self._limits.max_source_len)
 
     async def _ids(self, field: str, given: str | Sequence[int], limit: int, *, shortest: int = 0) -> tuple[int, ...]:
-        """Tokens of a text or ids as they are. Refuses, before it costs seconds of a core, what is surely too long."""
+        """Return the tokens of a text, or the given ids. Refuses a text before tokenising it if surely too long."""
         if not isinstance(given, str):
             _check_len(field, len(given), limit, shortest)
             return tuple(given)
@@ -175,9 +174,9 @@ class Inputs:
     async def _read(
         self, field: str, text: str, read: Callable[[str], _T], *, check: Callable[[], None] | None = None
     ) -> _T:
-        """Read a text: a short one at once, a long one in the thread of long texts, where it is checked before.
+        """Read a text: a short one at once, a long one in the thread of long texts after the check.
 
-        Raises InvalidArgument where it has too many bytes.
+        Raises InvalidArgument if it has too many bytes.
         """
         num_bytes, most = len(text) if text.isascii() else len(text.encode()), self._limits.max_text_bytes
         if num_bytes > most:
@@ -215,7 +214,7 @@ class Inputs:
 
 
 def _encode(side: _Side, text: str) -> list[int]:
-    # A long one as a batch of one: `encode` keeps the interpreter lock, and with it the engine, until it is done.
+    # `encode` holds the interpreter lock, which stops the engine. `encode_many` releases it, so it reads long texts.
     return side.encode(text) if len(text) <= MAX_INLINE_LEN else side.encode_many([text])[0]
 
 
@@ -225,12 +224,12 @@ def _check_len(field: str, least: int, limit: int, shortest: int) -> None:
 
 
 def _not_in_targets(config: ModelConfig, text: TextFormat) -> dict[int, str]:
-    """Tokens that no target holds between its begin and its end, and their names.
+    """Return tokens that may not be inside a target, with their names.
 
-    What a decoder alone reads may hold begin and padding tokens: in a prompt they part one document from another.
+    The text of a decoder-only model may contain begin and padding tokens: in a prompt they separate documents.
     """
     if config.architecture == "decoder":
         return {config.eos_id: "end"}
-    # One token may be several of these; a language's token may begin a target and stand in it.
+    # One token may have several of these roles. The token of a language may begin a target, so it is allowed inside.
     named = {config.pad_id: "padding", config.bos_id: "begin", config.eos_id: "end"}
     return {token_id: name for token_id, name in named.items() if token_id not in text.languages.values()}

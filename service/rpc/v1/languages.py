@@ -1,6 +1,6 @@
-"""The languages of a request: from codes to tokens, and to what they change of its target.
+"""Languages of a request: converts language codes to tokens of its source and target.
 
-Where a code goes is the bundle's to say, in its text format; what is refused is told with the field's name.
+The bundle's text format defines the position of each token. Errors name the field.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NamesLanguages = pb.GenerateRequest | pb.GenerateUnaryRequest | pb.ScoreRequest 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLanguages:
-    """What the languages of one request come to.
+    """Tokens of the languages of one request.
 
-    ids: for the source's template. begin_id: first decoder input; None: the model's own.
-    first_id: first token of the target; None: any.
+    ids: tokens for the source's template. begin_id: first decoder input; None is the model's begin token.
+    first_id: first token of the target; None if the target need not begin with a language.
     """
 
     ids: LanguageIds = field(default_factory=LanguageIds)
@@ -30,17 +30,17 @@ class RequestLanguages:
     first_id: int | None = None
 
     def target(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """A target that is given, with its language first, which it may hold already."""
+        """Return a given target with its language first, which is not added twice."""
         if self.first_id is None or (ids and ids[0] == self.first_id):
             return tuple(ids)
         return (self.first_id, *ids)
 
     def prefix(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """A prefix, with the target's language first; where there is none the language is forced instead."""
+        """Return a prefix with the target's language first. Without a prefix, `params` forces the language instead."""
         return self.target(ids) if ids else ()
 
     def params(self, params: SamplingParams, prefix_ids: Sequence[int]) -> SamplingParams:
-        """Parameters that force the language, or leave it to the prefix. Raises InvalidArgument where they cannot."""
+        """Return parameters that force the language, unless there is a prefix. Raises InvalidArgument on a conflict."""
         if self.first_id is None:
             return params
         try:
@@ -51,16 +51,16 @@ class RequestLanguages:
 
 
 NO_LANGUAGES = RequestLanguages()
-"""Of a model without languages, where none is named."""
+"""For requests without languages to models without languages."""
 
 
 def source_languages(text: TextFormat, code: str) -> RequestLanguages:
-    """Languages of a source that has no target. Raises InvalidArgument."""
+    """Return the languages of a source without a target. Raises InvalidArgument."""
     return RequestLanguages(ids=LanguageIds(source=_source_id(text, code)))
 
 
 def named_languages(text: TextFormat, source_code: str, target_code: str) -> RequestLanguages:
-    """What codes come to, an empty one taking the model's default. Raises InvalidArgument."""
+    """Return the languages of codes; an empty code means the model's default. Raises InvalidArgument."""
     source, target = _source_id(text, source_code), _target_id(text, target_code)
     return RequestLanguages(
         ids=LanguageIds(source=source, target=target),
@@ -70,7 +70,7 @@ def named_languages(text: TextFormat, source_code: str, target_code: str) -> Req
 
 
 def languages_of(text: TextFormat, message: NamesLanguages) -> RequestLanguages:
-    """Languages that a request names, and the model's defaults where it is silent. Raises InvalidArgument."""
+    """Return the languages that a request names, else the model's defaults. Raises InvalidArgument."""
     if not (text.languages or message.source_language or message.target_language):
         return NO_LANGUAGES
     languages = named_languages(text, message.source_language, message.target_language)

@@ -1,8 +1,8 @@
-"""One thread that tokenises the long texts of all callers and models, and a bound on the bytes that wait for it.
+"""One thread that tokenises the long texts of all callers and models, with a limit on the bytes that wait for it.
 
-While a text is tokenised it takes many times its bytes of memory: 130 to 400 times for most texts, 600 at most with the
-shipped tokenizer, 1,105 at most over every kind (T5's, of U+FDFA, which becomes 18 characters). So one text is under
-way at a time, of any caller. Callers take turns. For the event loop; knows no tokenizer.
+Tokenising a text takes many times its size in memory: 130 to 400 times for most texts, at most 600 times with the
+shipped tokenizer, at most 1,105 times over all tokenizers (T5's, for U+FDFA, which becomes 18 characters). So only one
+text is tokenised at a time. Callers take turns. For the event loop; knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _T = TypeVar("_T")
 
 
 class LongTexts:
-    """The thread, and the texts that wait for it or are under way.
+    """Thread for long texts, and the texts that wait for it or are being tokenised.
 
-    max_bytes: most bytes of all those texts; one caller may have half of it.
+    max_bytes: most bytes of all these texts; one caller may have half of it.
     """
 
     def __init__(self, max_bytes: int = 2 << 20) -> None:
         self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, "long-texts")
         self._is_busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, whose turn is next first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller; the next one comes first
         self._held_bytes: Counter[str] = Counter()  # by caller
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the texts that wait or are under way."""
+        """Bytes of the texts that wait or are being tokenised."""
         return self._held_bytes.total()
 
     async def run(self, num_bytes: int, work: Callable[[], _T]) -> _T:
         """Run work on a text of num_bytes bytes in the thread, when it is the caller's turn.
 
-        Raises TooManyTexts at once where too much waits already, and every error of the work.
+        Raises TooManyTexts at once if too many bytes wait already, and every error of the work.
         """
         call = current_call()
         caller = "" if call is None else call.caller
@@ -58,10 +58,10 @@ class LongTexts:
         done = asyncio.get_running_loop().run_in_executor(self._thread, work)
         done.add_done_callback(lambda _: self._end(caller, num_bytes))
         try:
-            # A caller that leaves does not stop the thread: the text counts until its work has ended.
+            # The thread continues if the caller leaves: the text counts until its work has ended.
             return await asyncio.shield(done)
         finally:
-            del done  # it holds the error that holds this frame, which holds the text
+            del done  # breaks a reference cycle: its error references this frame, which references the text
 
     def _check_room(self, caller: str, num_bytes: int) -> None:
         of_all, of_caller = self.held_bytes, self._held_bytes[caller]
@@ -85,14 +85,14 @@ class LongTexts:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it came, and the caller has left
+            if not turn.cancelled():  # the turn was given, but the caller has left
                 self._next()
             with contextlib.suppress(ValueError):
                 line.remove(turn)
             raise
 
     def _next(self) -> None:
-        """Give the thread to the caller whose turn it is; its further texts go behind those of the others."""
+        """Give the thread to the next caller. Its remaining texts wait behind those of the other callers."""
         while self._waiting:
             caller = next(iter(self._waiting))
             line = self._waiting.pop(caller)

@@ -1,7 +1,7 @@
-"""What a model's own defaults, its checkpoint's generation settings, do to a request that leaves options out.
+"""Applies a model's defaults, from its checkpoint's generation settings, to requests that leave options out.
 
-A default holds where a request says nothing of it. One that what the request does say excludes is left out: who asks
-for a temperature wants no beam search, though the model's default be one.
+A default applies if the request does not set the option. A default that conflicts with an option of the request is
+ignored: a request with a temperature gets no beam search, even if the model's default is a beam search.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 @cache
 def own_defaults(generation: GenerationDefaults) -> Mapping[str, Any]:
-    """Fields of SamplingParams that a model sets, those first which others depend on."""
+    """Return the fields of SamplingParams that a model sets. Fields that others depend on come first."""
     fields = {name: value for name, value in generation if value is not None and value != ()}
     if "early_stopping" in fields:
         fields["early_stopping"] = EarlyStopping[fields["early_stopping"].upper()]
@@ -29,14 +29,14 @@ def own_defaults(generation: GenerationDefaults) -> Mapping[str, Any]:
 
 
 def with_defaults(asked: Mapping[str, Any], beside: Mapping[str, Any], generation: GenerationDefaults) -> Controls:
-    """Controls of what a request asks, and of the defaults that go together with it.
+    """Return the controls of a request, with the defaults that do not conflict with it.
 
     asked: fields of SamplingParams; beside: the other fields of Controls.
-    Raises InvalidArgument where the request by itself cannot be.
+    Raises InvalidArgument if the request itself is invalid.
     """
     defaults = {name: value for name, value in own_defaults(generation).items() if name not in asked}
     if beside.get("prefix_text") is not None or beside.get("prefix_ids") is not None:
-        defaults.pop("forced_first_id", None)  # it is the target's first token, and that is given
+        defaults.pop("forced_first_id", None)  # the prefix sets the target's first token
     if defaults:
         try:
             return _controls({**defaults, **asked}, beside)
@@ -46,7 +46,7 @@ def with_defaults(asked: Mapping[str, Any], beside: Mapping[str, Any], generatio
 
 
 def _with_what_fits(asked: Mapping[str, Any], beside: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked and, one after the other, the defaults that go with it."""
+    """Return the requested fields, and each default that does not conflict with those before it."""
     kept = dict(asked)
     for name, value in defaults.items():
         try:
@@ -60,5 +60,5 @@ def _with_what_fits(asked: Mapping[str, Any], beside: Mapping[str, Any], default
 def _controls(fields: Mapping[str, Any], beside: Mapping[str, Any]) -> Controls:
     controls = Controls(params=SamplingParams(**fields), **beside)
     if beside.get("stop_strings") or beside.get("prefix_ids") is not None:
-        check_combination(controls)  # the parameters have been checked among themselves already
+        check_combination(controls)  # SamplingParams has checked the parameters already
     return controls

@@ -1,6 +1,6 @@
-"""The models that answer now, by name. Owns which one a request gets; loads and ends none.
+"""The models served now, by name. Selects the model of a request; does not load or unload models.
 
-For the event loop: every change is one step of it, so that a request sees the models of before or of after.
+For the event loop: a change is atomic there, so a request sees the models either before or after it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from antiphon.service.observability.metrics import Metrics
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
 
-# What an error shows of a name from outside, and how many names of ours.
+# Error messages show at most this many characters of a requested name, and this many names of served models.
 _SHOWN_NAME = 80
 _SHOWN_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A model that answers: its RPC methods, and the engine behind them."""
+    """Served model: its RPC methods and its engine."""
 
     name: str
     precision: str
@@ -32,7 +32,7 @@ class Served:
 
 
 class Models:
-    """The models served, in the order in which they came; the first of them is the default."""
+    """The models served, in the order in which they were loaded. The first is the default."""
 
     def __init__(self) -> None:
         self._served: dict[str, Served] = {}
@@ -44,9 +44,9 @@ class Models:
         return len(self._served)
 
     def find(self, name: str) -> Served:
-        """The model of a name; of the empty one, the default.
+        """Return the model of a name; the default for the empty name.
 
-        Raises ModelNotFound, which says what is served, or Loading before the first model is.
+        Raises ModelNotFound, which lists the served models, or Loading before the first model is served.
         """
         self.check_loaded()
         if not name:
@@ -57,23 +57,23 @@ class Models:
             raise ModelNotFound(f"model {name[:_SHOWN_NAME]!r} is not served here; {self._listed()}") from None
 
     def check_loaded(self) -> None:
-        """Raise Loading before the first model is served: afterwards there is always one."""
+        """Raise Loading before the first model is served; afterwards there is always one."""
         if not self._served:
             raise Loading("the server is still loading its models")
 
     def check_free(self, name: str) -> None:
-        """Raise ModelExists where a model of the name is served."""
+        """Raise ModelExists if a model of this name is served."""
         if name in self._served:
             raise ModelExists(f"a model {name!r} is served already; unload it first, or take another name")
 
     def add(self, served: Served) -> None:
-        """Serve one more. Raises ModelExists."""
+        """Start to serve a model. Raises ModelExists."""
         self.check_free(served.name)
         self._served[served.name] = served
 
     def remove(self, name: str) -> Served:
-        """Serve a model no longer; what it runs goes on. Raises ModelNotFound, or LastModel for the only one."""
-        self.find(name or " ")  # the empty name is no model's
+        """Stop serving a model; its running requests continue. Raises ModelNotFound, or LastModel for the only one."""
+        self.find(name or " ")  # the empty name must not find the default model
         if len(self._served) == 1:
             raise LastModel(f"model {name!r} is the only one; load another first, or stop the server")
         return self._served.pop(name)

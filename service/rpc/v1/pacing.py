@@ -1,4 +1,4 @@
-"""How messages leave: how many tokens each brings, and how long one may wait for its reader. Shared by every model."""
+"""Pace of streamed messages: tokens per message, and the time limit for a client to read one. Shared by all models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage, Wait
 
 
 class Pacing:
-    """Keeps the messages of all streams together below a rate. For the event loop.
+    """Keeps the total rate of messages of all streams below a limit. For the event loop.
 
-    waits: where a message waits that its client has not read, and how long it may.
+    waits: records messages that wait for their client, with a time limit.
     """
 
     def __init__(self, max_messages_per_s: float, waits: ClientWaits) -> None:
@@ -28,20 +28,21 @@ class Pacing:
 
     @property
     def waits(self) -> ClientWaits:
-        """The calls that wait for their clients."""
+        """Calls that wait for their clients."""
         return self._waits
 
     @property
     def window_s(self) -> float:
-        """Seconds for which one more stream gathers tokens for a message.
+        """Seconds for which a new stream collects tokens for one message.
 
-        A message costs CPU that the models need: alone, a stream gets every token by itself; in a crowd, several.
+        A message costs CPU time that the models need. With few streams each token is sent at once, with many streams
+        several tokens share a message.
         """
         return (self._num_streams + 1) / self._max_messages_per_s
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Count a stream as long as the context lasts."""
+        """Count a stream until the context exits."""
         self._num_streams += 1
         try:
             yield
@@ -49,14 +50,14 @@ class Pacing:
             self._num_streams -= 1
 
     def writer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Writer:
-        """Return what sends the messages of the RPC under way."""
+        """Return the writer of the current RPC's messages."""
         return Writer(self._waits, context)
 
 
 class Writer:
-    """Sends the headers of one RPC, which bear its request id, and its messages, one at a time.
+    """Sends the headers of one RPC, with its request id, and its messages, one at a time.
 
-    Made in the RPC's own task.
+    Create it in the RPC's own task.
     """
 
     def __init__(self, waits: ClientWaits, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -67,23 +68,23 @@ class Writer:
         self._has_begun = False
 
     async def write(self, message: Message) -> None:
-        """Send a message; returns when the client's flow control has let it go.
+        """Send a message. Returns when the client's flow control has accepted it.
 
-        Raises SlowReader where that takes too long, or too much waits to be read, CancelledError where the call ends
-        meanwhile. What the stream gathers until then goes with the next message.
+        Raises SlowReader if that takes too long or too many bytes are unread, CancelledError if the call ends first.
+        Tokens that the stream collects until then go with the next message.
         """
         call = self._call
         writing = _Writing(self._waits, call, message.ByteSize())
         try:
             if not self._has_begun:
-                # With the first message, they would be given up with it, and no status could be sent after that.
+                # Sent separately: if they waited with the first message, a cancelled write would prevent any status.
                 await self._context.send_initial_metadata(self._headers)
                 self._has_begun = True
             await self._context.write(message)
         except asyncio.CancelledError:
             writing.raise_slow()
             raise
-        except grpc.aio.InternalError:  # the client, or its time, went before the message did
+        except grpc.aio.InternalError:  # the client left, or its deadline passed, before the message was sent
             raise asyncio.CancelledError from None
         finally:
             writing.end()
@@ -93,7 +94,7 @@ class Writer:
 
 
 class _Writing:
-    """One message that waits for its client, in the task that writes it."""
+    """Message that waits for its client, in the task that writes it."""
 
     def __init__(self, waits: ClientWaits, call: Call | None, num_bytes: int) -> None:
         self._waits = waits
@@ -106,16 +107,16 @@ class _Writing:
         waits.begin(self._wait)
 
     def end(self) -> None:
-        """Wait no longer. The two refer to each other, and there is one for each message: the collector is spared."""
+        """End the wait, and break the reference cycle with it, which the garbage collector need not find then."""
         self._waits.end(self._wait)
         del self._wait
 
     def raise_slow(self) -> None:
-        """Raise what the message was given up with, where that and nothing else cancelled its task."""
+        """Raise the error that ended the wait, if that alone cancelled the task."""
         if self._slow is not None and self._task is not None and self._task.uncancel() == 0:
             raise self._slow from None
 
     def _give_up(self, error: AntiphonError) -> None:
-        if self._task is not None and not self._task.cancelling():  # its call has ended otherwise
+        if self._task is not None and not self._task.cancelling():  # otherwise its call has ended already
             self._slow = error
             self._task.cancel()

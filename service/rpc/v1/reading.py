@@ -1,6 +1,6 @@
-"""An answer on its way to whoever asked: gives the request up where its reader leaves before the end, and says why.
+"""Cancels a request whose client leaves before the end of its answer, and records the cause.
 
-For every face of the server. Knows no message; what is written, and how, is the servicer's business.
+All services use it. Knows no messages: the servicers write them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.call import current_call
 
-# A client that gives up at its deadline may be heard before the deadline that it told us: grpc rounds that up to 1 %.
+# A client's cancellation at its deadline may arrive before the deadline that it sent: grpc rounds that up by up to 1 %.
 _ROUNDING = 0.01
 _CLOCKS_APART_S = 0.02
 
 
 @contextlib.contextmanager
 def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[None]:
-    """Read a submitted request's stream and pass it on; an exception that leaves the context gives the request up.
+    """Read a submitted request's stream within the context. An exception that leaves the context cancels the request.
 
-    An AntiphonError other than SlowReader does not: it is how the engine ended it. The RPC under way, if any, is told
-    how the request ends.
+    An AntiphonError other than SlowReader does not, since it comes from the engine, which has ended the request. The
+    current RPC, if any, records the end of the request.
     """
     if (call := current_call()) is not None:
         call.admitted(request, stream)
@@ -39,7 +39,7 @@ def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[
         raise
     except AntiphonError:
         raise
-    except (asyncio.CancelledError, grpc.aio.BaseError):  # the latter where nothing can be sent any more
+    except (asyncio.CancelledError, grpc.aio.BaseError):  # BaseError: nothing can be sent any more
         is_late = _has_run_out(request, engine.clock())
         engine.give_up(stream, CancelCause.DEADLINE if is_late else CancelCause.CLIENT)
         raise

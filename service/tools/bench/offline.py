@@ -12,7 +12,8 @@ from typing import Any, Self, TypeVar
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.service.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
+from antiphon.service.domain.tasks import Generate
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
@@ -117,8 +118,8 @@ class Offline:
 
     def _submit(self, name: str, source: Sequence[int], params: SamplingParams, *, client: str = "") -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
-        request = Request(request_id=name, source_ids=tuple(source), params=params, arrival_s=arrival_s, client=client)
-        self._engine.submit(request, stream)
+        arrival = Arrival(request_id=name, arrival_s=arrival_s, client=client)
+        self._engine.submit(Generate(arrival=arrival, source_ids=tuple(source), params=params), stream)
         return stream
 
     def _ids(self, event: TokenEvent) -> list[int]:

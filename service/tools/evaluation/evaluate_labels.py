@@ -18,7 +18,8 @@ from antiphon.model.training.recipe import FineTuneRecipe, RecipeError
 from antiphon.model.training.span_f1 import span_score
 from antiphon.model.training.text_files import Labelled, Part, Tagged, part_of, read_labelled, read_parts, read_tagged
 from antiphon.model.training.word_tags import first_tags, words_of_tokens
-from antiphon.service.domain.request import Readout, Request, SamplingParams, Task
+from antiphon.service.domain.request import Arrival, Readout, Task
+from antiphon.service.domain.tasks import ReadHead
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.tools.evaluation.offline import answer_all
 
@@ -114,15 +115,12 @@ class _Reading:
         requests = []
         for index, (ids, picks) in enumerate(asked):
             source_ids, type_ids = fill(self._text, ids)
-            request = Request(
-                request_id=str(index),
+            request = ReadHead(
+                arrival=Arrival(request_id=str(index), arrival_s=0.0),
                 task=task,
                 picks=picks,
                 source_ids=source_ids,
                 type_ids=type_ids,
-                params=SamplingParams(),
-                arrival_s=0.0,
-                is_streamed=False,
             )
             requests.append(request)
         started = time.perf_counter()

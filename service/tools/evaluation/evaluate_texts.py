@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from antiphon.model.bundle.manifest import Bundle, Measure
 from antiphon.model.text.template import fill, num_before
 from antiphon.model.text.tokenizer import open_tokenizer
-from antiphon.service.domain.request import Request, SamplingParams, Task
+from antiphon.service.domain.request import Arrival, Request
+from antiphon.service.domain.tasks import Score
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.service.tools.evaluation.offline import answer_all
 
@@ -97,14 +98,10 @@ def _read(bundle: Bundle, texts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def _judging(name: str, ids: Sequence[int]) -> Request:
-    return Request(
-        request_id=name,
+    return Score(
+        arrival=Arrival(request_id=name, arrival_s=0.0),
         source_ids=(),
         begin_id=ids[0],
         num_prompt_ids=1,
-        task=Task.SCORE,
         target_ids=tuple(ids[1:]),
-        params=SamplingParams(),
-        arrival_s=0.0,
-        is_streamed=False,
     )

@@ -18,7 +18,8 @@ from antiphon.model.text.format import TextFormat
 from antiphon.model.text.template import LanguageIds
 from antiphon.model.text.tokenizer import Tokenizer, encode_sources
 from antiphon.model.training.corpus import Pair
-from antiphon.service.domain.request import Request, SamplingParams
+from antiphon.service.domain.request import Arrival, SamplingParams
+from antiphon.service.domain.tasks import Generate
 from antiphon.service.rpc.v1.languages import RequestLanguages
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.service.tools.evaluation.offline import answer_all
@@ -74,12 +75,11 @@ async def run_engine(
 ) -> list[list[int]]:
     """Greedy target ids of sources as the model reads them, in their order, all asked for at once."""
     requests = [
-        Request(
-            request_id=str(index),
+        Generate(
+            arrival=Arrival(request_id=str(index), arrival_s=0.0),
             source_ids=tuple(source),
             begin_id=languages.begin_id,
             params=languages.params(SamplingParams(), ()),
-            arrival_s=0.0,
         )
         for index, source in enumerate(sources)
     ]

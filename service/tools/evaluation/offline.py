@@ -30,7 +30,8 @@ async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: st
     try:
         streams = [OutputStream(request.request_id) for request in requests]
         for request, stream in zip(requests, streams, strict=True):
-            engine.submit(replace(request, arrival_s=engine.clock()), stream)
+            arrival = replace(request.arrival, arrival_s=engine.clock())
+            engine.submit(replace(request, arrival=arrival), stream)
         return [(await stream.collect())[0] for stream in tqdm(streams, unit=unit, disable=None)]
     finally:
         await asyncio.to_thread(engine.stop)

@@ -1,0 +1,35 @@
+"""Description of a served model: its facts for clients, its tokenizer and its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from antiphon.model.bundle.manifest import GenerationDefaults
+from antiphon.model.config import ModelConfig
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.service.rpc.v1.attention_maps import Explains
+from antiphon.service.rpc.v1.model_defaults import NO_DEFAULTS
+from antiphon.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """Parts of a model that its servicer reads.
+
+    description: message that clients get. text: conversion of texts to the model's ids.
+    explainer: computes attention maps; None if the bundle has no graph for them.
+    generation: defaults of generation options.
+    """
+
+    description: pb.Model
+    tokenizer: Tokenizer
+    text: TextFormat
+    config: ModelConfig
+    explainer: Explains | None = None
+    generation: GenerationDefaults = NO_DEFAULTS
+
+    @property
+    def is_decoder_only(self) -> bool:
+        """True for a decoder-only model, whose source is a prompt."""
+        return self.config.architecture == "decoder"

@@ -1,0 +1,63 @@
+"""Submits requests to the engine and returns their events. Errors name the fields of the client's message."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import Request, TokenEvent
+from antiphon.service.engine.engine import Engine
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.rpc.v1.arrivals import EngineMessage
+from antiphon.service.rpc.v1.options import as_option
+from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.reading import reading
+from antiphon.v1 import inference_pb2 as pb
+
+
+class Submission:
+    """The way of one model's requests into its engine. For the event loop."""
+
+    def __init__(self, engine: Engine, pacing: Pacing) -> None:
+        self._engine = engine
+        self._pacing = pacing
+
+    @contextlib.contextmanager
+    def stream(self, message: EngineMessage, request: Request) -> Iterator[OutputStream]:
+        """Submit a request and read its stream within the context. An exception inside cancels the request.
+
+        Raises AntiphonError if the engine refuses the request.
+        """
+        stream = self._submit(message, request)
+        with self._pacing.stream(), reading(self._engine, request, stream):
+            yield stream
+
+    async def collect(self, message: EngineMessage, request: Request) -> Sequence[TokenEvent]:
+        """Submit a request and return the last events of its outputs. Raises AntiphonError if the engine refuses it."""
+        stream = self._submit(message, request)
+        with reading(self._engine, request, stream):
+            return await stream.collect()
+
+    def _submit(self, message: EngineMessage, request: Request) -> OutputStream:
+        stream = OutputStream(request.request_id, coalesce_s=self._pacing.window_s)
+        try:
+            self._engine.submit(request, stream)
+        except InvalidArgument as error:
+            raise _with_field_of(message, error) from None
+        return stream
+
+
+def _with_field_of(message: EngineMessage, error: InvalidArgument) -> InvalidArgument:
+    """Return the engine's error with the name of the message's field."""
+    if error.field == "source":
+        given = "text" if isinstance(message, pb.TagRequest) else message.WhichOneof("source")
+        return InvalidArgument(given or error.field, error.value, error.allowed)
+    if error.field == "target" and isinstance(message, pb.ScoreRequest):
+        return InvalidArgument(message.WhichOneof("target") or error.field, error.value, error.allowed)
+    if isinstance(message, pb.GenerateRequest | pb.GenerateUnaryRequest):
+        if error.field != "prefix":
+            return as_option(error)
+        field = "prefix_text" if message.options.HasField("prefix_text") else "prefix_ids"
+        return InvalidArgument(f"options.{field}", error.value, error.allowed)
+    return error
