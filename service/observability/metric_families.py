@@ -37,7 +37,7 @@ class MetricFamilies:
         self._all: list[Counter | Gauge | CountedHistogram | ArenaMetrics] = []
         self._requests()
         self._rpcs()
-        self._outlets()
+        self._background_writers()
         self._latencies()
         self._steps()
         self._cache()
@@ -160,7 +160,7 @@ class MetricFamilies:
             f"{PREFIX}token_reloads", "Changed token files read again, by result.", ("result",), registry=self._registry
         )
 
-    def _outlets(self) -> None:
+    def _background_writers(self) -> None:
         self.log_lines_dropped = Counter(
             f"{PREFIX}log_lines_dropped",
             "Lines of the log, access lines above all, that standard error took too late, or refused.",

@@ -20,8 +20,8 @@ from antiphon.service.tools.capacity.traffic import Floats, Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """What replicas live in.
+class Environment:
+    """Environment of the replicas.
 
     start_s: from the decision to a pod's readiness. discovery_s: until all clients know a new replica (the server's
     max_connection_age_s; 0 behind a proxy that watches endpoints). cache_of_full_rows: share of the cache blocks in use
@@ -59,11 +59,11 @@ class Fleet:
     """Replicas as their Deployment, their clients and their autoscaler see them. scaled None keeps the first number."""
 
     def __init__(
-        self, curve: ServiceCurve, limits: ReplicaLimits, surroundings: Surroundings, scaled: ScaledObject | None
+        self, curve: ServiceCurve, limits: ReplicaLimits, environment: Environment, scaled: ScaledObject | None
     ) -> None:
         self._curve = curve
         self._limits = limits
-        self._surroundings = surroundings
+        self._environment = environment
         self._scaled = scaled
         self._autoscaler = Autoscaler(scaled.scaling) if scaled is not None else None
         self.outcome = Outcome()
@@ -74,7 +74,7 @@ class Fleet:
     def run(self, traffic: Traffic, first: int, seed: int) -> Outcome:
         """Live through traffic, beginning with so many replicas, all known to all."""
         rng = np.random.default_rng(seed)
-        self._replicas = [self._new(-self._surroundings.discovery_s) for _ in range(first)]
+        self._replicas = [self._new(-self._environment.discovery_s) for _ in range(first)]
         for now_s in np.arange(0, traffic.duration_s, SYNC_PERIOD_S).tolist():
             self._step(now_s, min(now_s + SYNC_PERIOD_S, traffic.duration_s), traffic, rng)
         return self.outcome
@@ -106,7 +106,7 @@ class Fleet:
         age_s = now_s - replica.ready_s
         if age_s < 0:
             return 0.0
-        return min(1.0, age_s / self._surroundings.discovery_s) if self._surroundings.discovery_s else 1.0
+        return min(1.0, age_s / self._environment.discovery_s) if self._environment.discovery_s else 1.0
 
     def _sample(self, end_s: float, length_s: float, rate: float, busy_s: Sequence[float]) -> None:
         used = [one.busy_s - before for one, before in zip(self._replicas, busy_s, strict=True)]
@@ -137,13 +137,13 @@ class Fleet:
         if trigger.metric == "running":
             return desired_by_average(current, seen.running, trigger.target)
         if trigger.metric == "cache":
-            in_use = self._surroundings.cache_of_full_rows * seen.running / self._limits.max_rows
+            in_use = self._environment.cache_of_full_rows * seen.running / self._limits.max_rows
             return desired_by_average(current, in_use, trigger.target)
         return desired_by_ratio(current, seen.cpu, trigger.target)
 
     def _resize(self, now_s: float, count: int) -> None:
         """Start replicas, or let the youngest drain: the first that Kubernetes takes."""
         for _ in range(count - len(self._replicas)):
-            self._replicas.append(self._new(now_s + self._surroundings.start_s))
+            self._replicas.append(self._new(now_s + self._environment.start_s))
         while len(self._replicas) > count:
             self._draining.append(self._replicas.pop())

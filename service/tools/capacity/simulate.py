@@ -15,7 +15,7 @@ from pathlib import Path
 
 from antiphon.service.server.settings import ServerConfig
 from antiphon.service.tools.capacity.day_report import Figures, as_text, figures_of
-from antiphon.service.tools.capacity.fleet import Fleet, Outcome, Surroundings
+from antiphon.service.tools.capacity.fleet import Environment, Fleet, Outcome
 from antiphon.service.tools.capacity.ranges import number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError
 from antiphon.service.tools.capacity.scaled_object import ScaledObject, Trigger, read_scaled_object
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compare", action="store_true", help="beside it: other thresholds, CPU, and a static fleet")
     _add_traffic_flags(parser.add_argument_group("what comes"))
-    _add_surroundings_flags(parser.add_argument_group("what replicas live in"))
+    _add_environment_flags(parser.add_argument_group("environment of the replicas"))
     group = parser.add_argument_group("what is written")
     group.add_argument("--objective-s", type=number(0, 3600), default=1.0, metavar="S", help="(default: %(default)s)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -75,7 +75,7 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="(default: %(default)s)")
 
 
-def _add_surroundings_flags(group: argparse._ArgumentGroup) -> None:
+def _add_environment_flags(group: argparse._ArgumentGroup) -> None:
     fields = ServerConfig.model_fields
     group.add_argument(
         "--replicas", type=whole(1, 10_000), metavar="N", help="at first, or always (default: minReplicaCount, or 1)"
@@ -159,7 +159,7 @@ def _simulated(
         max_waiting=arguments.max_queued_requests,
         max_wait_s=arguments.max_queue_time_s,
     )
-    surroundings = Surroundings(
+    environment = Environment(
         start_s=arguments.start_s,
         discovery_s=arguments.discovery_s,
         cache_of_full_rows=arguments.cache_of_full_rows,
@@ -167,7 +167,7 @@ def _simulated(
     first = arguments.replicas or (1 if scaled is None else scaled.scaling.min_replicas)
     for name, one, count in _cases(arguments, curve, scaled, traffic, first):
         print(f"antiphon simulate: {name}", file=sys.stderr)
-        yield name, Fleet(curve, limits, surroundings, one).run(traffic, count, arguments.seed)
+        yield name, Fleet(curve, limits, environment, one).run(traffic, count, arguments.seed)
 
 
 def _cases(

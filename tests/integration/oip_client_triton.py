@@ -1,6 +1,6 @@
 """Asks a server through the published tritonclient, unchanged, and prints what came back as JSON.
 
-Run by test_faces.py with the Python of .venv-faces: TARGET MODEL, and texts as JSON on standard input.
+Run by test_oip_clients.py with the Python of .venv-oip-clients: TARGET MODEL, and texts as JSON on standard input.
 """
 
 from __future__ import annotations
