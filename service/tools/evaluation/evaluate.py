@@ -302,25 +302,25 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
     systems: list[tuple[str, Decode]] = [("pytorch float32", decode)]
     with TemporaryDirectory() as folder:
         if args.ctranslate2:
-            systems += _twins(checkpoint, Path(folder), args)
+            systems += _ctranslate2_systems(checkpoint, Path(folder), args)
         return [
             score_system(name, system, reader, test_set, args.output if index == 0 else None)
             for index, (name, system) in enumerate(systems)
         ]
 
 
-def _twins(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
+def _ctranslate2_systems(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
     try:
         import ctranslate2
     except ModuleNotFoundError:
         raise EvaluationError("--ctranslate2: it is not installed; run: pip install ctranslate2") from None
 
     from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
-    from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate
+    from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
 
     assert isinstance(checkpoint, Checkpoint)
     try:
-        save_twin(checkpoint, folder)
+        save_ctranslate2_model(checkpoint, folder)
     except CheckpointError as error:
         raise EvaluationError(f"--ctranslate2: {error}") from None
 
