@@ -115,7 +115,7 @@ def test_terms_add_up_and_have_their_formulas(capsys: pytest.CaptureFixture[str]
         (["--utilisation", "1.5"], "--utilisation: '1.5'; it must be a number above 0 and at most 1"),
         (["--max-num-seqs", "5000"], "--max-num-seqs: '5000'; it must be a whole number from 1 to 4,096"),
         (["--zones", "x"], "--zones: 'x'; it must be a whole number from 1 to 100"),
-        (["--rate", "10"], "--rate needs to know what one replica sustains: --requests-per-s, or --load-result"),
+        (["--rate", "10"], "--rate needs the rate that one replica sustains: --requests-per-s, or --load-result"),
         (["--rate", "10", "--load-result", "/no/such"], "--load-result /no/such cannot be read"),
         (["/no/such"], "/no/such is not a bundle"),
         (["--kustomize", "/no/such/file.yaml"], "--kustomize /no/such/file.yaml cannot be written"),
