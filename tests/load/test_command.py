@@ -118,7 +118,7 @@ def test_load_fails_where_the_objective_is_missed_and_that_matters(target: str) 
 
 def test_load_fails_where_requests_were_not_sent(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("--target", target, "--rate", "2000", "--duration", "0.2", "--max-outstanding", "1") == 1
-    assert "requests were not sent: --max-outstanding 1 were under way" in capsys.readouterr().err
+    assert "requests were not sent: --max-outstanding 1 were running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_load_refuses_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
             return await asyncio.to_thread(load, "--target", target)
 
     assert asyncio.run(asked()) == 2
-    assert "is an encoder alone" in capsys.readouterr().err
+    assert "is an encoder-only model" in capsys.readouterr().err
 
 
 async def test_an_interrupted_run_reports_what_there_is(tmp_path: Path) -> None:
