@@ -1,4 +1,4 @@
-"""`antiphon load` as its user meets it: against a real server, and against one that never answers."""
+"""`antiphon load` as a command, against a real server and against one that never answers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_load_draws_a_curve(target: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_load_searches_for_the_highest_rate(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs are simulated: a server that can take 100 requests a second, and waits a second beyond that."""
+    """The server is simulated: it sustains 100 requests per second, and beyond that a request waits a second."""
 
     def simulate(plan: Plan) -> Result:
         assert plan.rate is not None

@@ -1,4 +1,4 @@
-"""What is made of the replies: counts that add up, and figures that follow from them."""
+"""Results of replies: counts that add up, and figures computed from them."""
 
 from __future__ import annotations
 
