@@ -39,8 +39,8 @@ def load(text: str) -> list[Manifest]:
 def kubectl() -> str:
     """Return the program. Skips the test if there is none, or only one with an old Kustomize (Debian 12's)."""
     found = str(tool("kubectl", "make deploy-tools installs it"))
-    told = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"Kustomize Version: v(\d+)", told)
+    output = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"Kustomize Version: v(\d+)", output)
     if version is None or int(version[1]) < 5:
         pytest.skip(f"{found} is older than 1.27, and has no Kustomize 5: make deploy-tools installs one")
     return found

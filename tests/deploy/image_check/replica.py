@@ -125,7 +125,7 @@ def check_leaving(given: Given) -> None:
         tally = asyncio.run(traffic.while_one_leaves(targets, given.streams, alone, leave))
         code, took_s = leaver.exit_code(), time.monotonic() - began_s
         peak = other.memory()
-        print(f"two replicas, {given.streams} streams at once; one was told to leave, and left with exit code {code}")
+        print(f"two replicas, {given.streams} streams at once; one was stopped, and ended with exit code {code}")
         names = dict(zip(targets, ("the one that left", "the other"), strict=True))
         for target, name in names.items():
             refusals = ", ".join(f"{number} {key.split()[1]}" for key, number in tally.refused.items() if target in key)
