@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 UV_VERSION := 0.13.8
 # Published clients of other protocols, that want other versions of what .venv holds.
-FACES := .venv-faces
+OIP_CLIENTS := .venv-oip-clients
 # Programs that check and run what deploy/ holds: their packages, and what Debian packages them in, unpacked.
 DEPLOY := .venv-deploy
 UNPACKED := build/deploy-tools
@@ -30,8 +30,8 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve watch test faces deploy-tools soak sanitize reliability crowd endurance abuse overload \
-	faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
+.PHONY: help setup serve watch test oip-clients deploy-tools soak sanitize reliability crowd endurance abuse \
+	overload faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,11 +44,11 @@ serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" and 
 watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" and the like.
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
-test: lint faces deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
+test: lint oip-clients deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-faces: $(FACES)/.installed ## Make .venv-faces, where tests run published clients of the Open Inference Protocol.
+oip-clients: $(OIP_CLIENTS)/.installed ## Make .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
 
 # Never fails: a program that cannot be had is printed, tried again the next time, and its tests are skipped.
 deploy-tools: $(VENV)/.created ## Get what checks deploy/: checkov, envoy, hadolint, kubectl; Prometheus, Alertmanager, nginx without root.
@@ -131,13 +131,13 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, keeping what is loc
 	@$(UV_COMPILE) --group build --constraint requirements/test.lock --output-file requirements/build.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml --extra server $(UV_IMAGE) --output-file requirements/image.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml --extra gpu $(UV_IMAGE) --output-file requirements/image-cuda.lock $(ARGS)
-	@$(UV_COMPILE) requirements/faces.in $(addprefix --no-emit-package ,$(UNUSED_BY_FACES)) \
-		--output-file requirements/faces.lock $(ARGS)
+	@$(UV_COMPILE) requirements/oip-clients.in $(addprefix --no-emit-package ,$(UNUSED_BY_OIP_CLIENTS)) \
+		--output-file requirements/oip-clients.lock $(ARGS)
 	@$(UV_COMPILE) requirements/deploy.in $(addprefix --no-emit-package ,$(UNUSED_BY_DEPLOY)) \
 		--output-file requirements/deploy.lock $(ARGS)
 
 clean: ## Remove .venv and everything built.
-	rm -rf $(VENV) $(FACES) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
+	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.
@@ -149,7 +149,7 @@ UV_IMAGE = --extra trace --constraint requirements/test.lock $(addprefix --no-em
 UNUSED_BY_IMAGE = anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna \
 	pyyaml tqdm truststore
 # What the published clients require and, asked over gRPC, do not import: half of what they would have to install.
-UNUSED_BY_FACES = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
+UNUSED_BY_OIP_CLIENTS = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
 	multidict pillow propcache pyasn1 pycparser pyjwt python-dotenv uvloop websockets yarl
 # What checkov requires and, asked for --framework kubernetes, does not import: a third of the time it takes to install.
 UNUSED_BY_DEPLOY = aiodns aiomultiprocess beautifulsoup4 cffi click-option-group contextlib2 decorator \
@@ -200,12 +200,12 @@ $(VENV)/.test-tools: requirements/test.lock requirements/torch.txt $(VENV)/.inst
 	@touch $@
 
 # kserve's packages have many files, of which few are run: they are compiled when they are.
-$(FACES)/.installed: requirements/faces.lock $(VENV)/.created
-	@rm -rf $(FACES) && mkdir $(FACES)
+$(OIP_CLIENTS)/.installed: requirements/oip-clients.lock $(VENV)/.created
+	@rm -rf $(OIP_CLIENTS) && mkdir $(OIP_CLIENTS)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then \
-		echo "==> locked packages of published clients in $(FACES)"; \
-		$(BIN)/python -m venv $(FACES) && $(FACES)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
-			install --no-compile --no-deps --require-hashes -r requirements/faces.lock; \
+		echo "==> locked packages of published clients in $(OIP_CLIENTS)"; \
+		$(BIN)/python -m venv $(OIP_CLIENTS) && $(OIP_CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
+			install --no-compile --no-deps --require-hashes -r requirements/oip-clients.lock; \
 	else echo "==> no kserve for this Python: the tests of published clients are skipped"; fi
 	@touch $@
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what debian:bookworm-slim is, from Debian's archive, as an image of this machine: for machines that reach the
-# archive (or a mirror of it: MIRROR=URL) and no registry. Needs debootstrap, podman and root.
+# Builds the equivalent of debian:bookworm-slim from Debian's archive, for machines without access to a registry. They
+# need the archive or a mirror (MIRROR=URL), debootstrap, podman and root.
 #   deploy/debian-base.sh NAME:TAG
 set -eu
 name=$1
@@ -14,7 +14,7 @@ deb $mirror bookworm main
 deb $mirror bookworm-updates main
 deb ${mirror%/debian}/debian-security bookworm-security main
 END
-# What makes it slim: no documentation but copyrights, no translations, now and of what is installed later.
+# Removes documentation except copyrights, and translations, now and from packages that are installed later.
 printf 'path-exclude /usr/share/%s/*\n' doc man info locale lintian > "$folder/etc/dpkg/dpkg.cfg.d/slim"
 printf 'path-include /usr/share/doc/*/copyright\n' >> "$folder/etc/dpkg/dpkg.cfg.d/slim"
 find "$folder/usr/share/doc" -type f ! -name copyright -delete

@@ -1,15 +1,16 @@
 #!/bin/sh
-# Removes from the packages of an image what no server imports, and compiles the rest. Run by deploy/Dockerfile, in
-# site-packages. tests/deploy/test_image_contents.py starts and asks a server without all of it.
+# Removes parts of an image's packages that no server imports, and compiles the rest. deploy/Dockerfile runs it in
+# site-packages. tests/deploy/test_image_contents.py starts a server without these parts and sends it requests.
 set -eu
-# Envoy's messages beside the two of ORCA, ONNX Runtime's tools for making models, Fortran compilers of NumPy.
+# Envoy's messages except the two of ORCA, ONNX Runtime's tools to make models, NumPy's support for Fortran compilers.
 xargs rm -r < "$(dirname "$0")/prune.txt"
-# ONNX Runtime for programs in C: Python's module has the same inside.
+# ONNX Runtime for C programs: the Python module contains the same code.
 rm -f onnxruntime/capi/libonnxruntime.so.*
 find numpy -depth -type d -name tests -exec rm -r {} +
-# Published with symbols for debuggers, which are more than half of them.
+# These are published with debug symbols, more than half of their size.
 strip --strip-unneeded uvloop/*.so tokenizers/*.so
-# For compilers and type checkers.
+# Files for compilers and type checkers.
 find . -type f \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.proto' -o -name '*.a' -o -name '*.h' \) -delete
-# Bytecode now: a read-only root has no place for it later. Never compared with its source, which never changes either.
+# Compiled now, because a read-only root has no place for bytecode later. It is never compared with its source, which
+# does not change.
 python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash .

@@ -1,4 +1,4 @@
-"""Choices and decoder batches built from lists, as tests write them."""
+"""Builders of choices and decoder batches from lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Choice:
 
 
 def choice_of(params: SamplingParams, *, num_logprobs: int = -1) -> Choice:
-    """What a request's settings say of one choice; its edits are none."""
+    """Return one choice with a request's settings and without edits."""
     return Choice(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -45,7 +45,7 @@ def choice_of(params: SamplingParams, *, num_logprobs: int = -1) -> Choice:
 
 
 def choices_of(picks: Sequence[int], settings: Sequence[Choice] | None = None) -> Choices:
-    """Choices after the tokens `picks`: greedy, without log-probabilities or edits, unless settings say otherwise."""
+    """Return choices after the tokens `picks`; by default greedy, without log-probabilities or edits."""
     held = settings if settings is not None else [Choice()] * len(picks)
     assert len(held) == len(picks)
     edits = [edit for choice in held for edit in choice.edits]
@@ -77,7 +77,7 @@ def batch_of(
     num_logprobs: int = -1,
     choices: Choices | None = None,
 ) -> DecodeBatch:
-    """Rows that feed tokens fed[row] after past_lens[row] earlier ones.
+    """Return a batch in which each row feeds tokens fed[row] after past_lens[row] earlier ones.
 
     tables: self and cross blocks of each row, all of one length; None where the runner has no use for them.
     choices: one after each row's last token where None: greedy unless params say otherwise, with num_logprobs.

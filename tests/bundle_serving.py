@@ -1,4 +1,4 @@
-"""A bundle served in this process over real gRPC: its own graphs, tokenizer and engine."""
+"""Server of a bundle in this process over real gRPC, with the bundle's graphs and tokenizer, and the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waits import client_waits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedBundle:
-    """A running server of one bundle: a client of it, its address, and what it serves."""
+    """Running server of one bundle, with a client, its address and the served model."""
 
     client: AsyncClient
     target: str
@@ -36,7 +36,7 @@ class ServedBundle:
 
 @contextlib.asynccontextmanager
 async def serving_bundle(path: Path, **settings: Any) -> AsyncIterator[ServedBundle]:
-    """Serve a bundle on a free port; on leaving, nothing may run and every block must be free again."""
+    """Serve a bundle on a free port. At the end, check that nothing runs and every block is free."""
     config = ServerConfig(bundle=path, threads=1, **settings)
     registry = CollectorRegistry()
     shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(None))

@@ -1,4 +1,4 @@
-"""Certificates as files, made afresh: authorities, servers, clients, and pairs that are wrong in one way."""
+"""New certificates as files: authorities, servers, clients, and pairs with one error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END = "\n-----END CERTIFICATE-----\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A certificate chain and its key, as PEM files."""
+    """Certificate chain and its key, as PEM files."""
 
     cert: Path
     key: Path
@@ -36,15 +36,15 @@ class Authority:
         self._num_issued = 0
 
     def server(self, **given: Any) -> Pair:
-        """Of this machine."""
+        """Issue a pair for this machine."""
         return self._issue("127.0.0.1", "localhost", **given)
 
     def expired_server(self) -> Pair:
-        """Of this machine, until yesterday."""
+        """Issue a pair for this machine that expired yesterday."""
         return self.server(not_after=datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1))
 
     def client(self, *names: str, **given: Any) -> Pair:
-        """Of a client of these names."""
+        """Issue a pair for a client with these names."""
         return self._issue(*names, **given)
 
     def _issue(self, *names: str, **given: Any) -> Pair:
@@ -61,7 +61,7 @@ class Authority:
 
 
 def encrypt(key: Path) -> None:
-    """Put a key under a passphrase, in place."""
+    """Encrypt a key with a passphrase, in place."""
     plain = serialization.load_pem_private_key(key.read_bytes(), password=None)
     key.write_bytes(
         plain.private_bytes(
@@ -73,32 +73,32 @@ def encrypt(key: Path) -> None:
 
 
 def trusting(authority: Authority, pair: Pair | None = None, **given: Any) -> Connection:
-    """A client's connection that trusts an authority, and shows a pair."""
+    """Return a client's connection that trusts an authority and presents a pair."""
     cert, key = (None, None) if pair is None else (pair.cert, pair.key)
     return Connection(tls_ca=authority.file, tls_cert=cert, tls_key=key, **given)
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Swap a file as orchestrators do: at once, for another file."""
+    """Replace a file atomically by another one, as orchestrators do."""
     fresh = path.with_suffix(".fresh")
     fresh.write_bytes(content)
     fresh.replace(path)
 
 
 def renew(shown: Pair, by: Pair) -> None:
-    """Put another pair in place of the one that a server shows; the key first, so that once they do not match."""
+    """Replace the pair of a server; the key first, so that for a moment key and certificate do not match."""
     replace(shown.key, by.key.read_bytes())
     replace(shown.cert, by.cert.read_bytes())
 
 
 def as_pem(pair: Pair) -> str:
-    """The leaf certificate, as ssl.get_server_certificate writes it."""
+    """Return the leaf certificate in the format of ssl.get_server_certificate."""
     leaf = pair.cert.read_text().partition(_END)[0] + _END
     return ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(leaf))
 
 
 def client_hello() -> bytes:
-    """The first message of a handshake."""
+    """Return the first message of a handshake."""
     context, sent = ssl.create_default_context(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()

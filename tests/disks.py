@@ -1,4 +1,4 @@
-"""File systems of a size of their own, which fill up. They need root."""
+"""Small file systems that can be filled. They need root."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def disk_of(num_bytes: int, folder: Path) -> Iterator[Path]:
-    """A file system of that size."""
+    """Mount a file system of the given size."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)], check=True)
     try:

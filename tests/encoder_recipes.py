@@ -30,7 +30,7 @@ GROUP = Group(rank=0, size=1, device=torch.device("cpu"))
 
 
 def command(chance: random.Random) -> tuple[str, str, list[str]]:
-    """A text, its intent and the tags of its words."""
+    """Text, its intent and the tags of its words."""
     verb = chance.choice(list(VERBS))
     words = [verb, VERBS[verb], *chance.sample(FILLERS, chance.randint(0, 2)), "in", chance.choice(PLACES)]
     tags = [*["O"] * (len(words) - 1), "B-place"]
@@ -48,16 +48,13 @@ def _file(folder: Path, name: str, content: str, file_format: str) -> dict[str, 
 
 
 def commands(count: int, seed: int) -> list[tuple[str, str, list[str]]]:
-    """Return different random commands."""
+    """Return different commands."""
     chance = random.Random(seed)
     return list({text: (text, intent, tags) for text, intent, tags in (command(chance) for _ in range(count))}.values())
 
 
 def pretrain_recipe(folder: Path, **train: object) -> PretrainRecipe:
-    """Return a recipe for masked tokens and sentence order.
-
-    Each document has two parts with one verb each, so that the next sentence can be predicted.
-    """
+    """Write a recipe for masked tokens. Documents have two halves with one verb each, so the order is learnable."""
     texts = [text for text, _, _ in commands(400, seed=1)]
     chance = random.Random(2)
     documents = []
@@ -83,7 +80,7 @@ def pretrain_recipe(folder: Path, **train: object) -> PretrainRecipe:
 
 
 def fine_tune_recipe(folder: Path, task: str, **train: object) -> FineTuneRecipe:
-    """Return a recipe for the intents of commands, or for places and persons in them."""
+    """Write a recipe for the intents of commands, or for the places and persons in them."""
 
     def written(name: str, seed: int, count: int) -> dict[str, str]:
         made = commands(count, seed)
@@ -109,7 +106,7 @@ def fine_tune_recipe(folder: Path, task: str, **train: object) -> FineTuneRecipe
 
 
 def pretrained(folder: Path, **train: object) -> Path:
-    """Return the folder of a checkpoint of an encoder that was pre-trained on the language."""
+    """Train an encoder on the language and return its checkpoint."""
     averaged = Trainer(pretrain_recipe(folder, **train), folder, folder / "pretrained", GROUP).run()
     assert averaged is not None
     return averaged

@@ -36,7 +36,7 @@ Table = Sequence[int] | NDArray[np.int32]
 
 
 class FakeClock:
-    """Seconds that pass when told to."""
+    """Clock whose time advances only by calls."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -49,7 +49,7 @@ class FakeClock:
 
 
 class FakeRunner:
-    """A model whose first source token says how many tokens precede the end token; the rest look random.
+    """A model whose first source token is the number of tokens before the end token; the tokens look random.
 
     A decoder alone is to read its history, and ends by chance.
 
@@ -128,7 +128,7 @@ class FakeRunner:
         return self.head_outputs(task, states)
 
     def head_outputs(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Outputs [K, O] of a head for states [K, MEMORY_WIDTH], O as the head's labels, or the task, say."""
+        """Return outputs [K, O] of a head for states [K, MEMORY_WIDTH]; the head's labels, or the task, determine O."""
         widths = {"fill_mask": self.vocab_size, "pool": MEMORY_WIDTH}
         width = widths.get(task) or len(self.heads[task].labels)
         weights = np.sin(np.arange(MEMORY_WIDTH * width, dtype=np.float32)).reshape(MEMORY_WIDTH, width)
@@ -160,7 +160,7 @@ class FakeRunner:
         self._cells.copy(sources, targets)
 
     def _past(self, batch: DecodeBatch, row: int) -> tuple[tuple[int, ...], list[int], int]:
-        """A row's source and target so far, read from its blocks, and the mark of both."""
+        """Return a row's source and target so far, read from its blocks, and the mark of both."""
         source_len = int(batch.source_lens[row])
         source, mark = self._cells.read(batch.cross_tables[row], source_len, _mark(0, source_len))
         past_len = int(batch.positions[batch.offsets[row]])
@@ -189,7 +189,7 @@ class FakeRunner:
         _require(not shared, f"blocks {shared} are written by one row and used by another")
 
     def logits_after(self, source: Sequence[int], history: Sequence[int]) -> NDArray[np.float32]:
-        """The row of logits of a source after a target, its begin token included."""
+        """Return the logits of a source after a target, its begin token included."""
         position = len(history) - 1
         if not self.reads_history or tuple(source) in self.overrides:
             return self.logits(source, position)
@@ -200,7 +200,7 @@ class FakeRunner:
         return row
 
     def logits(self, source: Sequence[int], position: int) -> NDArray[np.float32]:
-        """The row of logits of a source at a target position, where they do not depend on the target."""
+        """Return the logits of a source at a target position, if they do not depend on the target."""
         if (override := self.overrides.get(tuple(source))) is not None:
             return override
         row = self._random_logits((tuple(source), position))
@@ -212,7 +212,7 @@ class FakeRunner:
     def answer(
         self, source: Sequence[int], max_new_tokens: int | None = None, *, prefix_len: int = 0
     ) -> tuple[list[int], FinishReason]:
-        """Greedy output for a source after a prefix, worked out alone; of a model that does not read its history."""
+        """Return the greedy output for a source after a prefix, computed alone, if the model ignores its history."""
         room = self.max_target_len - prefix_len
         limit = min(max_new_tokens or room, room)
         tokens: list[int] = []
@@ -224,7 +224,7 @@ class FakeRunner:
         return tokens, FinishReason.LENGTH
 
     def memory(self, source: Sequence[int]) -> NDArray[np.float32]:
-        """The encoder's states [S, MEMORY_WIDTH] of a source."""
+        """Return the encoder's states [S, MEMORY_WIDTH] of a source."""
         return np.asarray(np.sin(np.outer(source, np.arange(1, 1 + MEMORY_WIDTH))), np.float32)
 
     def _random_logits(self, key: tuple[object, ...]) -> NDArray[np.float32]:
@@ -256,7 +256,7 @@ class _Cells:
         self._marks = np.zeros((num_blocks, block_size), np.int64)
 
     def read(self, table: Table, length: int, mark: int) -> tuple[list[int], int]:
-        """The first `length` tokens of a table, and the mark of the last; `mark` is of what precedes the first."""
+        """Return the first `length` tokens of a table and the mark of the last. mark: of the tokens before it."""
         token_ids = []
         for position in range(length):
             cell = self._cell(table, position)
@@ -266,7 +266,7 @@ class _Cells:
         return token_ids, mark
 
     def write(self, table: Table, position: int, token_id: int, mark: int) -> int:
-        """Put a token after what `mark` stands for; returns its own mark."""
+        """Write a token after the tokens with the mark `mark`; return its mark."""
         cell = self._cell(table, position)
         self._tokens[cell] = token_id
         self._marks[cell] = mark = _mark(mark, token_id)
@@ -300,7 +300,7 @@ def _check_choices(batch: DecodeBatch) -> None:
 
 
 def source_of(*, target_len: int, length: int = 3, variant: int = 0) -> tuple[int, ...]:
-    """A source of `length` tokens that the fake model answers with `target_len` tokens and the end token."""
+    """Return a source of `length` tokens that the fake model answers with `target_len` tokens and the end token."""
     body = tuple(FIRST_WORD_ID + (variant * 7 + i) % 50 for i in range(length - 2))
     return (target_len, *body, EOS_ID) if length > 1 else (target_len,)
 
@@ -346,7 +346,7 @@ def scored(request: Generate, target_ids: Sequence[int], *, name: str | None = N
 
 
 def tokens_of(events: Iterable[TokenEvent]) -> list[int]:
-    """All tokens of a request's events, joined."""
+    """Return all tokens of a request's events, joined."""
     return [token_id for event in events for token_id in event.token_ids]
 
 

@@ -1,4 +1,4 @@
-"""Manifests changed as by someone who forges or edits a bundle: the checksum fits the new content."""
+"""Forged or edited manifests, with a checksum that fits the new content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.model.bundle.manifest import MANIFEST_NAME
 
 
 def edit_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Apply a change to the manifest of a bundle, and write it with the checksum that fits."""
+    """Change the manifest of a bundle, and write it with the matching checksum."""
     manifest = json.loads((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
     manifest.pop("checksum", None)
     change(manifest)

@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol as its clients make them, and what their answers hold."""
+"""Requests of the Open Inference Protocol as its clients build them, and readers of the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def oip_stub(served: Serving) -> Any:
 
 
 def raw(datatype: str, values: Sequence[Any]) -> bytes:
-    """Elements as raw_input_contents has them."""
+    """Encode elements as in raw_input_contents."""
     if datatype == "BYTES":
         return b"".join(struct.pack("<I", len(value)) + value for value in values)
     return np.asarray(values, _NUMPY[datatype]).tobytes()
@@ -35,7 +35,7 @@ def infer_request(
     parameters: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> pb.ModelInferRequest:
-    """A request. inputs: datatype, shape and elements by name. is_typed: elements in `contents` instead of raw."""
+    """Build a request. inputs: datatype, shape and elements by name. is_typed: elements in `contents` and not raw."""
     request = pb.ModelInferRequest(**fields)
     for name, (datatype, shape, values) in inputs.items():
         tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -52,17 +52,17 @@ def infer_request(
 
 
 def ids_request(ids: Sequence[int], **fields: Any) -> pb.ModelInferRequest:
-    """A request of one source as token ids."""
+    """Build a request of one source as token ids."""
     return infer_request({"input_ids": ("INT64", (1, len(ids)), ids)}, **fields)
 
 
 def text_request(*texts: str, **fields: Any) -> pb.ModelInferRequest:
-    """A request of a batch of texts."""
+    """Build a request of a batch of texts."""
     return infer_request({"text_input": ("BYTES", (len(texts),), [text.encode() for text in texts])}, **fields)
 
 
 def tensors(response: pb.ModelInferResponse) -> dict[str, Any]:
-    """The outputs by name, nested as their shapes say; texts as str."""
+    """Return the outputs by name, nested by their shapes; texts as str."""
     found: dict[str, Any] = {}
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         assert not output.HasField("contents")
@@ -82,7 +82,7 @@ def _array(datatype: str, content: bytes) -> Any:
 
 
 def num_cancelled(served: Serving) -> float:
-    """Requests that ended because their client had gone, by the metrics; once the server has drained."""
+    """Wait until the server is idle; return the number of requests whose client had gone, from the metrics."""
     return sum(
         sample.value
         for metric in served.registry.collect()

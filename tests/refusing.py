@@ -1,4 +1,4 @@
-"""A real gRPC server that answers as a test says, and keeps what it was asked: for what a client does with refusals."""
+"""A real gRPC server with scripted answers that records its requests, for tests of a client's handling of refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Recorded:
         await context.write(pb.GenerateResponse(text_delta="whole", finish_reason=pb.FINISH_REASON_STOP))
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For `add_generic_rpc_handlers`."""
+        """Return handlers for `add_generic_rpc_handlers`."""
         return grpc.method_handlers_generic_handler(
             "antiphon.v1.InferenceService",
             {
@@ -79,7 +79,7 @@ async def welcome(attempt: int, context: Context) -> None:
 
 @contextlib.asynccontextmanager
 async def recording(answer: Answer = welcome) -> AsyncIterator[tuple[str, Recorded]]:
-    """Serve on a free port: the target, and what is asked there."""
+    """Serve on a free port; yield the target and the recorded requests."""
     servicer = Recorded(answer)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((servicer.handler(),))

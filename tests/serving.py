@@ -1,4 +1,4 @@
-"""A gRPC server in this process, over a fake model: everything real but the arithmetic, and its steps can be held."""
+"""A gRPC server in this process with a fake model. Everything else is real, and tests can hold its steps."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ SOURCE = (9, 30, 31)  # the fake model answers with nine tokens
 
 @cache
 def tiny_tokenizer() -> Tokenizer:
-    """A tokenizer of few merges: most tokens are single bytes, so that characters are split between them."""
+    """Return a tokenizer with few merges: most tokens are single bytes, so that characters have several tokens."""
     return Tokenizer.train([*_SENTENCES] * 4, vocab_size=280)
 
 
 @cache
 def masked_tokenizer() -> Tokenizer:
-    """As tiny_tokenizer, with a mask token: of encoders."""
+    """Return tiny_tokenizer with a mask token, for encoders."""
     return Tokenizer.train([*_SENTENCES] * 4, vocab_size=280, extra_special=[MASK_TOKEN])
 
 
 class Gate:
-    """Holds the engine before its next decoder step until opened; tells when one has been reached."""
+    """Holds the engine before its next decoder step until it is opened; reports when a step is reached."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._open = threading.Event()
@@ -86,7 +86,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """A running server and the parts behind it. `channel` does not retry, or encrypt. ended: calls that are over."""
+    """Running server and its parts. `channel` neither retries nor encrypts. ended: calls that have ended."""
 
     target: str
     channel: grpc.aio.Channel
@@ -100,7 +100,7 @@ class Serving:
     ended: list[Call]
 
     async def settled(self) -> None:
-        """Wait until every call is over for the server too, which is a moment later than for its client."""
+        """Wait until every call has ended on the server, which is a moment later than on the client."""
         async with asyncio.timeout(60):
             await self.calls.wait_until_idle()
 
@@ -117,7 +117,7 @@ async def serving(
     heads: Sequence[HeadConfig] = (),
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Serve a fake model on a free port; on leaving, every block must be free again.
+    """Serve a fake model on a free port. At the end, check that every block is free.
 
     text: instead of the tokenizer's own format. heads: of an encoder alone, which the model is then.
     """
@@ -207,7 +207,7 @@ def asking_whole(ids: Sequence[int] = SOURCE, **options: Any) -> pb.GenerateUnar
 
 
 async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    """The error of a unary call or a stream, which must come before any response header or message."""
+    """Return the error of a unary call or a stream, which must arrive before any response header or message."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
     assert not caught.value.initial_metadata()
@@ -216,7 +216,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Details:
-    """The google.rpc details of a refusal."""
+    """Return the google.rpc details of a refusal."""
 
     reason: str
     domain: str
@@ -225,7 +225,7 @@ class Details:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> Details:
-    """Decode what a refusal carries beside its message."""
+    """Decode the details of a refusal."""
     packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
     assert isinstance(packed, bytes)
     status = status_pb2.Status.FromString(packed)

@@ -1,4 +1,4 @@
-"""Bounds of what clients may keep waiting, for tests of other things and of their time limits."""
+"""Limits on calls that wait for their clients, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def client_waits(
     given_up: list[tuple[Stage, str]] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ClientWaits:
-    """clock: instead of the machine's. given_up: takes the stage and the cause of every call that is given up."""
+    """Build the limits. clock: replaces the machine's. given_up: called with stage and cause of an abandoned call."""
     limits = WaitLimits(
         request_timeout_s=request_timeout_s,
         answer_timeout_s=answer_timeout_s,

@@ -1,4 +1,4 @@
-"""What a server sends, byte by byte: gRPC keeps load reports from its applications, and tells its balancers alone."""
+"""Bytes that a server sends. gRPC does not pass load reports to applications, only to its load balancers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _KEY = b"endpoint-load-metrics-bin"
 
 @dataclass(slots=True)
 class Tap:
-    """A relay before a server. target: where to connect to. received: what the server has sent by now."""
+    """Relay in front of a server. target: address for clients. received: bytes that the server has sent so far."""
 
     target: str = ""
     received: bytearray = field(default_factory=bytearray)
 
     def take_reports(self) -> list[OrcaLoadReport]:
-        """The load reports among what was received since the last call.
+        """Return the load reports received since the last call.
 
         gRPC sends names of headers as they are, and values of -bin headers behind a zero byte to peers that take them
         so; before a value its length, as HPACK has it (RFC 7541, 5.1, a prefix of 7 bits).
@@ -45,7 +45,7 @@ class Tap:
 
 @contextlib.asynccontextmanager
 async def tapped(target: str) -> AsyncIterator[Tap]:
-    """Relay connections to a server on this machine; close them before leaving."""
+    """Relay connections to a server on this machine, and close them at the end."""
     tap, relays, writers = Tap(), list[asyncio.Future[None]](), list[asyncio.StreamWriter]()
     host, _, port = target.rpartition(":")
 

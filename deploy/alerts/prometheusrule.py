@@ -1,4 +1,4 @@
-"""Wraps rules/*.yaml, which Prometheus and promtool read as they are, as the PrometheusRule that its operator wants.
+"""Writes rules/*.yaml, which Prometheus and promtool read directly, as a PrometheusRule for Prometheus Operator.
 
     python deploy/alerts/prometheusrule.py > deploy/components/monitoring/prometheusrule.yaml
 
@@ -27,12 +27,12 @@ spec:
 
 
 def prometheus_rule() -> str:
-    """The object as YAML: the groups of every file, in order of the files' names, the recordings last."""
+    """Return the object as YAML: the groups of every file, in order of the files' names, the recordings last."""
     return HEAD + "".join(_groups(path.read_text(encoding="utf-8")) for path in sorted(RULES.glob("*.yaml")))
 
 
 def _groups(text: str) -> str:
-    """What a rules file has below `groups:`, and the comment above it, two spaces further in."""
+    """Return a rules file's content below `groups:` and the comment above it, indented by two more spaces."""
     above, _, below = text.partition("groups:\n")
     comment = "".join(f"    {line}\n" for line in above.splitlines())
     return comment + "".join(f"  {line}".rstrip() + "\n" for line in below.splitlines())

@@ -1,1 +1,1 @@
-"""The Grafana dashboard as a program: `python -m deploy.dashboards` writes the file that deploy/ carries."""
+"""Program that writes the Grafana dashboard in deploy/: `python -m deploy.dashboards`."""

@@ -1,4 +1,4 @@
-"""The whole dashboard: rows in the order in which somebody who was woken up reads them."""
+"""The whole dashboard. Its rows are in the order in which an operator on call reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.dashboards import engine, glance, latency, memory, traffic
 from deploy.dashboards.queries import of_process
 from deploy.dashboards.shapes import SOURCE
 
-# Kustomize reads no file outside of its folder.
+# In the component's folder, because Kustomize reads no files outside of it.
 TARGET = Path(__file__).parents[1] / "components" / "monitoring" / "antiphon-dashboard.json"
 ROWS = {
     "At a glance": glance.panels,
@@ -29,7 +29,7 @@ ROWS = {
 
 
 def rendered() -> str:
-    """The dashboard as Grafana imports it: JSON."""
+    """Return the dashboard as JSON that Grafana imports."""
     body = json.loads(json.dumps(_dashboard(), cls=JSONEncoder))
     body["annotations"] = {"list": [_starts()]}
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
@@ -70,7 +70,7 @@ def _variables() -> list[Builder[dashboard.VariableModel]]:
 
 
 def _values(name: str, label: str, query: str) -> built.QueryVariable:
-    """A variable of what a label has for values now, some or all; at first, all."""
+    """Return a variable that selects one, several or all current values of a label; by default all."""
     variable = built.QueryVariable(name).label(label).datasource(SOURCE).query({"query": query, "refId": name})
     variable = variable.refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED).multi(True).include_all(True)
     variable = variable.all_value(".*").sort(dashboard.VariableSort.ALPHABETICAL_ASC)
@@ -87,7 +87,7 @@ def _link(title: str, page: str) -> built.DashboardLink:
 
 
 def _starts() -> dict[str, Any]:
-    """Marks when a replica started: a deploy, or a crash. The package has no field for a value that is a time."""
+    """Return an annotation that marks the start of a replica. The SDK has no field for a value that is a time."""
     return {
         "name": "Starts",
         "datasource": SOURCE.to_json(),

@@ -1,4 +1,4 @@
-"""What waits and runs, and whether the engine and the event loop keep up."""
+"""Panels of queue, batches and the delays of engine and event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from deploy.dashboards.shapes import BAD, GOOD, WARNING, About, Panel, lines
 
 
 def panels() -> list[Panel]:
-    """Queue, batches, preemptions, and how late things are."""
+    """Return the panels of queue, batches, preemptions and delays."""
     return [*_queue(), *_steps(), *_pace()]
 
 

@@ -1,4 +1,4 @@
-"""The top row: whether all is well, in eight numbers."""
+"""Top row: the state of the service in eight numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from deploy.dashboards.queries import of_model, of_process, quantile, rate, tota
 from deploy.dashboards.shapes import BAD, GOOD, WARNING, About, Panel, number
 
 WIDTH, HEIGHT = 3, 4
-# Reasons of refusals that are no mistake of a client, as the rules of deploy/alerts have them.
+# Reasons of refusals that are not a client's mistake, as in the rules of deploy/alerts.
 FAULTS = "QUEUE_FULL|TOO_MANY_RPCS|TOO_MANY_TEXTS|ENGINE_FAULT|INTERNAL|LOADING|UNAVAILABLE"
 
 
 def panels() -> list[Panel]:
-    """Whether there are replicas, what they do, and how long it takes them."""
+    """Return the panels of replicas, their work and their latency."""
     return [*_work(), *_latency(), *_room()]
 
 
@@ -45,7 +45,7 @@ def _work() -> list[Panel]:
         number(UP, total(of_process("up")), [(0, BAD), (1, GOOD)]),
         number(ANSWERED, done, [(0, GOOD)], decimals=1),
         number(TOKENS, total(rate(of_model("generation_tokens_total"))), [(0, GOOD)]),
-        # Nothing over nothing is no number: while nobody asks, nothing is lost.
+        # 0 / 0 is not a number: without requests the share must be 0.
         number(
             FAILED,
             f"{lost} / clamp_min({asked}, 1e-9)",

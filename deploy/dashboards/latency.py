@@ -1,4 +1,4 @@
-"""How long people wait, and for what."""
+"""Panels of latency and its parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUEUE = About(
 
 
 def panels() -> list[Panel]:
-    """Percentiles of each latency, and all of the first token's."""
+    """Return panels with percentiles of each latency, and the distribution of the time to first token."""
     return [
         lines(FIRST, _percentiles("time_to_first_token_seconds"), limits=[(0, GOOD), (0.5, WARNING), (2, BAD)]),
         lines(BETWEEN, _percentiles("inter_token_latency_seconds"), limits=[(0, GOOD), (0.025, WARNING), (0.1, BAD)]),

@@ -1,4 +1,4 @@
-"""What memory holds, and whether it grows with a source's length or with its square."""
+"""Panels of memory, and of its growth with a source's length or the square of the length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ USAGE = About(
 
 
 def cache_panels() -> list[Panel]:
-    """What the cache's blocks are kept for."""
+    """Return panels of the cache's blocks by use."""
     limits = [(0, GOOD), (0.8, WARNING), (0.95, BAD)]
     return [
         lines(HELD, {"{{use}}": total(of_model("kv_cache_bytes"), "use")}, is_stacked=True),
@@ -67,7 +67,7 @@ FIGURES = About(
 
 
 def workspace_panels() -> list[Panel]:
-    """The encoder's workspace: by length, over time, and beside its prediction."""
+    """Return panels of the encoder's workspace: by length, over time, and compared with its prediction."""
     tokens = f"{_of_lone('encoder_lone_tokens_total')} / {rising(_of_lone('encoder_lone_runs_total'))}"
     queries = {"tokens": tokens} | {legend: _bytes_a_run(kind) for legend, kind in CURVES.items()}
     runs = {"runs": rising(_of_lone("encoder_lone_runs_total"))}
@@ -112,7 +112,7 @@ def _workspace_over_time() -> list[Panel]:
 
 
 def process_panels() -> list[Panel]:
-    """What the process holds of the machine."""
+    """Return panels of the memory and CPU of the process."""
     return [*_resident(), *_held(), *_machine()]
 
 
@@ -203,7 +203,7 @@ def _of_lone(name: str, labels: str = "") -> str:
 
 
 def _bytes_a_run(kind: str) -> str:
-    """Mean bytes of a run; lengths that did not come, and what is not measured, are left out of a logarithmic axis."""
+    """Return a query for the mean bytes of a run. It omits zeros, which a logarithmic axis cannot show."""
     name = "encoder_lone_workspace_bytes_total"
     num_bytes = _of_lone(name, f'kind="{kind}"')
     return f"{rising(num_bytes)} / {rising(_of_lone('encoder_lone_runs_total'))}"

@@ -1,4 +1,4 @@
-"""Draws the dashboard's own expressions from a Prometheus, for the docs: no picture of Grafana, but the same figures.
+"""Plots the dashboard's expressions from a Prometheus, for the docs: not a picture of Grafana, but the same figures.
 
 python -m deploy.dashboards.picture http://127.0.0.1:9091 docs/dashboard.png MINUTES
 """
@@ -30,7 +30,7 @@ MAX_SERIES = 12
 
 
 class Answers:
-    """What a Prometheus answers about the last minutes."""
+    """Answers of a Prometheus about the last minutes."""
 
     def __init__(self, url: str, minutes: float) -> None:
         self._url = url
@@ -38,12 +38,12 @@ class Answers:
         self._span_s = 60 * minutes
 
     def over_time(self, expression: str) -> list[Any]:
-        """The series of an expression: labels and points."""
+        """Return the series of an expression: labels and points."""
         start_s, step_s = self.end_s - self._span_s, max(1.0, self._span_s / 120)
         return self._ask("query_range", expression, start=start_s, end=self.end_s, step=step_s)
 
     def now(self, expression: str) -> dict[str, float]:
-        """Its value at the end, by what its labels hold."""
+        """Return the value of an expression at the end, by its label values."""
         found = self._ask("query", expression, time=self.end_s)
         return {", ".join(one["metric"].values()): float(one["value"][1]) for one in found}
 
@@ -55,14 +55,14 @@ class Answers:
 
 
 def main() -> None:
-    """Draw all panels, and write the picture."""
+    """Draw all panels and write the picture."""
     url, target, minutes = sys.argv[1], sys.argv[2], float(sys.argv[3])
     panels = json.loads(TARGET.read_text(encoding="utf-8"))["panels"]
     draw(panels, Answers(url, minutes)).savefig(target, dpi=80)
 
 
 def draw(panels: Sequence[Any], answers: Answers) -> Figure:
-    """Panels of the dashboard's JSON, each where Grafana would put it."""
+    """Draw the panels of the dashboard's JSON at the positions that Grafana uses."""
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     mpl.rc("font", size=6.5)
     mpl.rc("axes", titlesize=8, titlelocation="left")
@@ -127,7 +127,7 @@ def _heat(axes: Axes, panel: Any, answers: Answers) -> None:
 
 
 def _columns(panel: Any, answers: Answers) -> dict[str, dict[str, float]]:
-    """The answers of a panel whose queries are joined, by the names of its columns."""
+    """Return the answers of a panel with joined queries, by the names of its columns."""
     names = panel["transformations"][1]["options"]["renameByName"]
     return {names[f"Value #{target['refId']}"]: answers.now(target["expr"]) for target in panel["targets"]}
 

@@ -1,4 +1,4 @@
-"""How panels look: one function a kind, all with a title, a description, a size and their queries."""
+"""Kinds of panels, one function each. Every panel has a title, a description, a size and queries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ J = TypeVar("J", table.Panel, xychart.Panel)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What every panel has. unit: Grafana's id of it. width: of 24. runbook: alert of docs/RUNBOOK.md."""
+    """Properties of every panel. unit: Grafana's id. width: columns, of 24. runbook: alert in docs/RUNBOOK.md."""
 
     title: str
     text: str
@@ -35,7 +35,7 @@ class About:
 
 
 def number(about: About, expression: str, steps: Sequence[tuple[float, str]], *, decimals: int = 0) -> stat.Panel:
-    """One number, coloured by the thresholds that it has passed; its past is drawn behind it."""
+    """Return a panel with one number, coloured by its thresholds, and its history behind it."""
     reduced = common.ReduceDataOptions().calcs(["lastNotNull"])
     panel = stat.Panel().reduce_options(reduced).color_mode(commons.BigValueColorMode.BACKGROUND)
     panel = panel.graph_mode(commons.BigValueGraphMode.AREA).thresholds(thresholds(steps)).no_value("idle")
@@ -50,7 +50,7 @@ def lines(
     limits: Sequence[tuple[float, str]] = (),
     is_logarithmic: bool = False,
 ) -> timeseries.Panel:
-    """Lines over time. queries: expression by legend. limits: thresholds, drawn as lines."""
+    """Return a panel with lines over time. queries: expression by legend. limits: thresholds, drawn as lines."""
     panel = _described(timeseries.Panel(), about).line_width(1).fill_opacity(60 if is_stacked else 8)
     panel = panel.show_points(commons.VisibilityMode.NEVER).tooltip(
         common.VizTooltipOptions().mode(commons.TooltipDisplayMode.MULTI).sort(commons.SortOrder.DESCENDING)
@@ -68,7 +68,7 @@ def lines(
 
 
 def cells(about: About, expression: str) -> heatmap.Panel:
-    """A histogram over time: the darker, the more observations; expression: increases by le."""
+    """Return a heat map of a histogram over time; darker means more observations. expression: increases by le."""
     panel = _described(heatmap.Panel(), about).calculate(False).hide_legend()
     colours = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges").steps(64)
     panel = panel.color(colours).y_axis(heatmap.YAxisConfig().unit(about.unit)).cell_gap(1)
@@ -76,7 +76,7 @@ def cells(about: About, expression: str) -> heatmap.Panel:
 
 
 def rows(about: About, queries: Mapping[str, str], *, key: str, units: Mapping[str, str]) -> table.Panel:
-    """A table of numbers now, a row for each value of the label `key`, a column for each query."""
+    """Return a table of current numbers: a row for each value of the label `key`, a column for each query."""
     panel = _joined(_described(table.Panel(), about), list(queries), key)
     for ref, expression in zip(ascii_uppercase, queries.values(), strict=False):
         panel = panel.with_target(_query(ref, expression, "").instant().format(PromQueryFormat.TABLE))
@@ -86,7 +86,7 @@ def rows(about: About, queries: Mapping[str, str], *, key: str, units: Mapping[s
 
 
 def listing(about: About, expression: str) -> table.Panel:
-    """A table of the labels of what there is now, whose value says nothing."""
+    """Return a table of the labels of the current series; their values are not shown."""
     panel = _described(table.Panel(), about).with_target(
         _query("A", expression, "").instant().format(PromQueryFormat.TABLE)
     )
@@ -95,7 +95,7 @@ def listing(about: About, expression: str) -> table.Panel:
 
 
 def curves(about: About, queries: Mapping[str, str], *, key: str, x: str) -> xychart.Panel:
-    """Curves of every other query over the query named x, joined by the label `key`; both axes logarithmic."""
+    """Return curves of all other queries over the query named x, joined by the label `key`, on logarithmic axes."""
     panel = _joined(_described(xychart.Panel(), about), list(queries), key)
     for ref, expression in zip(ascii_uppercase, queries.values(), strict=False):
         panel = panel.with_target(_query(ref, expression, "").instant().format(PromQueryFormat.TABLE))
@@ -108,7 +108,7 @@ def curves(about: About, queries: Mapping[str, str], *, key: str, x: str) -> xyc
 
 
 def thresholds(steps: Sequence[tuple[float, str]]) -> built.ThresholdsConfig:
-    """Colours from values on; the first one's value counts as minus infinity."""
+    """Return colours by their lowest values. The value of the first one counts as minus infinity."""
     (_, first), *rest = steps
     found = [
         dashboard.Threshold(value=None, color=first),
@@ -131,7 +131,7 @@ def _query(ref: str, expression: str, legend: str) -> prometheus.Dataquery:
 
 
 def _joined(panel: J, columns: Sequence[str], key: str) -> J:
-    """Queries side by side, a row for each value of `key`; Prometheus' answers come as `Value #A` and so on."""
+    """Join queries side by side, with a row for each value of `key`. Prometheus names the columns `Value #A`, etc."""
     renamed = {f"Value #{ref}": column for ref, column in zip(ascii_uppercase, columns, strict=False)}
     hidden = {"Time": True} | {f"Time {number}": True for number in range(1, len(columns) + 1)}
     steps: Sequence[tuple[str, object]] = (

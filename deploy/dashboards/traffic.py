@@ -1,4 +1,4 @@
-"""What comes in, and what becomes of it."""
+"""Panels of requests and their outcomes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from deploy.dashboards.shapes import About, Panel, lines
 
 
 def panels() -> list[Panel]:
-    """Requests by outcome and kind, tokens, and why requests are not answered."""
+    """Return panels of requests by outcome and kind, tokens, and reasons of failures."""
     return [*_requests(), *_losses(), *_calls()]
 
 

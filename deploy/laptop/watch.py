@@ -1,9 +1,9 @@
-"""Server, Prometheus and Alertmanager on loopback, without containers: what `make watch` runs.
+"""`make watch`: runs server, Prometheus and Alertmanager on loopback, without containers.
 
     .venv/bin/python deploy/laptop/watch.py [--prometheus-port N] [--alertmanager-port N] [--data DIR] [SERVE OPTIONS]
 
-What is not known here goes to `antiphon serve`. Ctrl-C ends them all, the server first, which drains.
-Needs Prometheus, of your system's packages; goes without Alertmanager where there is none.
+Unknown options are passed to `antiphon serve`. Ctrl-C ends all programs, first the server, which drains.
+Needs Prometheus from your system's packages. Alertmanager is optional.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 LAPTOP = Path(__file__).parent
 ALERTS = LAPTOP.parent / "alerts"
-# Where `make deploy-tools` unpacks packages, for those who may not install them.
+# Folders into which `make deploy-tools` unpacks packages for users without root.
 UNPACKED = [LAPTOP.parents[1] / "build" / "deploy-tools" / "usr" / name for name in ("bin", "sbin")]
 PATIENCE_S = 60
 READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on http://(?P<metrics>[^/\s]+)/metrics")
@@ -34,15 +34,15 @@ STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
 
 
 class CannotWatch(Exception):
-    """A program is missing, or does not start; the message says which."""
+    """A program is missing or does not start; the message names it."""
 
 
 def main() -> int:
-    """Run until Ctrl-C, or until one of them ends; exit code 0 or 1."""
+    """Run until Ctrl-C or until one of the programs ends; return exit code 0 or 1."""
     parser = argparse.ArgumentParser(prog="make watch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prometheus-port", type=_port, default=9091, metavar="N")
     parser.add_argument("--alertmanager-port", type=_port, default=9093, metavar="N")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="keep what was measured (default: forget it)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="keep the measurements in DIR (default: delete them)")
     options, serve = parser.parse_known_args()
     stop = threading.Event()
     for number in STOPPED_BY:
@@ -65,7 +65,7 @@ def _watch(options: argparse.Namespace, serve: Sequence[str], scratch: Path, sto
     watcher = f"127.0.0.1:{options.alertmanager_port}" if alertmanager else None
     children: dict[str, subprocess.Popen[str]] = {}
     with _stopped_in_reverse(children):
-        # Begun first, ended last: what the server still does while it drains is seen.
+        # Started first and ended last, so that they observe the server while it drains.
         if alertmanager and watcher:
             children["alertmanager"] = start(_alertmanager_command(alertmanager, data / "alertmanager", watcher))
         write_config(scratch, alertmanager=watcher)
@@ -82,7 +82,7 @@ def _watch(options: argparse.Namespace, serve: Sequence[str], scratch: Path, sto
 
 
 def write_config(folder: Path, *, alertmanager: str | None, interval: str | None = None) -> None:
-    """Lay out what Prometheus reads. interval: between scrapes, instead of the shipped file's. Adds no server."""
+    """Write the configuration of Prometheus, without servers. interval: between scrapes; None keeps the shipped one."""
     text = (LAPTOP / "prometheus.yaml").read_text(encoding="utf-8")
     if interval is not None:
         text = re.sub(r"_interval: \S+", f"_interval: {interval}", text)
@@ -93,35 +93,35 @@ def write_config(folder: Path, *, alertmanager: str | None, interval: str | None
 
 
 def name_servers(folder: Path, addresses: Sequence[str]) -> None:
-    """Tell Prometheus where metrics are; it reads the file again by itself."""
+    """Write the addresses of metrics for Prometheus, which reads the file again when it changes."""
     _write_targets(folder / "servers.yaml", addresses)
 
 
 def prometheus_command(program: Path, folder: Path, data: Path, address: str) -> list[str]:
-    """How to run Prometheus with the configuration of a folder."""
+    """Return the command that runs Prometheus with the configuration in a folder."""
     config = f"--config.file={folder / 'prometheus.yaml'}"
     return [str(program), config, f"--storage.tsdb.path={data}", f"--web.listen-address={address}", "--log.level=warn"]
 
 
 def _alertmanager_command(program: Path, data: Path, address: str) -> list[str]:
     config, storage = f"--config.file={ALERTS / 'alertmanager.yaml'}", f"--storage.path={data}"
-    # One of its kind: no cluster, and no port for it.
+    # Without a cluster of Alertmanagers, and without its port.
     alone = "--cluster.listen-address="
     return [str(program), config, storage, alone, f"--web.listen-address={address}", "--log.level=warn"]
 
 
 def start(command: Sequence[str], *, is_heard: bool = False) -> subprocess.Popen[str]:
-    """Start a program out of Ctrl-C's reach: it is this one that ends it. is_heard: its output comes here by a pipe."""
+    """Start a program in its own session, so that Ctrl-C does not reach it. is_heard: read its output from a pipe."""
     output = subprocess.PIPE if is_heard else None
     return subprocess.Popen(command, stdout=output, text=True, start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
-    """Wait until a page is answered. Raises CannotWatch where the process ends, or a minute is over, before."""
+    """Wait until a page is answered. Raises CannotWatch if the process ends first, or after a minute."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise CannotWatch(f"what should answer {url} ended with {process.returncode}; what it said is above")
+            raise CannotWatch(f"the process of {url} ended with {process.returncode}; its error message is above")
         try:
             with urllib.request.urlopen(url, timeout=1):
                 return
@@ -131,14 +131,14 @@ def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
 
 
 def _port(text: str) -> int:
-    """A port as an option; raises ArgumentTypeError where it is none."""
+    """Read a port. Raises ArgumentTypeError for an invalid one."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; it must be 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; it must be 1 to 65535")
     return int(text)
 
 
 def _write_targets(path: Path, addresses: Sequence[str]) -> None:
-    """Replace a list as a whole: Prometheus may read it at any moment."""
+    """Replace a list of targets atomically, because Prometheus can read it at any moment."""
     fresh = path.with_suffix(".new")
     listed = ", ".join(f'"{address}"' for address in addresses)
     fresh.write_text(f"- targets: [{listed}]\n", encoding="utf-8")
@@ -151,7 +151,7 @@ def _program(*names: str) -> Path | None:
 
 
 def _heard_ready(server: subprocess.Popen[str]) -> tuple[str, str]:
-    """The addresses of calls and of metrics, from the line that the server prints when it is ready."""
+    """Return the addresses of calls and of metrics, from the line that the server prints when it is ready."""
     assert server.stdout is not None
     match = READY.search(server.stdout.readline())
     if match is None:

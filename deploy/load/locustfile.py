@@ -1,10 +1,10 @@
-"""Loads a running Antiphon server with Locust: as many users as asked for, each waiting for its answers.
+"""Load on a running Antiphon server with Locust: a number of users who each wait for their answers.
 
     locust -f deploy/load/locustfile.py --host 127.0.0.1:50051 --headless --users 50 --spawn-rate 10 --run-time 60s
 
-Two rows come out: Generate, the whole answer, and TTFT, its first token. Locust is a closed loop: users wait for a
-server that is slow, so the rate falls with it, and what would have arrived meanwhile is missing from the percentiles.
-`antiphon load` is the open loop; docs/LOAD.md has both.
+The report has two rows: Generate, the whole answer, and TTFT, its first token. Locust is a closed loop: users wait for
+a slow server, so the rate falls, and the percentiles miss the requests that would have arrived meanwhile.
+`antiphon load` is an open loop; docs/LOAD.md describes both.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ OPTIONS = Options(max_new_tokens=64)
 
 
 class Reader(User):
-    """Somebody who asks, reads the answer, and asks again."""
+    """User who sends a request, reads the answer, and sends the next request."""
 
     host = DEFAULT_TARGET
     wait_time = between(0.1, 1.0)
 
     def on_start(self) -> None:
-        """Connect. Nothing is asked twice: a refusal is to be seen."""
+        """Connect, without retries, so that every refusal is counted."""
         assert self.host is not None
         self._client = Client(self.host, connection=Connection(retry=RetryPolicy(attempts=1)))
 
     def on_stop(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._client.close()
 
     @task
@@ -54,7 +54,7 @@ class Reader(User):
         self._report("Generate", start_s, length, error)
 
     def _report(self, name: str, start_s: float, length: int = 0, error: ServerError | None = None) -> None:
-        """Tell Locust how long something took; in milliseconds, as it counts."""
+        """Report a duration to Locust, in milliseconds."""
         self.environment.events.request.fire(
             request_type="gRPC",
             name=name,

@@ -194,10 +194,10 @@ class _Output:
 
 
 @dataclasses.dataclass(slots=True)
-class _Parcel:
-    """What one event loop gets of one step: token_ids[i] for streams[i], then terminal events.
+class _LoopBatch:
+    """The part of one step that one event loop receives: items[i] for streams[i], then terminal events.
 
-    positions: of its streams among those of all loops; left empty for the only loop.
+    positions: index of each stream among the streams of all loops; empty if there is only one loop.
     """
 
     streams: list[TokenSink]
@@ -217,7 +217,7 @@ class Publisher:
 
     def __init__(self) -> None:
         self._streams: SequenceABC[TokenSink] = ()
-        self._parcels: dict[asyncio.AbstractEventLoop, _Parcel] = {}
+        self._batches: dict[asyncio.AbstractEventLoop, _LoopBatch] = {}
 
     def publish(
         self,
@@ -227,43 +227,43 @@ class Publisher:
     ) -> list[TokenSink]:
         """Send items[i] to streams[i], then the terminal events; returns the streams whose loop is closed.
 
-        The division of streams among loops is kept as long as `streams` is the same object.
+        The assignment of streams to loops is kept while the caller passes the same `streams` object.
         """
         if streams is not self._streams:
             self._address(streams)
         for stream, event in finals:
-            self._parcel(stream.loop).finals.append((stream, event))
+            self._batch_for(stream.loop).finals.append((stream, event))
         lost: list[TokenSink] = []
-        for loop, parcel in self._parcels.items():
-            sent = items if len(parcel.streams) == len(items) else [items[i] for i in parcel.positions]
-            lost += _send(loop, parcel, sent)
+        for loop, batch in self._batches.items():
+            sent = items if len(batch.streams) == len(items) else [items[i] for i in batch.positions]
+            lost += _send(loop, batch, sent)
         return lost
 
     def _address(self, streams: SequenceABC[TokenSink]) -> None:
         self._streams = streams
-        self._parcels = {}
+        self._batches = {}
         loops = {stream.loop for stream in streams}
         if len(loops) == 1:
-            self._parcels[loops.pop()] = _Parcel(list(streams), [], [])
+            self._batches[loops.pop()] = _LoopBatch(list(streams), [], [])
             return
         for position, stream in enumerate(streams):
-            parcel = self._parcel(stream.loop)
-            parcel.streams.append(stream)
-            parcel.positions.append(position)
+            batch = self._batch_for(stream.loop)
+            batch.streams.append(stream)
+            batch.positions.append(position)
 
-    def _parcel(self, loop: asyncio.AbstractEventLoop) -> _Parcel:
-        parcel = self._parcels.get(loop)
-        if parcel is None:
-            parcel = self._parcels[loop] = _Parcel([], [], [])
-        return parcel
+    def _batch_for(self, loop: asyncio.AbstractEventLoop) -> _LoopBatch:
+        batch = self._batches.get(loop)
+        if batch is None:
+            batch = self._batches[loop] = _LoopBatch([], [], [])
+        return batch
 
 
-def _send(loop: asyncio.AbstractEventLoop, parcel: _Parcel, items: SequenceABC[Item]) -> list[TokenSink]:
-    finals, parcel.finals = parcel.finals, []
+def _send(loop: asyncio.AbstractEventLoop, batch: _LoopBatch, items: SequenceABC[Item]) -> list[TokenSink]:
+    finals, batch.finals = batch.finals, []
     if not items and not finals:
         return []
     try:
-        loop.call_soon_threadsafe(parcel.deliver, items, finals)
-    except RuntimeError:  # the loop is closed: these streams have no reader any more
-        return parcel.streams
+        loop.call_soon_threadsafe(batch.deliver, items, finals)
+    except RuntimeError:  # the loop is closed: nobody will ever read these streams
+        return batch.streams
     return []

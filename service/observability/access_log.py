@@ -9,9 +9,9 @@ import logging
 import time
 
 from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.observability.background_writer import BackgroundWriter
 from antiphon.service.observability.call import Asked, Call
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class AccessLog:
     def __init__(self, families: MetricFamilies, *, is_for_all: bool = True) -> None:
         self._is_for_all = is_for_all
         on_drop = families.log_lines_dropped.inc
-        self._calls = Outlet("antiphon-access-log", _write, on_drop=on_drop, gather_s=_GATHER_S)
+        self._calls = BackgroundWriter("antiphon-access-log", _write, on_drop=on_drop, gather_s=_GATHER_S)
 
     def __call__(self, call: Call) -> None:
         """Queue a finished call; never blocks."""

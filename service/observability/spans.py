@@ -15,9 +15,9 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from antiphon.service.observability.background_writer import BackgroundWriter
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.outlet import Outlet
 from antiphon.service.observability.span_tree import SpanTree
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Spans:
         self._not_exported = families.spans_dropped.labels("not_exported")
         self._tree = SpanTree(_resource())
         on_drop = families.spans_dropped.labels("queue_full").inc
-        self._calls = Outlet("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
+        self._calls = BackgroundWriter("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
 
     def __call__(self, call: Call) -> None:
         """Queue a finished call; never blocks."""

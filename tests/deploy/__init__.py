@@ -1,1 +1,1 @@
-"""What deploy/ holds, run by the tools it is written for: rendered, checked, scraped, balanced."""
+"""Tests of deploy/ with the tools for which it is written: rendering, checks, scrapes and load balancing."""

@@ -1,4 +1,4 @@
-"""Prove every alert: cause each fault, hear Alertmanager say that its alerts fire, cure it, hear that they are over.
+"""Check every alert: cause each fault, wait until Alertmanager reports its alerts, repair it, wait until they resolve.
 
     python -m tests.deploy.alerts_check [--scale 60] [--keep FILE] [FAULT ...]
 
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 def check(faults: Sequence[Fault], scale: float, say: Say) -> set[str]:
-    """Prove the alerts of some faults, and tell of each; the names of those proved."""
+    """Check the alerts of some faults and report each. Return the names of the checked alerts."""
     proved: set[str] = set()
     with watching(scale) as watch:
         for fault in faults:
@@ -48,7 +48,7 @@ def _proved(fault: Fault, watch: Watch, say: Say) -> set[str]:
 
 
 def _sayer(keep: Path | None) -> Say:
-    """Prints, and writes the same into a file where one is given."""
+    """Prints lines, and writes them to a file if one is given."""
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -61,7 +61,7 @@ def _sayer(keep: Path | None) -> Say:
 
 
 def main() -> int:
-    """Parse the flags, prove, say what is missing."""
+    """Parse the flags, check the alerts, and report the missing ones."""
     parser = argparse.ArgumentParser(description="Prove that every alert fires and resolves.")
     parser.add_argument("--scale", type=float, default=60, help="divides every duration of the rules (default: 60)")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write there what is printed")

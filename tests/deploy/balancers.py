@@ -1,4 +1,4 @@
-"""Three ways to spread calls over replicas, each with the configuration that deploy/ ships.
+"""Three load balancers over replicas, each with the configuration that deploy/ ships.
 
 Of deploy/balancing/ only addresses and paths are changed. Each knows how a replica is taken out of it before it is
 restarted, which for two of them is nothing: they see it themselves.
@@ -34,7 +34,7 @@ Option = tuple[str, str | int]
 
 @dataclass(kw_only=True)
 class Balancer:
-    """Where a client calls, and with which options of its channel.
+    """Target of a client, and the options of its channel.
 
     The client is a plain one without a retry policy: gRPC makes again what no server has seen, and nothing else.
     broken_off_with: what a stream ends with whose replica is lost. retrying: options of a client that makes again what
@@ -48,14 +48,14 @@ class Balancer:
     retrying: list[Option] | None = None
 
     def take_out(self, index: int) -> None:
-        """Do what the documentation asks for before a replica is told to leave."""
+        """Do the documented step before a replica is stopped."""
 
     def put_back(self, index: int) -> None:
-        """Do what it asks for once the new one is ready."""
+        """Do the documented step after the new replica is ready."""
 
 
 class Nginx(Balancer):
-    """A running nginx, whose configuration is changed and read again."""
+    """Running nginx whose configuration can be changed and reloaded."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int, replicas: Sequence[int]) -> None:
         super().__init__(
@@ -73,7 +73,7 @@ class Nginx(Balancer):
         self._reload(down=None)
 
     def _reload(self, down: int | None) -> None:
-        """As `nginx -s reload`; returns when the workers of before are gone, and what they carried has ended."""
+        """Reload as `nginx -s reload` does; return when the old workers and their calls have ended."""
         before = _children(self._process.pid)
         write_nginx(self._folder, self._port, self._replicas, down)
         self._process.send_signal(signal.SIGHUP)
@@ -82,7 +82,7 @@ class Nginx(Balancer):
 
 @contextlib.contextmanager
 def balancer(name: str, replicas: Sequence[int]) -> Iterator[Balancer]:
-    """One of NAMES in front of servers on these ports of this machine."""
+    """Run the balancer NAME in front of servers on these ports of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         if name == "round_robin":
             yield _round_robin(replicas)
@@ -95,7 +95,7 @@ def balancer(name: str, replicas: Sequence[int]) -> Iterator[Balancer]:
 
 
 def _round_robin(replicas: Sequence[int]) -> Balancer:
-    """The client's own: a list of addresses stands for the name of a headless Service."""
+    """Use the client's load balancing: a list of addresses replaces the name of a headless Service."""
     addresses = ",".join(f"127.0.0.1:{port}" for port in replicas)
     config = _service_config()
     without = {key: value for key, value in config.items() if key != "methodConfig"}
@@ -109,7 +109,7 @@ def _round_robin(replicas: Sequence[int]) -> Balancer:
 
 
 def _service_config() -> dict[str, Any]:
-    """What docs/BALANCING.md gives clients."""
+    """Return the service config that docs/BALANCING.md gives for clients."""
     (found,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "BALANCING.md").read_text(), re.DOTALL)
     config: dict[str, Any] = json.loads(found)
     assert config.keys() == {"loadBalancingConfig", "healthCheckConfig", "methodConfig"}
@@ -121,7 +121,7 @@ def _envoy(folder: Path, replicas: Sequence[int]) -> Iterator[Balancer]:
     program = tool("envoy", "run make deploy-tools")
     port, admin = free_ports(2)
     (folder / "envoy.yaml").write_text(envoy_config(port, admin, replicas))
-    # Of the log only errors; --base-id: another Envoy of this machine shares no memory with it.
+    # Log errors only. --base-id: share no memory with another Envoy on this machine.
     flags = ("-c", str(folder / "envoy.yaml"), "-l", "error", "--use-dynamic-base-id", "--concurrency", "1")
     with _running([str(program), *flags]):
         _until(lambda: _num_healthy(admin) == len(replicas))
@@ -129,7 +129,7 @@ def _envoy(folder: Path, replicas: Sequence[int]) -> Iterator[Balancer]:
 
 
 def envoy_config(port: int, admin: int, replicas: Sequence[int]) -> str:
-    """deploy/balancing/envoy.yaml with other addresses."""
+    """Return deploy/balancing/envoy.yaml with other addresses."""
     name = "- endpoint: {address: {socket_address: {address: antiphon.antiphon.svc.cluster.local, port_value: 50051}}}"
     endpoint = "- endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {}}}}}}}"
     return _rendered(
@@ -154,7 +154,7 @@ def _nginx(folder: Path, replicas: Sequence[int]) -> Iterator[Balancer]:
 
 
 def write_nginx(folder: Path, port: int, replicas: Sequence[int], down: int | None) -> None:
-    """deploy/balancing/nginx.conf with other addresses, in a folder; down: a replica that gets no new calls."""
+    """Write deploy/balancing/nginx.conf with other addresses. down: a replica that receives no new calls."""
     (line,) = [
         line for line in (CONFIGS / "nginx.conf").read_text().splitlines() if line.startswith("        server 1")
     ]
@@ -167,7 +167,7 @@ def write_nginx(folder: Path, port: int, replicas: Sequence[int], down: int | No
         "listen 50050 http2;": f"listen 127.0.0.1:{port} http2;",
         "/dev/stdout": "/dev/null",
         "error_log stderr warn": "error_log stderr emerg",
-        # In use a minute; here as long as a test has patience for.
+        # A minute in production; here the timeout of the test.
         "keepalive_time 60s": "keepalive_time 1s",
     }
     text = _rendered(CONFIGS / "nginx.conf", changes).replace("/tmp/antiphon-nginx", f"{folder}/nginx")
@@ -193,7 +193,7 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now."""
+    """Return free ports of loopback."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -202,7 +202,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _until(condition: object) -> None:
-    """Look until something is so of another process: there is nothing to wait on."""
+    """Poll until a condition of another process is true; the process sends no event."""
     assert callable(condition)
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
@@ -211,7 +211,7 @@ def _until(condition: object) -> None:
 
 
 def _num_healthy(admin: int) -> int:
-    """Replicas that Envoy would send calls to."""
+    """Return the number of replicas to which Envoy sends calls."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{admin}/clusters?format=json", timeout=PATIENCE_S) as answer:
             clusters = json.load(answer).get("cluster_statuses", [])
@@ -227,7 +227,7 @@ def _is_open(port: int) -> bool:
 
 
 def _children(pid: int) -> set[int]:
-    """The processes that a process has started and that live."""
+    """Return the living child processes of a process."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

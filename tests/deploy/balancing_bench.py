@@ -1,4 +1,4 @@
-"""One, two and three replicas on the same cores, behind each balancer: what each costs, and what it carries.
+"""One, two and three replicas on the same cores, behind each balancer: latency and highest rate.
 
     python -m tests.deploy.balancing_bench
 
@@ -28,13 +28,13 @@ from tests.deploy.replicas import Replicas
 
 COUNTS = (1, 2, 3)
 WARM_UP_S = 1.0
-# Between which rates the highest is looked for; four halvings leave a seventh.
+# Bounds of the search for the highest rate; four halvings leave a seventh.
 LEAST_RATE, MOST_RATE, STEPS = 60.0, 480.0, 4
 
 
 @dataclass(kw_only=True)
 class Setting:
-    """Replicas of so many threads each, and what stands in front of them."""
+    """Number of replicas, their threads, and the balancer in front of them."""
 
     name: str
     replicas: str
@@ -43,12 +43,12 @@ class Setting:
     highest: float = 0.0
 
     def measure(self, rate: float) -> Result:
-        """One run; that it is under way is told on standard error."""
+        """Run once; report the start on standard error."""
         print(f"{self.name}, {self.replicas}: {rate:.0f}/s", file=sys.stderr)
         return run(replace(self.plan, rate=rate))
 
     def holds(self, rate: float) -> bool:
-        """Whether a rate is sustained."""
+        """Return whether a rate is sustained."""
         result = self.measure(rate)
         return result.has_met_objective and result.has_kept_up
 
@@ -96,7 +96,7 @@ def _plan(target: str, connection: Connection, arguments: argparse.Namespace) ->
 
 
 def table(settings: list[Setting], arguments: argparse.Namespace) -> str:
-    """Markdown: medians of the runs at one rate, their ratio to one replica of two threads, and the highest rate."""
+    """Return Markdown: medians at one rate, their ratio to one replica of two threads, and the highest rate."""
     first = settings[0]
     highest = f"highest rate/s, p99 <= {arguments.objective_p99_ms:g} ms"
     lines = [
@@ -115,7 +115,7 @@ def table(settings: list[Setting], arguments: argparse.Namespace) -> str:
 
 
 def _median(setting: Setting, percentile: str) -> float:
-    """Of the runs, in ms; not a number where one of them has no answer."""
+    """Return a percentile of the runs, in ms; not a number if a run has no answer."""
     spreads = [result.e2e_ms for result in setting.runs]
     values = [math.nan if spread is None else float(getattr(spread, percentile)) for spread in spreads]
     return statistics.median(values)

@@ -1,4 +1,4 @@
-"""A load of all that a server is asked for: answered, streamed, beams, samples, given up, late, refused.
+"""Load with all kinds of requests: answered, streamed, beams, samples, cancelled, expired, refused.
 
 python -m tests.deploy.busy HOST:PORT SECONDS
 """
@@ -19,13 +19,13 @@ import grpc.aio
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 
-# Each twice the one before, so that a square shows; each fills a label source_len of its own.
+# Each length is twice the previous one, so that quadratic growth is visible, and has its own label source_len.
 LENGTHS = (32, 64, 128, 256)
 SENTENCE = "Where is the station?"  # shorter than those
 
 
 async def alone(target: str, times: int = 2) -> None:
-    """Sources of each length, one after the other: runs of the encoder of one source each."""
+    """Send sources of each length one after the other, so that each encoder run has one source."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub: Any = InferenceServiceStub(channel)
         for length in LENGTHS * times:
@@ -36,7 +36,7 @@ async def alone(target: str, times: int = 2) -> None:
 
 
 async def round_of_all(target: str) -> None:
-    """All kinds of calls at once; errors are what some of them are for."""
+    """Send all kinds of calls at once; some of them must fail."""
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
         await channel.channel_ready()  # or deadlines would pass before anything is sent
         stub: Any = InferenceServiceStub(channel)
@@ -54,7 +54,7 @@ async def round_of_all(target: str) -> None:
 
 @contextmanager
 def busy(target: str) -> Iterator[None]:
-    """Keep a server under load, from another thread, until left."""
+    """Keep a server under load from another thread, until the context ends."""
     enough = threading.Event()
 
     async def load() -> None:
@@ -102,7 +102,7 @@ async def _crowd(target: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Keep a server busy for so many seconds, with all lengths and a crowd now and then."""
+    """Keep a server busy for some seconds, with all lengths and bursts."""
     target, seconds = sys.argv[1], float(sys.argv[2])
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:

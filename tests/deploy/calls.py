@@ -1,4 +1,4 @@
-"""Calls of a plain client, without retries of its own, one after another from many sides, and what became of each."""
+"""Concurrent calls of a plain client without retries, and the result of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = ("How are you?", "The weather is nice today.", "My sister reads a book i
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a call. has_begun: something of its answer had come, if only the headers, before it ended."""
+    """Result of a call. has_begun: a part of its answer, at least the headers, arrived before its end."""
 
     code: grpc.StatusCode
     has_begun: bool
@@ -30,7 +30,7 @@ class Outcome:
 
 @dataclass
 class Traffic:
-    """Calls under way; every answer is held to that of a server asked directly."""
+    """Running calls. Every answer is compared with that of a server asked directly."""
 
     expected: dict[str, str]
     outcomes: list[Outcome] = field(default_factory=list)
@@ -39,12 +39,12 @@ class Traffic:
 
     @property
     def broken_off(self) -> list[Outcome]:
-        """Streams that ended in the middle."""
+        """Return the streams that ended in the middle."""
         return [outcome for outcome in self._failed if outcome.has_begun]
 
     @property
     def lost(self) -> list[Outcome]:
-        """Calls that failed before anything had come back."""
+        """Return the calls that failed before a part of the answer arrived."""
         return [outcome for outcome in self._failed if not outcome.has_begun]
 
     @property
@@ -52,18 +52,18 @@ class Traffic:
         return [outcome for outcome in self.outcomes if outcome.code is not grpc.StatusCode.OK]
 
     async def come_to(self, count: int) -> None:
-        """Return when so many calls more have ended."""
+        """Return after a further number of calls has ended."""
         end = len(self.outcomes) + count
         while len(self.outcomes) < end:
             self._ended.clear()
             await self._ended.wait()
 
     def end(self) -> None:
-        """Let every call under way end, and make no more."""
+        """Wait until every running call has ended, and start no more."""
         self._is_over = True
 
     async def ask(self, channel: grpc.aio.Channel, number: int) -> None:
-        """Ask one thing after another, every other time for a stream."""
+        """Send one request after another; every second one is a stream."""
         while not self._is_over:
             text, is_stream = TEXTS[number % len(TEXTS)], number // len(TEXTS) % 2 == 0
             self.outcomes.append(await (self._stream if is_stream else self._whole)(channel, text))
@@ -94,14 +94,14 @@ class Traffic:
 
 
 async def whole(channel: grpc.aio.Channel, text: str) -> str:
-    """The answer to a text."""
+    """Return the answer to a text."""
     stub: Any = InferenceServiceStub(channel)
     answer = await stub.GenerateUnary(pb.GenerateUnaryRequest(text=text))
     return str(answer.outputs[0].text)
 
 
 async def expected_answers(ports: Sequence[int]) -> dict[str, str]:
-    """What every replica, asked directly, answers to each text: the same."""
+    """Return the answers to each text; every replica, asked directly, must give the same."""
     answers = []
     for port in ports:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -114,12 +114,12 @@ async def expected_answers(ports: Sequence[int]) -> dict[str, str]:
 async def traffic_through(
     balancer: Balancer, expected: dict[str, str], at_once: int, options: Sequence[Option] | None = None
 ) -> AsyncIterator[Traffic]:
-    """Call through a balancer while entered, `at_once` at a time, over one channel.
+    """Call through a balancer within the context, `at_once` at a time, over one channel.
 
     options: of the channels; None takes the balancer's own.
     """
     both = list(balancer.options if options is None else options)
-    # Else a connection that was lost is tried again after a second at the earliest.
+    # Otherwise a lost connection is retried only after a second.
     both += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(balancer.target, options=both) as channel:
         traffic = Traffic(expected)

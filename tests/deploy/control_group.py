@@ -1,4 +1,4 @@
-"""A memory limit as a container has it: a control group of our own, found where a process looks for its own."""
+"""A memory limit as in a container: a separate control group at the place where a process finds its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def limited_memory(name: str, limit_bytes: int) -> Iterator[tuple[str, ...]]:
-    """A prefix that runs a command under a limit, control groups of version 1 or 2; skips where that is not allowed."""
+    """Return a prefix that runs a command under a limit, with control groups 1 or 2. Skips if they are not allowed."""
     place, file = (ROOT / "memory", "memory.limit_in_bytes") if (ROOT / "memory").is_dir() else (ROOT, "memory.max")
     group = place / name
     if os.geteuid() != 0:
@@ -24,7 +24,7 @@ def limited_memory(name: str, limit_bytes: int) -> Iterator[tuple[str, ...]]:
         (group / file).write_text(str(limit_bytes))
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
-    # In a mount namespace of its own the group lies where a container's does.
+    # In a separate mount namespace the group has the same path as in a container.
     script = f'echo $$ > {group}/cgroup.procs && mount --bind {group} {place} && exec "$@"'
     try:
         yield ("unshare", "--mount", "sh", "-c", script, "sh")

@@ -1,4 +1,4 @@
-"""The committed dashboard, as a test reads it: its panels, and every expression in it as Prometheus would get it."""
+"""Reader of the committed dashboard: its panels, and its expressions as Prometheus receives them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _LABEL_VALUES = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """An expression, and where it stands."""
+    """Expression and its location."""
 
     place: str
     text: str
 
 
 def committed() -> dict[str, Any]:
-    """The dashboard that is shipped."""
+    """Return the shipped dashboard."""
     return cast("dict[str, Any]", json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def panels() -> list[dict[str, Any]]:
-    """All that shows something, in order; no rows."""
+    """Return all panels except rows, in order."""
     return [panel for panel in committed()["panels"] if panel["type"] != "row"]
 
 
 def expressions() -> list[Expression]:
-    """Those of panels, annotations and variables, with values for every variable."""
+    """Return the expressions of panels, annotations and variables, with values for every variable."""
     found = [*_of_panels(), *_of_variables()]
     found += [Expression(f"annotation {one['name']}", one["expr"]) for one in committed()["annotations"]["list"]]
     return [Expression(one.place, _chosen(one.text)) for one in found]
 
 
 def of_panel(title: str) -> dict[str, str]:
-    """The expressions of a panel by what its table or its legend calls them."""
+    """Return the expressions of a panel by their names in its table or legend."""
     (panel,) = (panel for panel in panels() if panel["title"].startswith(title))
     names = {
         ref: name

@@ -1,4 +1,4 @@
-"""Faults, each really caused on a real server, the alerts that must fire for them, and their cures.
+"""Faults that are caused on a real server, the alerts that must fire for them, and their repair.
 
 A fault is a generator: the trouble lasts until the cure that it yields is called. Nothing is put into the metrics:
 servers are killed, held, overloaded, given wrong profiles, limits and certificates. Only a model that hangs or raises
@@ -37,7 +37,7 @@ __all__ = ["FAULTS", "killed", "stuck"]
 
 MAX_RESTARTS = 10
 
-# Runs the command after it, with a decoder that is faulty while a file exists.
+# Runs the following command, with a decoder that is faulty while a file exists.
 _FAULTY = """
 import os, sys, time
 from antiphon.service.runtime.native_runner import NativeRunner
@@ -65,7 +65,7 @@ def load(target: str, rate: float, *flags: str) -> Iterator[Cure]:
 
 
 def faulty(flag: Path, fault: str) -> tuple[str, ...]:
-    """A prefix for a server whose decoder does something else while the file is there."""
+    """Return a prefix for a server whose decoder is faulty while the file exists."""
     return (sys.executable, "-c", _FAULTY.format(fault=fault.format(flag=repr(str(flag)))))
 
 
@@ -206,7 +206,7 @@ def misprofiled(scene: Scene) -> Iterator[Cure]:
 
 
 def misprofiled_bundle(folder: Path) -> Path:
-    """The shipped bundle, with a fit of its memory that is four times too low."""
+    """Copy the shipped bundle, with a memory fit that is four times too low."""
     bundle = folder / "misprofiled"
     shutil.copytree(SHIPPED_BUNDLE, bundle)
     manifest = load_bundle(bundle).manifest
@@ -309,12 +309,12 @@ def mangled(scene: Scene) -> Iterator[Cure]:
 
 
 def renew(pair: Pair, by: Pair) -> None:
-    """Put another pair in place of one."""
+    """Replace a pair by another one."""
     by.key.replace(pair.key)
     by.cert.replace(pair.cert)
 
 
 def connect(target: str, authority: Authority) -> None:
-    """Shake hands: a server looks at its certificate when somebody does."""
+    """Make a TLS handshake: the server checks its certificate files at each one."""
     with Client(target, connection=trusting(authority)) as client:
         client.generate_text(EVERYDAY[0])

@@ -1,4 +1,4 @@
-"""A server with every row at its longest, its cache full and a queue before it: the most that it may come to hold."""
+"""A server with rows of maximum length, a full cache and a queue: its maximum memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MIB = 1 << 20
 
 
 def peak_bytes(server: ServerProcess) -> int:
-    """The most that was ever resident."""
+    """Return the peak of resident memory."""
     status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="ascii")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 async def fill(server: ServerProcess, *, rows: int, waiting: int, source_len: int, target_len: int) -> None:
-    """Run every row over its whole length at once; let others come and wait, a connection each; then judge targets.
+    """Run all rows over their maximum length; let other requests wait, each with a connection; then score targets.
 
     Most of a target is its prefix, which is fed in one step: a row lives long enough to meet all others.
     """
@@ -52,7 +52,7 @@ def _ids(first: int, count: int) -> Sequence[int]:
 
 
 def _ask(channel: grpc.aio.Channel, source_len: int, prefix_len: int, num_new: int) -> asyncio.Task[None]:
-    """A stream that is read in the background. The end token, which the server adds, is one of source_len."""
+    """Start a stream that is read in the background. source_len includes the end token, which the server adds."""
     options = pb.GenerateOptions(
         max_new_tokens=num_new, ignore_eos=True, prefix_ids=pb.TokenIds(ids=_ids(1, prefix_len))
     )
@@ -66,7 +66,7 @@ def _ask(channel: grpc.aio.Channel, source_len: int, prefix_len: int, num_new: i
 
 
 async def _judge(channel: grpc.aio.Channel, target_len: int) -> None:
-    """A short source and a long target: as many judged tokens in a step as there may be."""
+    """Score a short source and a long target: the maximum of scored tokens in a step."""
     target = pb.TokenIds(ids=_ids(1, target_len - 2))
     await InferenceServiceStub(channel).Score(
         pb.ScoreRequest(token_ids=pb.TokenIds(ids=_ids(0, 4)), target_token_ids=target)

@@ -1,4 +1,4 @@
-"""What Kustomize makes of deploy/: each overlay as it is shipped, and each component over the base."""
+"""Renderings of deploy/ by Kustomize: each shipped overlay, and each component over the base."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from tests.deploy.tools import ROOT, tool
 DEPLOY = ROOT / "deploy"
 OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
 COMPONENTS = tuple(sorted(path.name for path in (DEPLOY / "components").iterdir()))
-# Components that change what another brings.
+# Components that change objects of another component.
 PREREQUISITES = {"inference-pool": ("gateway",), "autoscaling": ("monitoring",)}
-# Every rendering that is checked: the overlays, and "+NAME" for a component over the base. The component `kserve` is
-# complete with its overlay only, which takes the Deployment away.
+# Every checked rendering: the overlays, and "+NAME" for a component over the base. The component `kserve` is complete
+# only with its overlay, which removes the Deployment.
 RENDERINGS = (*OVERLAYS, *(f"+{name}" for name in COMPONENTS if name != "kserve"))
-# Applied by hand, beside a component.
+# Applied manually, in addition to a component.
 BY_HAND = ("components/bundle-pvc/fill.yaml",)
 
 Manifest = dict[str, Any]
 
 
 def load(text: str) -> list[Manifest]:
-    """The objects of a YAML stream, read by libyaml: definitions of custom resources have megabytes."""
+    """Return the objects of a YAML stream, read by libyaml, because definitions of custom resources have megabytes."""
     return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found is not None]
 
 
 @functools.cache
 def kubectl() -> str:
-    """Return the program. Skips the test where there is none, or one with an old Kustomize (Debian 12's)."""
+    """Return the program. Skips the test if there is none, or only one with an old Kustomize (Debian 12's)."""
     found = str(tool("kubectl", "make deploy-tools installs it"))
-    told = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"Kustomize Version: v(\d+)", told)
+    output = subprocess.run([found, "version", "--client"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"Kustomize Version: v(\d+)", output)
     if version is None or int(version[1]) < 5:
         pytest.skip(f"{found} is older than 1.27, and has no Kustomize 5: make deploy-tools installs one")
     return found
 
 
 def kustomize(folder: Path) -> str:
-    """The YAML that `kubectl kustomize FOLDER` prints."""
+    """Return the YAML that `kubectl kustomize FOLDER` prints."""
     done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{folder}: {done.stderr}"
     return done.stdout
 
 
 def combine(components: tuple[str, ...], **more: Any) -> list[Manifest]:
-    """The base with components, in their order; more: further fields of the kustomization."""
+    """Render the base with components, in order. more: further fields of the kustomization."""
     with tempfile.TemporaryDirectory() as folder:
         # Kustomize takes folders outside the current one by relative paths only.
         deploy = Path(os.path.relpath(DEPLOY, Path(folder).resolve()))
@@ -70,7 +70,7 @@ def combine(components: tuple[str, ...], **more: Any) -> list[Manifest]:
 
 @functools.cache
 def rendered(name: str) -> tuple[Manifest, ...]:
-    """The objects of one of RENDERINGS. Not to be changed: every test sees the same."""
+    """Return the objects of one of RENDERINGS. Do not change them: all tests share them."""
     if name.startswith("+"):
         component = name.removeprefix("+")
         return tuple(combine((*PREREQUISITES.get(component, ()), component)))
@@ -78,12 +78,12 @@ def rendered(name: str) -> tuple[Manifest, ...]:
 
 
 def of_kind(objects: tuple[Manifest, ...] | list[Manifest], kind: str) -> list[Manifest]:
-    """Those of one kind."""
+    """Return the objects of one kind."""
     return [found for found in objects if found["kind"] == kind]
 
 
 def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> Iterator[tuple[Mapping[str, str], Manifest]]:
-    """Labels and specification of every server's pod: a Deployment's, or what KServe makes of its two resources."""
+    """Return labels and specification of every server's pod: of a Deployment, or of the pod that KServe creates."""
     for deployment in of_kind(objects, "Deployment"):
         template = deployment["spec"]["template"]
         yield template["metadata"]["labels"], template["spec"]
@@ -101,7 +101,7 @@ def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> Iterator[tuple[Mappi
 
 
 def settings(objects: tuple[Manifest, ...] | list[Manifest], container: Manifest) -> dict[str, str]:
-    """The variables that a container is started with."""
+    """Return the environment variables of a container."""
     maps = {found["metadata"]["name"]: found["data"] for found in of_kind(objects, "ConfigMap")}
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):

@@ -1,4 +1,4 @@
-"""How an alert is proved: a fault is caused, and Alertmanager says so; it is cured, and Alertmanager says that too."""
+"""Proof of an alert: Alertmanager reports a caused fault, and then reports its repair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """Where a fault happens: what watches, a folder, and the name that its server is watched under."""
+    """Environment of a fault: Prometheus and Alertmanager, a folder, and the name of its monitored server."""
 
     watch: Watch
     folder: Path
@@ -31,7 +31,7 @@ class Scene:
     def server(
         self, *arguments: str, bundle: Path = SHIPPED_BUNDLE, prefix: tuple[str, ...] = (), metrics_port: int = 0
     ) -> ServerProcess:
-        """A real server, watched from now on."""
+        """Start a real server and monitor it."""
         flags = [*arguments, "--access-log", "none", "--metrics-port", str(metrics_port)]
         server = ServerProcess(bundle, flags, prefix=prefix)
         self.watch.targets({self.name: server.metrics_port})
@@ -44,7 +44,7 @@ class Scene:
 
     @property
     def began(self) -> str:
-        """An expression for when the server's process began."""
+        """Return an expression for the start time of the server's process."""
         return f'process_start_time_seconds{{instance="{self.name}"}}'
 
     def wait(self, expression: str) -> None:
@@ -57,7 +57,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is done, what is done about it, and the alerts between. of_all: alerts over all replicas, without a name."""
+    """Fault with its repair and its alerts. of_all: alerts over all replicas, without an instance."""
 
     name: str
     cause: str
@@ -68,13 +68,13 @@ class Fault:
 
     @property
     def alerts(self) -> tuple[str, ...]:
-        """All of them."""
+        """Return all alerts of the fault."""
         return (*self.of_one, *self.of_all)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """That an alert fired and resolved: how long after the fault and after the cure Alertmanager's notice came."""
+    """Proof that an alert fired and resolved: times from the fault and from the repair to Alertmanager's notices."""
 
     alert: str
     fired_s: float
@@ -88,7 +88,7 @@ FAULTS: list[Fault] = []
 def fault(
     *, cause: str, cure: str, of_one: tuple[str, ...] = (), of_all: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Scene], Iterator[Cure]]], Fault]:
-    """Register a generator that causes a fault, and yields its cure once."""
+    """Register a generator that causes a fault, yields once, and repairs it."""
 
     def register(happens: Callable[[Scene], Iterator[Cure]]) -> Fault:
         made = Fault(
@@ -106,7 +106,7 @@ def fault(
 
 
 def prove(fault: Fault, watch: Watch, folder: Path) -> list[Proof]:
-    """Cause a fault, hear of all its alerts, cure it, and hear that all are over."""
+    """Cause a fault, wait for all its alerts, repair it, and wait until all have resolved."""
     wanted = [(name, fault.name) for name in fault.of_one] + [(name, "") for name in fault.of_all]
 
     def heard(*, is_firing: bool, since: int) -> dict[str, tuple[float, str]]:

@@ -1,4 +1,4 @@
-"""Servers of the same bundle, each of which can be lost, or restarted at its own address."""
+"""Servers of the same bundle. Each one can be killed, or restarted at its address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDED = "antiphon_request_success_total"
 
 
 class Replicas:
-    """So many servers of the shipped bundle, one thread each, on ports of their own. Ended on leaving the context."""
+    """Servers of the shipped bundle, with one thread and separate ports each. Leaving the context ends them."""
 
     def __init__(self, count: int, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
@@ -22,39 +22,39 @@ class Replicas:
 
     @property
     def ports(self) -> list[int]:
-        """Where they listen, also those that do not at the moment."""
+        """Return the addresses of all replicas, stopped ones included."""
         return [server.port for server in self._servers]
 
     def num_answered(self) -> list[int]:
-        """Requests that each has answered since it started, by its own metrics."""
+        """Return the requests that each replica has answered since its start, from its metrics."""
         return [_answered(server.metrics()) for server in self._servers]
 
     def kill(self, index: int) -> None:
-        """End one at once, whatever it is doing."""
+        """Kill one replica."""
         server = self._servers[index]
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
 
     def leave(self, index: int) -> int:
-        """Ask one to leave, as an orchestrator does, and wait until it has; its exit code."""
+        """Stop one replica with SIGTERM, as an orchestrator does. Return its exit code after it has ended."""
         server = self._servers[index]
         server.process.send_signal(signal.SIGTERM)
         code, _ = server.finish()
         return code
 
     def restart(self, index: int) -> None:
-        """Start a new one where one was; returns when it is ready."""
+        """Start a new replica at an old address; return when it is ready."""
         port = self._servers[index].port
         self._servers[index].__exit__(None, None, None)
         self._servers[index] = self._start(port)
 
     def wait_until_answering(self, index: int) -> None:
-        """Return when requests reach one and are answered."""
+        """Return when requests reach a replica and are answered."""
         before = _answered(self._servers[index].metrics())
         self._servers[index].wait_for_metrics(lambda metrics: _answered(metrics) > before)
 
     def wait_until_busy(self, index: int) -> None:
-        """Return when one has a request running."""
+        """Return when a replica has a running request."""
         self._servers[index].wait_for_metrics(lambda metrics: metrics["antiphon_num_requests_running"] > 0)
 
     def _start(self, port: int) -> ServerProcess:

@@ -1,4 +1,4 @@
-"""Rules in less time: the same expressions, with every duration divided by one number.
+"""Rules in scaled time: the same expressions, with every duration divided by one number.
 
 An alert that looks back over 5 minutes and waits for 5 more is not proved by a real fault in a test of seconds. So what
 is run is the shipped file after one change that can be read here: each `for`, each range in square brackets and each
@@ -25,13 +25,13 @@ _DURATIONS = {"for", "interval", "group_wait", "group_interval", "repeat_interva
 
 
 def scaled(duration: str, scale: float) -> str:
-    """A duration such as 5m, divided; at least a millisecond."""
+    """Divide a duration such as 5m; at least a millisecond."""
     number, unit = re.fullmatch(r"(\d+)(ms|[smhd])", duration).groups()  # type: ignore[union-attr]
     return f"{max(1, round(int(number) * _UNITS_MS[unit] / scale))}ms"
 
 
 def scaled_rules(scale: float) -> dict[str, Any]:
-    """Every group of deploy/alerts/rules in one document, in 1 / scale of the time."""
+    """Return every group of deploy/alerts/rules in one document, in 1 / scale of the time."""
     groups = [group for path in sorted(RULES.glob("*.yaml")) for group in read_yaml(path)["groups"]]
 
     def shorten(key: str, value: str) -> str:
@@ -43,18 +43,18 @@ def scaled_rules(scale: float) -> dict[str, Any]:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """Every alert as the rules have it, durations unchanged."""
+    """Return every alert of the rules, with unchanged durations."""
     groups = [group for path in sorted(RULES.glob("*.yaml")) for group in read_yaml(path)["groups"]]
     return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
 def alert_names() -> set[str]:
-    """What the alerts are called."""
+    """Return the names of the alerts."""
     return {rule["alert"] for rule in alerts()}
 
 
 def scaled_alertmanager(scale: float, webhook: str) -> dict[str, Any]:
-    """deploy/alerts/alertmanager.yaml in 1 / scale of the time, with somewhere to send to."""
+    """Return deploy/alerts/alertmanager.yaml in 1 / scale of the time, with a receiver."""
     config = _mapped(
         read_yaml(ALERTS / "alertmanager.yaml"),
         lambda key, value: scaled(value, scale) if key in _DURATIONS else value,
@@ -64,12 +64,12 @@ def scaled_alertmanager(scale: float, webhook: str) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file of YAML holds."""
+    """Read a YAML file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def _mapped(node: Any, change: Callable[[str, str], str], key: str = "") -> Any:
-    """A document with every text changed, by the key it stands under."""
+    """Return a document in which every text is changed by a function of its key."""
     if isinstance(node, dict):
         return {name: _mapped(value, change, name) for name, value in node.items()}
     if isinstance(node, list):

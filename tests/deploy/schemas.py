@@ -1,4 +1,4 @@
-"""Strict schemas of custom resources: what an API server would refuse or prune, refused here without one."""
+"""Strict schemas of custom resources: refuse the objects that an API server would refuse or prune, without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Schema = dict[str, Any]
 
 
 def definitions() -> Path:
-    """The folder of CustomResourceDefinitions. Skips the test where there is none."""
+    """Return the folder of CustomResourceDefinitions. Skips the test if there is none."""
     data = os.environ.get("ANTIPHON_DATA")
     if data is None or not (folder := Path(data) / "crds").is_dir():
         pytest.skip("no CustomResourceDefinitions: ANTIPHON_DATA names no folder that has crds/")
@@ -24,7 +24,7 @@ def definitions() -> Path:
 
 
 def validate(manifest: Manifest) -> None:
-    """Raise jsonschema.ValidationError where a custom resource is not as its definition says.
+    """Raise jsonschema.ValidationError if a custom resource does not match its definition.
 
     Rules in CEL are not checked, nor what admission webhooks would say.
     """
@@ -48,7 +48,7 @@ def _specs(folder: Path, group: str) -> tuple[Schema, ...]:
 
 
 def _strict(schema: Any) -> Any:
-    """A structural schema that refuses fields it does not know: an API server drops those without a word.
+    """Return a structural schema that refuses unknown fields, which an API server drops silently.
 
     The patterns are Go's, which may switch to ignoring case behind an anchor; Python's may at the front only.
     """

@@ -1,4 +1,4 @@
-"""A real Prometheus with the laptop's configuration, scraping more often than that."""
+"""A real Prometheus with the laptop's configuration and a shorter scrape interval."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INTERVAL = "500ms"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One element of an instant vector."""
+    """Element of an instant vector."""
 
     labels: dict[str, str]
     value: float
@@ -34,24 +34,24 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """A running Prometheus at url."""
+    """Running Prometheus at url."""
 
     url: str
 
     def ask(self, expression: str) -> list[Sample]:
-        """The instant vector of an expression, now; without what is not a number."""
+        """Return the current instant vector of an expression, without NaN."""
         found = self.get("query", query=expression)["result"]
         samples = [Sample(one["metric"], float(one["value"][1])) for one in found]
         return [sample for sample in samples if not math.isnan(sample.value)]
 
     def get(self, path: str, **parameters: str) -> Any:
-        """What the API answers under data."""
+        """Return the field `data` of the API's answer."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             return json.load(response)["data"]
 
     def wait(self, condition: Callable[[Prometheus], bool]) -> None:
-        """Ask until something holds: what is scraped when, nobody tells."""
+        """Poll until a condition is true, because Prometheus does not report its scrapes."""
         end_s = time.monotonic() + PATIENCE_S
         while not condition(self):
             if time.monotonic() > end_s:
@@ -60,7 +60,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(servers: Sequence[str]) -> Iterator[Prometheus]:
-    """Run one over servers, given by where their metrics are. Skips the test where it is not installed."""
+    """Run Prometheus for servers, given by the addresses of their metrics. Skips the test if it is not installed."""
     program = tool("prometheus", PACKAGE)
     with tempfile.TemporaryDirectory() as scratch:
         folder, address = Path(scratch), f"127.0.0.1:{free_port()}"
@@ -76,7 +76,7 @@ def prometheus(servers: Sequence[str]) -> Iterator[Prometheus]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now: Prometheus does not tell which one it took."""
+    """Return a free port, because Prometheus does not report the port that it chooses."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

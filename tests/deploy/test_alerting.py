@@ -1,4 +1,4 @@
-"""Alerts fire and resolve through a real Alertmanager, for faults that are really caused: those that are quick.
+"""Alerts fire and resolve through a real Alertmanager for real faults; only the fast ones.
 
 All of them: `make alerts-check`, whose output is docs/alerts-check.txt.
 """

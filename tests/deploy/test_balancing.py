@@ -1,4 +1,4 @@
-"""Replicas behind the client's round robin, Envoy and nginx, as deploy/balancing/ and docs/BALANCING.md set them up.
+"""Replicas behind the client's round robin, Envoy and nginx, configured as in deploy/balancing/ and docs/BALANCING.md.
 
 Answers are held to those of each replica asked directly, at every call. Real servers, real balancers, plain clients.
 """
@@ -19,10 +19,10 @@ NUM_REPLICAS = [int(number) for number in os.environ.get("ANTIPHON_BALANCING_REP
 NUM_CALLS = int(os.environ.get("ANTIPHON_BALANCING_CALLS", "200"))
 NUM_ROUNDS = int(os.environ.get("ANTIPHON_BALANCING_ROUNDS", "1"))
 AT_ONCE = 12
-# No replica gets less than so much of an even share: two random choices are not exact, nor are clients that begin.
+# Minimum of a replica's calls relative to an even share: two random choices are not exact, nor is the start of clients.
 LEAST_SHARE = 0.7
 
-# Above Envoy's interval of health checks, their jitter and an answer: see deploy/balancing/envoy.yaml.
+# Longer than Envoy's interval of health checks, their jitter and an answer: see deploy/balancing/envoy.yaml.
 DRAIN_DELAY_S = "2.5"
 
 
@@ -47,7 +47,7 @@ async def test_calls_are_spread_evenly(replicas: Replicas, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_no_call_is_lost_in_a_rolling_restart(replicas: Replicas, name: str) -> None:
-    """The client retries nothing that a server has seen."""
+    """The client does not retry calls that have reached a server."""
     expected = await expected_answers(replicas.ports)
     with balancer(name, replicas.ports) as through:
         async with traffic_through(through, expected, AT_ONCE) as traffic:
@@ -72,13 +72,13 @@ async def test_only_streams_that_have_begun_are_lost_when_a_replica_is_killed(re
 
 
 async def _all_answering(replicas: Replicas) -> None:
-    """Return when calls reach every replica: a connection that is not there yet gets none."""
+    """Return when calls reach every replica, which needs a connection to each."""
     indices = range(len(replicas.ports))
     await asyncio.gather(*(asyncio.to_thread(replicas.wait_until_answering, index) for index in indices))
 
 
 def _restart(replicas: Replicas, through: Balancer, index: int) -> int:
-    """Take one out, end it as an orchestrator does, start another in its place; the exit code of the first."""
+    """Remove one replica, stop it as an orchestrator does, and start another in its place. Return the exit code."""
     through.take_out(index)
     code = replicas.leave(index)
     replicas.restart(index)
@@ -88,7 +88,7 @@ def _restart(replicas: Replicas, through: Balancer, index: int) -> int:
 
 
 async def _lose(replicas: Replicas, index: int, traffic: Traffic) -> None:
-    """Kill one at work; traffic goes on without it, and reaches the one that comes in its place."""
+    """A busy replica is killed. Traffic continues without it, and reaches its replacement."""
     await asyncio.to_thread(replicas.wait_until_busy, index)
     replicas.kill(index)
     await traffic.come_to(NUM_CALLS)

@@ -1,4 +1,4 @@
-"""Bundles from elsewhere: each component renders on the base, and changes what it should and nothing else."""
+"""Components for bundles from other places: each renders on the base, and changes only its own fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def base() -> Objects:
 
 
 def by_name(objects: list[Any]) -> Objects:
-    """Objects by kind and name, without the hash that a ConfigMap's name ends with."""
+    """Return objects by kind and name, without the hash at the end of a ConfigMap's name."""
     named = {}
     for thing in objects:
         name = thing["metadata"]["name"]
@@ -64,7 +64,7 @@ def test_component_leaves_everything_else_of_the_base_alone(component: str, tmp_
         server.pop("volumeMounts", None)
         for kind in ("requests", "limits"):
             server["resources"][kind].pop("ephemeral-storage")
-        # Where it says why a check of checkov is not met.
+        # The annotations with the reasons for failed checks of checkov.
         objects["Deployment", "antiphon"]["metadata"].pop("annotations")
         pod_of(objects).pop("volumes", None)
         pod_of(objects).pop("initContainers", None)

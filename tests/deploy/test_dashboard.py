@@ -1,4 +1,4 @@
-"""The dashboard is what its program makes, says what it shows, and leaves no metric out without a reason."""
+"""The dashboard equals its program's output, describes its panels, and omits no metric without a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.deploy.tools import ROOT, tool
 from tests.unit.test_metric_docs import documented
 
 RULES = ROOT / "deploy" / "alerts" / "rules"
-# Neither on the dashboard nor in a rule.
+# Metrics that are neither on the dashboard nor in a rule, with the reasons.
 ABSENT = {
     **dict.fromkeys(
         (
@@ -40,7 +40,7 @@ def test_dashboard_is_what_its_program_makes() -> None:
 
 
 def test_dashboard_fits_a_config_map_that_is_applied() -> None:
-    # kubectl apply keeps the object in an annotation, and annotations hold 256 KiB.
+    # kubectl apply stores the object in an annotation; annotations are limited to 256 KiB.
     assert len(json.dumps(FILE.read_text(encoding="utf-8"))) < 250_000
 
 

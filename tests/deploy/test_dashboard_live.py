@@ -1,4 +1,4 @@
-"""Every expression of the dashboard has data: in a real Prometheus that scrapes the real server under load."""
+"""Every expression of the dashboard has data in a real Prometheus that scrapes the real server under load."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T2 = "T²: attention workspace"
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Prometheus]:
-    """Prometheus beside two servers, one of them under load: labels that do not match show with the second."""
-    # Budgets are shown only where there are any.
+    """Run Prometheus with two servers, one of them under load. The second one reveals labels that do not match."""
+    # Budgets are exported only if they are set.
     arguments = ("--memory-limit-bytes", str(2**31))
     with (
         ServerProcess(SHIPPED_BUNDLE, arguments) as server,
@@ -49,7 +49,7 @@ def test_every_expression_has_data(watched: Prometheus) -> None:
 
 
 def by_length(watched: Prometheus, column: str) -> list[float]:
-    """Values of the T² panel for each of LENGTHS, shortest first."""
+    """Return the values of the T² panel for each of LENGTHS, shortest first."""
     found = {sample.labels["source_len"]: sample.value for sample in watched.ask(of_panel(T2)[column])}
     return [found[str(length)] for length in LENGTHS]
 

@@ -1,4 +1,4 @@
-"""The image's recipe: linted, complete, and nothing unlocked in it. What it builds is `make image-check`'s to try."""
+"""The Dockerfile: linted, complete, and with locked packages only. `make image-check` tests the image."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 
 
 def instructions() -> list[str]:
-    """Every instruction on one line, without comments."""
+    """Return every instruction as one line, without comments."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
     return [re.sub(r"\s+", " ", line) for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def stages() -> dict[str, list[str]]:
-    """Instructions by stage; FROM comes first. The last stage is called "" where it has no name."""
+    """Return instructions by stage; FROM comes first. A last stage without a name has the key ""."""
     found: dict[str, list[str]] = {}
     for line in instructions():
         if line.startswith("FROM "):

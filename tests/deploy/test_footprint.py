@@ -1,4 +1,4 @@
-"""The memory limit that `antiphon size` prints, held against the real server: enough, and not much too much."""
+"""The memory limit that `antiphon size` prints, compared with the real server: sufficient, and not much too large."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from antiphon.service.tools.capacity.size_report import SCRAPE_BYTES, SCRAPE_SAM
 from tests.deploy.full_server import MIB, fill, peak_bytes
 from tests.integration.process import PATIENCE_S, ServerProcess
 
-# One client may fill three quarters of the queue.
+# One client can fill three quarters of the queue.
 WAITING = 700
-# However long it takes: none is refused for its expected wait.
+# So long that no request is refused for its expected wait.
 QUIET_AND_PATIENT = ["--access-log", "none", "--max-queue-time-s", "3600"]
 
 
 def test_printed_limit_holds_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
-    """64 rows of the longest sources, a full cache, a long queue, judged targets: below the limit, above half of it."""
+    """The load has 64 rows of the longest sources, a full cache, a long queue and scored targets."""
     assert main(["size", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     flags = [

@@ -1,4 +1,4 @@
-"""docs/deploy.md: the folder that a reader is told to write, with what `antiphon size` writes into it, renders."""
+"""docs/deploy.md: the folder that the guide describes, with the component of `antiphon size`, renders."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ GUIDE = DEPLOY.parent / "docs" / "deploy.md"
 BLOCK = re.compile(r"```yaml\n(.*?)```", re.S)
 
 
-def told() -> dict[str, list[str]]:
-    """The kustomization of the guide, with the components that its later steps add."""
+def kustomization() -> dict[str, list[str]]:
+    """Return the kustomization of the guide, with the components that its later steps add."""
     first, *later = [yaml.safe_load(text) for text in BLOCK.findall(GUIDE.read_text(encoding="utf-8"))]
     assert isinstance(first, dict)
     first["components"] += [line for more in later for line in more]
@@ -25,12 +25,12 @@ def told() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
-    """All that the guide deploys, with this checkout where it says `../antiphon`."""
+    """Return all objects that the guide deploys, with this checkout in place of `../antiphon`."""
     folder = tmp_path_factory.mktemp("opus").resolve()
     (folder / "size").mkdir()
     sizing = ("size", "--rate", "100", "--requests-per-s", "200", "--cores", "4")
     assert main([*sizing, "--kustomize", str(folder / "size" / "kustomization.yaml")]) == 0
-    text = yaml.safe_dump(told()).replace("../antiphon/deploy", os.path.relpath(DEPLOY, folder))
+    text = yaml.safe_dump(kustomization()).replace("../antiphon/deploy", os.path.relpath(DEPLOY, folder))
     (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
     return load(kustomize(folder))
 
@@ -43,7 +43,7 @@ def test_images_are_those_that_were_pushed(objects: list[Manifest]) -> None:
 
 
 def test_every_component_has_its_say(objects: list[Manifest]) -> None:
-    """Size, bundle and certificates meet in one container; nothing that comes later takes back what came before."""
+    """Size, bundle and certificates apply to one container; later steps do not undo earlier ones."""
     ((_, pod),) = pods(objects)
     (container,) = pod["containers"]
     has = settings(objects, container)

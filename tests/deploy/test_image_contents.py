@@ -1,4 +1,4 @@
-"""What the image leaves out of its packages: a server never imports it, and the lists fit what is installed."""
+"""Parts of packages that the image omits: a server never imports them, and the lists match the installed packages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.deploy.tools import ROOT
 from tests.integration import process
 
 PRUNED = (ROOT / "deploy" / "prune.txt").read_text().split()
-# Run in place of `-m antiphon.cli`: whatever imports one of the names gets a ModuleNotFoundError.
+# Runs in place of `-m antiphon.cli`: an import of one of the names raises ModuleNotFoundError.
 WITHOUT = (
     "import sys; sys.modules.update(dict.fromkeys({names!r})); from antiphon.cli.main import main; sys.exit(main())"
 )
 
 
 def locked(name: str) -> dict[str, str]:
-    """Packages of a lock, with their versions and markers."""
+    """Return the packages of a lock, with their versions and markers."""
     text = (ROOT / "requirements" / name).read_text()
     return {found[1]: found[2] for found in re.finditer(r"^([a-z][\w.-]*)(==.*?) *\\$", text, re.MULTILINE)}
 
 
 def left_out() -> set[str]:
-    """Modules of packages that the server's requirements name and the image does not install, and pruned ones."""
+    """Return modules of required packages that the image does not install, and pruned modules."""
     absent = locked("serve.lock").keys() - locked("image.lock").keys() - locked("build.lock").keys()
     assert "huggingface-hub" in absent
     by_module = importlib.metadata.packages_distributions()

@@ -1,4 +1,4 @@
-"""The laptop's stack: what runs without containers is run; of what needs them, all that can be checked is checked."""
+"""The laptop's stack: programs run without containers; container parts are checked as far as possible."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_watch_runs_a_server_that_prometheus_scrapes_and_ends_all_on_an_interrup
 
 
 def _said_until_ready(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Names and addresses, as printed, up to the line that tells how to end it."""
+    """Return the printed names and addresses, up to the line that describes how to stop."""
     assert process.stdout is not None
     said: dict[str, str] = {}
     for line in process.stdout:

@@ -1,4 +1,4 @@
-"""What schemas cannot know of the manifests: whether their parts fit each other, and the server they start."""
+"""Properties of the manifests that schemas cannot check: their parts match each other and the server."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.deploy.manifests import (
 )
 from tests.deploy.tools import ROOT
 
-# Complete answers are read for 5 s after the grace (docs/LIFECYCLE.md), and the process closes what it has open.
+# Clients can read complete answers for 5 s after the grace (docs/LIFECYCLE.md), and then the process closes.
 CLOSING_S = 15
 DEPLOYMENTS = tuple(name for name in RENDERINGS if name != "kserve")
 
 
 def containers(name: str) -> Iterator[tuple[Manifest, Manifest]]:
-    """Every server's pod, and the server's container in it."""
+    """Return every server's pod, and the server's container in it."""
     found = list(pods(rendered(name)))
     assert found
     for _, pod in found:
@@ -42,7 +42,7 @@ def containers(name: str) -> Iterator[tuple[Manifest, Manifest]]:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_probes_ask_for_health_where_it_is_in_the_open(name: str) -> None:
-    """Kubernetes' probes know no TLS: they go to probe_port where there is one. Liveness is not readiness."""
+    """Kubernetes' probes cannot use TLS: they use probe_port if it is set. Liveness differs from readiness."""
     for _, container in containers(name):
         chosen = settings(rendered(name), container)
         default = next(port["containerPort"] for port in container["ports"] if port["name"] in ("grpc", "h2c"))
@@ -68,7 +68,7 @@ def test_grace_period_covers_the_drain(name: str) -> None:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_ports_are_those_of_the_settings(name: str) -> None:
-    """A setting that no port shows would listen unseen; a port that no setting opens would refuse."""
+    """Every port setting has a container port, and every container port has a setting."""
     defaults = {"ANTIPHON_PORT": "50051", "ANTIPHON_METRICS_PORT": "9090"}
     for _, container in containers(name):
         chosen = defaults | settings(rendered(name), container)
@@ -77,7 +77,7 @@ def test_ports_are_those_of_the_settings(name: str) -> None:
 
 
 def _selectors(manifest: Manifest) -> Iterator[dict[str, str]]:
-    """The labels by which an object finds the server's pods."""
+    """Return the labels by which an object selects the server's pods."""
     spec = manifest["spec"]
     match manifest["kind"]:
         case "Service":
@@ -103,7 +103,7 @@ def test_selectors_find_the_pods(name: str) -> None:
 
 
 def _named_ports(manifest: Manifest) -> set[str | int]:
-    """Ports of the pods that an object speaks of, by name or number."""
+    """Return the pods' ports that an object uses, by name or number."""
     spec = manifest["spec"]
     if manifest["kind"] == "Service":
         return {port["targetPort"] for port in spec["ports"]}
@@ -125,7 +125,7 @@ def test_services_and_policies_speak_of_ports_that_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_references_lead_to_objects_that_are_there(name: str) -> None:
-    """Of Services, accounts and settings. Secrets are made by whoever deploys: deploy/README.md names each."""
+    """Check the names of Services, accounts and settings. Operators create Secrets; deploy/README.md names each."""
     there = {(found["kind"], found["metadata"]["name"]) for found in rendered(name)}
     readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
     for pod, container in containers(name):
@@ -145,7 +145,7 @@ def test_references_lead_to_objects_that_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_pods_are_restricted(name: str) -> None:
-    """Pod Security `restricted`, which the namespace enforces, and no token of the Kubernetes API."""
+    """The namespace enforces Pod Security `restricted`, and pods have no token of the Kubernetes API."""
     for pod, _ in containers(name):
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False
@@ -162,7 +162,7 @@ def test_pods_are_restricted(name: str) -> None:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_requests_equal_limits(name: str) -> None:
-    """Guaranteed: the last to be evicted, and not slower for its neighbours. Threads are as many as cores."""
+    """The class is Guaranteed: evicted last, and independent of other pods. The number of threads is that of cores."""
     for _, container in containers(name):
         resources = container["resources"]
         assert resources["requests"] == resources["limits"]
@@ -171,7 +171,7 @@ def test_requests_equal_limits(name: str) -> None:
 
 
 def test_kserve_runs_what_the_deployment_would() -> None:
-    """Its runtime has copies of what was sized and set; only the port's name, the model and the folder are its own."""
+    """Its runtime copies sizes and settings; only the port's name, the model and the folder differ."""
     ((pod, container),), ((kserve_pod, runtime),) = containers("cpu"), containers("kserve")
     copied = ("image", "resources", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
     assert {name: runtime[name] for name in copied} == {name: container[name] for name in copied}
@@ -203,7 +203,7 @@ def test_a_changed_setting_rolls_the_pods() -> None:
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_replicas_are_one_authority_s(name: str) -> None:
-    """An autoscaler's or the file's: else each `kubectl apply` would take replicas away from the autoscaler."""
+    """The number is set by an autoscaler or by the file: otherwise `kubectl apply` would reset the autoscaler's."""
     scalers = of_kind(rendered(name), "ScaledObject") + of_kind(rendered(name), "HorizontalPodAutoscaler")
     (deployment,) = of_kind(rendered(name), "Deployment")
     assert len(scalers) == (0 if "replicas" in deployment["spec"] else 1)
@@ -240,7 +240,7 @@ def test_kserve_scales_as_the_deployment_would() -> None:
 
 
 def test_keda_s_triggers_say_what_keda_knows() -> None:
-    """Metadata of a trigger is a map of texts to Kubernetes: a misspelt key there would pass every schema."""
+    """A trigger's metadata is a map of strings for Kubernetes: schemas accept a misspelt key."""
     known = {"serverAddress", "query", "threshold", "activationThreshold", "ignoreNullValues", "authModes"}
     (scaled,) = of_kind(rendered("autoscaling"), "ScaledObject")
     for trigger in scaled["spec"]["triggers"]:
@@ -251,7 +251,7 @@ def test_keda_s_triggers_say_what_keda_knows() -> None:
 
 
 def test_components_that_need_others_say_so() -> None:
-    """The order that the tests combine them in is that of the table in deploy/README.md."""
+    """The tests combine them in the order of the table in deploy/README.md."""
     readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
     for name, needed in PREREQUISITES.items():
         (row,) = [line for line in readme.splitlines() if line.startswith(f"| `components/{name}`")]
@@ -259,7 +259,7 @@ def test_components_that_need_others_say_so() -> None:
 
 
 def test_deployment_of_one_s_own_in_the_readme_renders(tmp_path: Path) -> None:
-    """The example, with this checkout where it says `antiphon`."""
+    """Render the example, with this checkout in place of `antiphon`."""
     readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
     (example,) = [text for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "kind: Kustomization" in text]
     deploy = os.path.relpath(DEPLOY, tmp_path.resolve())

@@ -1,4 +1,4 @@
-"""The manifests beside the real server: it takes every setting, starts with them, and exports what triggers ask."""
+"""The manifests with the real server: it accepts every setting, starts with them, and exports the triggers' metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METRIC = re.compile(r"\bantiphon_[a-z_]+")
 
 
 def command(name: str) -> tuple[list[str], dict[str, str], Manifest]:
-    """What a rendering's container runs, in which environment, and the container."""
+    """Return a rendering's command, its environment and its container."""
     ((_, pod),) = pods(rendered(name))
     (container,) = pod["containers"]
     return container["args"], settings(rendered(name), container), container
@@ -32,7 +32,7 @@ def command(name: str) -> tuple[list[str], dict[str, str], Manifest]:
 
 @functools.cache
 def printed(arguments: tuple[str, ...], variables: frozenset[tuple[str, str]]) -> dict[str, object]:
-    """The settings in effect, by the server's own account. Many renderings have the same."""
+    """Return the settings in effect, as the server prints them. Cached, because many renderings have the same."""
     done = antiphon(*arguments, "--print-config", env=dict(variables))
     assert done.returncode == 0, done.stderr.decode()
     return tomllib.loads(done.stdout.decode())
@@ -40,7 +40,7 @@ def printed(arguments: tuple[str, ...], variables: frozenset[tuple[str, str]]) -
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_server_takes_every_setting(name: str) -> None:
-    """A variable that is no setting would be passed over in silence, so each is looked up in what is in effect."""
+    """The server ignores unknown variables, so each variable is compared with the settings in effect."""
     arguments, variables, _ = command(name)
     in_effect = printed(tuple(arguments), frozenset(variables.items()))
     assert variables
@@ -68,14 +68,14 @@ def test_kserve_s_model_is_called_as_its_service_and_read_where_kserve_puts_it()
 
 
 def flags(variables: Mapping[str, str]) -> list[str]:
-    """The same settings as flags, but for the ports, which the test's server chooses itself, and its threads."""
+    """Return the same settings as flags, except threads and ports, which the test's server chooses itself."""
     kept = {name.removeprefix("ANTIPHON_").lower(): value for name, value in variables.items()}
     chosen = {"port", "metrics_port", "probe_port", "threads"}
     return [word for name, value in kept.items() if name not in chosen for word in (flag_of(name), value)]
 
 
 def health(target: str, services: Sequence[str]) -> list[int]:
-    """The health of each service on an unencrypted port, as a kubelet would ask for it."""
+    """Return the health of each service on a plaintext port, as a kubelet requests it."""
     with grpc.insecure_channel(target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         requests = [health_pb2.HealthCheckRequest(service=service) for service in services]
@@ -83,13 +83,13 @@ def health(target: str, services: Sequence[str]) -> list[int]:
 
 
 def probed(container: Manifest) -> list[str]:
-    """The services that a container's probes ask for."""
+    """Return the services that a container's probes request."""
     return [container[f"{kind}Probe"]["grpc"].get("service", "") for kind in ("startup", "readiness", "liveness")]
 
 
 @pytest.fixture(scope="module")
 def exported() -> Iterator[set[str]]:
-    """Names of what the server of the overlay `cpu` exports; its probes have succeeded."""
+    """Return the names of metrics of the overlay `cpu`'s server, after its probes have succeeded."""
     _, variables, container = command("cpu")
     with ServerProcess(None, flags(variables)) as server:
         assert health(server.target.replace("0.0.0.0", "127.0.0.1"), probed(container)) == [SERVING] * 3
@@ -97,7 +97,7 @@ def exported() -> Iterator[set[str]]:
 
 
 def _asked_for() -> Iterator[tuple[str, str]]:
-    """Everything that scales or routes by a metric, as (where, its text)."""
+    """Return every object that scales or routes by a metric, as (location, text)."""
     components = DEPLOY / "components"
     yield from ((path.name, path.read_text(encoding="utf-8")) for path in components.glob("autoscaling*/*.yaml"))
     picker = components / "inference-pool" / "endpoint-picker.yaml"
@@ -113,7 +113,7 @@ def test_every_metric_asked_for_is_exported(exported: set[str]) -> None:
 
 
 def test_tls_overlay_starts_a_server_whose_probes_need_no_certificate(tmp_path: Path) -> None:
-    """With the files of a Secret where the manifest mounts it, moved to a folder of this test."""
+    """The files of a Secret are in a folder of this test instead of the manifest's mount."""
     _, variables, container = command("mtls")
     (mount,) = container["volumeMounts"]
     authority = Authority(tmp_path, "ca")

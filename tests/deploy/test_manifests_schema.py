@@ -1,4 +1,4 @@
-"""Every overlay and component renders, and an API server would take all of it as it is written."""
+"""Every overlay and component renders, and an API server would accept all objects."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ KUBERNETES = "1.33"
 
 
 def is_custom(manifest: Manifest) -> bool:
-    """Whether its kind is one that Kubernetes has to be taught. Its own groups have no dot, or end with k8s.io."""
+    """Return whether a kind is a custom resource. Groups of Kubernetes have no dot, or end with k8s.io."""
     group = manifest["apiVersion"].rpartition("/")[0]
     own = {"networking.k8s.io", "rbac.authorization.k8s.io"}
     return "." in group and group not in own
 
 
 def check(manifest: Manifest) -> None:
-    """Raise where a manifest is not as Kubernetes, or the definition of the custom resource, says."""
+    """Raise if a manifest does not match the schema of Kubernetes or of its custom resource."""
     if is_custom(manifest):
         schemas.validate(manifest)
     else:
@@ -60,7 +60,7 @@ def test_manifests_applied_by_hand_are_as_their_schemas_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_manifests_are_each_one_object_of_the_namespace(name: str) -> None:
-    """Two of one kind and name would overwrite each other; one elsewhere would be left behind."""
+    """Two objects of one kind and name would overwrite each other; one in another namespace would remain."""
     found = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in rendered(name)]
     assert len(found) == len(set(found))
     for manifest in rendered(name):
@@ -69,14 +69,14 @@ def test_manifests_are_each_one_object_of_the_namespace(name: str) -> None:
 
 
 def _misspelt(manifest: Manifest) -> Manifest:
-    """The same with one more field in its spec, which nobody knows."""
+    """Return a copy with an unknown field in its spec."""
     wrong = copy.deepcopy(manifest)
     wrong["spec"]["replicsa"] = 2
     return wrong
 
 
 def test_a_misspelt_field_is_refused_of_every_kind() -> None:
-    """Else the tests above would pass whatever is written."""
+    """Otherwise the tests above would always pass."""
     manifests = {found["kind"]: found for name in RENDERINGS for found in rendered(name) if "spec" in found}
     assert {"Deployment", "ScaledObject", "GRPCRoute", "ServingRuntime"} <= manifests.keys()
     for manifest in manifests.values():
@@ -102,7 +102,7 @@ def test_readme_lists_every_overlay_and_component() -> None:
 
 
 def test_checkov_finds_nothing_that_is_not_explained(tmp_path: Path) -> None:
-    """checkov's checks of Kubernetes, over everything at once: it takes seconds to start.
+    """Run checkov's checks of Kubernetes over all renderings at once, because it takes seconds to start.
 
     A copy of the Deployment that may gain privileges goes with them, and must be found.
     """

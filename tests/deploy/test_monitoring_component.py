@@ -1,4 +1,4 @@
-"""What the monitoring component brings finds the server that the base brings, in every overlay that has both."""
+"""The objects of the monitoring component select the server of the base, in every overlay with both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.deploy.manifests import kustomize
 from tests.deploy.tools import ROOT
 
 OVERLAYS = ("monitoring", "production")
-# The Namespace itself lies in none.
+# A Namespace has no namespace.
 WITHOUT_NAMESPACE = {"Namespace", "ClusterServingRuntime"}
 
 

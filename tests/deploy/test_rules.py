@@ -1,4 +1,4 @@
-"""The shipped rules: sound, tested by promtool, and held to the server's metrics, the runbook and the object."""
+"""The shipped rules: valid, tested by promtool, and consistent with metrics, runbook and PrometheusRule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = sorted(RULES.glob("*.yaml"))
 UNIT_TESTS = sorted((HERE / "rules").glob("*.yaml"))
 OBJECT = ROOT / "deploy" / "components" / "monitoring" / "prometheusrule.yaml"
 RUNBOOK = ROOT / "docs" / "RUNBOOK.md"
-# What Prometheus and its operator put on every series of a target.
+# Labels that Prometheus and Prometheus Operator add to every series of a target.
 OF_TARGETS = {"job", "instance", "namespace", "pod"}
 _RECORDED = re.compile(r"\b(?:job|instance|antiphon):[\w:]+")
 _METRIC = re.compile(r"\b(?:antiphon|process)_\w+\b(?!:)|\bup\b")
@@ -103,7 +103,7 @@ def test_runbook_has_a_section_of_the_same_parts_for_every_alert() -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[str]]]:
-    """Every sample of a real server with everything on: its labels, and the values they have."""
+    """Return every sample of a real server with all features on: its labels and their values."""
     authority = Authority(tmp_path_factory.mktemp("certificates"))
     pair = authority.server()
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))

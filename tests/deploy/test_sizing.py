@@ -1,4 +1,4 @@
-"""`antiphon size`: its arithmetic, the component that it wrote, and what it says to wrong input."""
+"""`antiphon size`: its arithmetic, the component that it wrote, and its errors for invalid input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
 def test_size_writes_the_component_that_is_shipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command that the file names, run again in the root, writes the same file."""
+    """The command in the file, run again in the root, writes the same file."""
     monkeypatch.chdir(ROOT)
     shipped = COMPONENT.read_text(encoding="utf-8")
     (line,) = [line for line in shipped.splitlines() if line.startswith("#   antiphon size")]
@@ -35,7 +35,7 @@ def test_size_writes_the_component_that_is_shipped(
 
 
 def test_sized_component_sets_the_base(tmp_path: Path) -> None:
-    """Rendered over the base, its numbers are those of the Deployment and of the settings."""
+    """Rendered over the base, its numbers are in the Deployment and in the settings."""
     root = tmp_path / "deploy"
     (root / "overlay").mkdir(parents=True)
     for name in ("base", "components"):
@@ -80,7 +80,7 @@ def test_replicas_that_are_left_after_a_loss_carry_the_rate_and_one_less_would_n
 
 
 def test_cache_is_sized_by_the_lengths_that_come(capsys: pytest.CaptureFixture[str]) -> None:
-    """Blocks of 16 tokens, the begin token is one of a target, and one longest sequence fits always."""
+    """Blocks have 16 tokens, the begin token is part of a target, and one sequence of maximum length always fits."""
     shorter = _sized(capsys, "--source-tokens", "32", "--target-tokens", "47")
     longest = _sized(capsys)
     assert shorter["settings"]["kv_cache_blocks"] == 64 * (2 + 3)
@@ -115,7 +115,7 @@ def test_terms_add_up_and_have_their_formulas(capsys: pytest.CaptureFixture[str]
         (["--utilisation", "1.5"], "--utilisation: '1.5'; it must be a number above 0 and at most 1"),
         (["--max-num-seqs", "5000"], "--max-num-seqs: '5000'; it must be a whole number from 1 to 4,096"),
         (["--zones", "x"], "--zones: 'x'; it must be a whole number from 1 to 100"),
-        (["--rate", "10"], "--rate needs to know what one replica sustains: --requests-per-s, or --load-result"),
+        (["--rate", "10"], "--rate needs the rate that one replica sustains: --requests-per-s, or --load-result"),
         (["--rate", "10", "--load-result", "/no/such"], "--load-result /no/such cannot be read"),
         (["/no/such"], "/no/such is not a bundle"),
         (["--kustomize", "/no/such/file.yaml"], "--kustomize /no/such/file.yaml cannot be written"),

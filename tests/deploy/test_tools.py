@@ -1,4 +1,4 @@
-"""How programs for tests of deployment are got where they are not installed."""
+"""Installation of programs for tests of deployment that are not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNPACK = ROOT / "requirements" / "unpack.sh"
 
 
 def unpack(folder: Path, programs: tuple[str, ...], wanted: str) -> str:
-    """What unpack.sh says on a machine that has those programs and no network; it must end well."""
+    """Return the output of unpack.sh on a machine with those programs and without a network; it must succeed."""
     path = folder / "bin"
     path.mkdir(exist_ok=True)
     for name in programs:
@@ -61,7 +61,7 @@ def test_unpacked_alertmanager_reads_the_unpacked_templates(tmp_path: Path) -> N
         assert unpack(tmp_path, ("mkdir", "sed", "grep", "chmod", "cat", "uname"), "coreutils=uname") == ""
         done = subprocess.run([program, "an argument"], capture_output=True, text=True, check=True, cwd="/")
         assert done.stdout == "an argument\nthe unpacked template"
-    # The strings of a Go program have fixed lengths.
+    # The strings in a Go program have fixed lengths.
     assert (usr / "libexec" / program.name).stat().st_size == size
 
 

@@ -1,4 +1,4 @@
-"""Finds the programs that tests of deployment run, wherever a newcomer may have put them."""
+"""Search for the programs that tests of deployment run."""
 
 from __future__ import annotations
 

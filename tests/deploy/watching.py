@@ -1,4 +1,4 @@
-"""A real Prometheus and a real Alertmanager over the shipped rules, and a receiver that hears what they say.
+"""A real Prometheus and a real Alertmanager with the shipped rules, and a receiver of their notices.
 
 On loopback and free ports; everything is ended on leaving. Prometheus reads its targets from a file, so that a test
 decides when a server is watched, and under which name.
@@ -33,7 +33,7 @@ ALERTMANAGER = "Debian's package prometheus-alertmanager (`make deploy-tools`)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """One alert of a message that Alertmanager sent; instance is empty where it is of all replicas together."""
+    """Alert of a message from Alertmanager; instance is empty for an alert over all replicas."""
 
     name: str
     instance: str
@@ -43,7 +43,7 @@ class Notice:
 
 
 class Receiver:
-    """Takes Alertmanager's webhook messages; whoever waits for a notice hears of those that came before, too."""
+    """Receives Alertmanager's webhook messages. A waiting caller also gets the notices that arrived before."""
 
     def __init__(self) -> None:
         self._notices: list[Notice] = []
@@ -57,7 +57,7 @@ class Receiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Say nothing: the notices are what counts."""
+                """Do not log requests."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -69,7 +69,7 @@ class Receiver:
     def wait(
         self, name: str, instance: str, *, is_firing: bool, since: int = 0, within_s: float = PATIENCE_S
     ) -> Notice:
-        """The first such notice after the first `since` ones."""
+        """Return the first matching notice after the first `since` ones."""
 
         def found() -> Notice | None:
             wanted = (name, instance, is_firing)
@@ -116,28 +116,28 @@ class Receiver:
 
 
 class Watch:
-    """What watches: the receiver, and the targets that Prometheus scrapes."""
+    """Monitoring of servers: the receiver, and the targets that Prometheus scrapes."""
 
     def __init__(self, receiver: Receiver, folder: Path, url: str) -> None:
         self.receiver = receiver
         self._folder, self._url = folder, url
 
     def targets(self, ports: Mapping[str, int]) -> None:
-        """Scrape these metrics ports from now on, each under its name."""
+        """Scrape these metrics ports, each with its name."""
         groups = [{"targets": [f"127.0.0.1:{port}"], "labels": {"instance": name}} for name, port in ports.items()]
         temporary = self._folder / "targets.tmp"
         temporary.write_text(json.dumps(groups))
         temporary.replace(self._folder / "targets.json")  # never half a file
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What Prometheus answers now."""
+        """Return the current answer of Prometheus."""
         query = urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(f"{self._url}/api/v1/query?{query}", timeout=PATIENCE_S) as response:
             result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         return result
 
     def rule_errors(self) -> list[str]:
-        """What went wrong when rules were evaluated."""
+        """Return the errors of rule evaluations."""
         with urllib.request.urlopen(f"{self._url}/api/v1/rules", timeout=PATIENCE_S) as response:
             groups = json.load(response)["data"]["groups"]
         return [rule["lastError"] for group in groups for rule in group["rules"] if rule.get("lastError")]
@@ -145,7 +145,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(scale: float, scrape_ms: int = 500) -> Iterator[Watch]:
-    """Prometheus and Alertmanager with the shipped rules in 1 / scale of the time."""
+    """Run Prometheus and Alertmanager with the shipped rules in 1 / scale of the time."""
     prometheus, alertmanager = tool("prometheus", PROMETHEUS), tool("prometheus-alertmanager", ALERTMANAGER)
     with tempfile.TemporaryDirectory() as name, Receiver() as receiver, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -158,7 +158,7 @@ def watching(scale: float, scrape_ms: int = 500) -> Iterator[Watch]:
         _write(folder / "prometheus.yaml", _configuration(manager, scrape_ms))
         address = _free_address()
         flags = [f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data"]
-        # Alertmanager forgets an alert that is not told again; the evaluation is far more frequent here than a minute.
+        # Alertmanager drops an alert that is not sent again; here, rules are evaluated much more often than that.
         flags += [f"--web.listen-address={address}", "--rules.alert.resend-delay=1s"]
         watch = Watch(receiver, folder, f"http://{address}")
         watch.targets({})
@@ -187,7 +187,7 @@ def _free_address() -> str:
 
 @contextlib.contextmanager
 def _running(command: list[str], ready_url: str) -> Iterator[None]:
-    """A program, from when it says that it is ready."""
+    """Run a program; yield when it reports that it is ready."""
     process = start([*command, "--log.level=error"])
     try:
         wait_ready(ready_url, process)

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in this process: keeps the spans that it is sent."""
+"""An OpenTelemetry collector in this process that keeps the received spans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 60
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """The spans that came, and what they are said to be of."""
+    """Received spans and their resources."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -34,24 +34,24 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, *request_ids: str) -> None:
-        """Return when the span of each RPC has come."""
+        """Return when the span of each RPC has arrived."""
         with self._came:
             assert self._came.wait_for(lambda: {*request_ids} <= {*self.rpcs}, timeout=PATIENCE_S)
 
     @property
     def rpcs(self) -> dict[str, Span]:
-        """The spans of RPCs by request id."""
+        """Return the spans of RPCs by request id."""
         held = [(attributes_of(span), span) for span in self.spans]
         return {attributes["antiphon.request_id"]: span for attributes, span in held if "rpc.system" in attributes}
 
     def parts(self, rpc: Span) -> dict[str, Span]:
-        """The children of a span by name."""
+        """Return the children of a span by name."""
         return {span.name: span for span in self.spans if span.parent_span_id == rpc.span_id}
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on a free port."""
+    """Run a collector on a free port."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
@@ -64,5 +64,5 @@ def collecting() -> Iterator[Collector]:
 
 
 def attributes_of(holder: Any) -> dict[str, Any]:
-    """The attributes of a span or a resource, as Python's values."""
+    """Return the attributes of a span or a resource as Python values."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in holder.attributes}

@@ -1,4 +1,4 @@
-"""A bundle of random weights, exported for real once, and servers of it."""
+"""A bundle with random weights that is exported once, and servers of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with long limits: its greedy answers run to whatever length is asked for."""
+    """Export a tiny model with long limits; its greedy answers have any requested length."""
     import torch
 
     from antiphon.model.checkpoints.checkpoint import Checkpoint
@@ -54,6 +54,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[ServerProcess]:
-    """One server for the tests of a module that leave it running."""
+    """Run one server for the tests of a module that do not stop it."""
     with ServerProcess(bundle) as process:
         yield process

@@ -1,4 +1,4 @@
-"""A real server process whose decoder hangs, raises, or waits for the test.
+"""A real server process whose decoder hangs, raises an error, or waits for the test.
 
 The fault is put in at the runner's boundary; all else is as served.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Runs the command after it, with a decoder that does something else once the model is warmed up.
+# Runs the following command, with a decoder that is changed after the warm-up of the model.
 _FAULTY = """
 import sys, threading
 from antiphon.service.runtime.native_runner import NativeRunner
@@ -47,11 +47,11 @@ class HeldEngine:
         self.prefix = faulty("allowed.read(1)", setup=f"allowed = open({str(pipe)!r}, 'rb', buffering=0)")
 
     def allow(self, num_steps: int) -> None:
-        """Let num_steps more steps begin, at once or when there is work for them."""
+        """Let num_steps more steps begin, immediately or when there is work for them."""
         os.write(self._allowed, bytes(num_steps))
 
     def release(self) -> None:
-        """Let every step begin: at the end of the pipe nothing waits."""
+        """Let every step begin: no step waits at the end of the pipe."""
         if self._is_held:
             os.close(self._allowed)
         self._is_held = False

@@ -1,4 +1,4 @@
-"""The real server and the real command line, as processes of their own."""
+"""The real server and the real command line, as child processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Self
 from prometheus_client.parser import text_string_to_metric_families
 
 ANTIPHON = (sys.executable, "-m", "antiphon.cli")
-# Far beyond what anything here takes: a bound for a test that would otherwise hang.
+# Much longer than any normal test: turns a hang into a failure.
 PATIENCE_S = 120
 
 _READY = re.compile(
@@ -27,7 +27,7 @@ _READY = re.compile(
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without any setting of a server."""
+    """Return this process's environment without the settings of a server."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")}
     return kept | dict(changes or {})
 
@@ -42,12 +42,12 @@ def antiphon(
 
 
 class ServerProcess:
-    """A running `antiphon serve` on free ports; ended, if it still runs, on leaving the context."""
+    """Running `antiphon serve` on free ports. Leaving the context ends it if it still runs."""
 
     def __init__(self, bundle: Path | None, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:
-        """bundle None: the arguments name the models. prefix: a command that runs the command that follows it."""
+        """bundle: None if the arguments name the models. prefix: a command that runs the following command."""
         ports = ("--port", "0", "--metrics-port", "0", "--threads", "1")
-        # Not a pipe: nobody reads it while the server runs, and a server that logs much would wait for that.
+        # Not a pipe: nobody would read it while the server runs, and a server with many log lines would block.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             [*prefix, *ANTIPHON, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
@@ -72,7 +72,7 @@ class ServerProcess:
         return int(self.metrics_url.rpartition(":")[2].removesuffix("/metrics"))
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of one scrape, keyed name{label=value,...}; without the model's name, if it is the first's."""
+        """Return the samples of one scrape by name{label=value,...}, without the model's name for the first model."""
         with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as response:
             text = response.read().decode()
         return {
@@ -82,7 +82,7 @@ class ServerProcess:
         }
 
     def wait_for_metrics(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-        """Scrape until a condition holds; there is no other way to see inside another process."""
+        """Scrape until a condition is true; the state of another process is visible only there."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             if condition(metrics := self.metrics()):
@@ -90,7 +90,7 @@ class ServerProcess:
         raise AssertionError(f"the metrics never came to that; they are {metrics}")
 
     def finish(self) -> tuple[int, str]:
-        """Wait for the end; exit code and what it wrote to standard error. `output` is the rest of standard output."""
+        """Wait for the end; return exit code and standard error. Keep the rest of standard output in `output`."""
         self.output, _ = self.process.communicate(timeout=PATIENCE_S)
         self._errors.seek(0)
         return self.process.returncode, self._errors.read()
@@ -110,12 +110,12 @@ class ServerProcess:
 
 
 def num_submitted(metrics: Mapping[str, float]) -> float:
-    """Requests that the engine took up, of every task and priority."""
+    """Return the number of requests that the engine has scheduled, of every task and priority."""
     return sum(value for key, value in metrics.items() if key.startswith("antiphon_requests_submitted_total"))
 
 
 def is_idle(metrics: Mapping[str, float]) -> bool:
-    """Nothing waits, nothing runs, every block is free."""
+    """Return whether nothing waits, nothing runs and every block is free."""
     busy = ("num_requests_waiting", "num_requests_running", "kv_cache_blocks{use=self}", "kv_cache_blocks{use=cross}")
     return all(metrics.get(f"antiphon_{name}", 0.0) == 0.0 for name in busy)
 

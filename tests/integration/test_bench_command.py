@@ -1,4 +1,4 @@
-"""`antiphon bench` as a process, small: what it reports and that the sides agree, never how fast they are."""
+"""`antiphon bench` as a process, with small models: its report and the equality of outputs, never the speed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SMALL = ("--threads", "1", "--repeat", "1", "--seconds", "0.1")
 
 @pytest.fixture
 def texts(tmp_path: Path) -> tuple[str, ...]:
-    """Flags that name sentences and their references."""
+    """Return flags that name sentences and their references."""
     (tmp_path / "source.txt").write_text(SENTENCES, encoding="utf-8")
     (tmp_path / "reference.txt").write_text(REFERENCES, encoding="utf-8")
     return ("--source", str(tmp_path / "source.txt"), "--reference", str(tmp_path / "reference.txt"))
 
 
 def findings_of(tmp_path: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """What the bench writes as JSON; the table has a line for each."""
+    """Run the bench and return the findings that it writes as JSON; check that the table has a line for each."""
     found = tmp_path / "found.json"
     ended = antiphon("bench", *arguments, *SMALL, "--json", str(found))
     assert ended.returncode == 0, ended.stderr.decode()
@@ -43,9 +43,9 @@ def findings_of(tmp_path: Path, arguments: Sequence[str]) -> list[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random model, small: its bundle and checkpoint."""
+    """Make a tiny random model: bundle and checkpoint."""
     folder = tmp_path_factory.mktemp("made") / "random"
-    command = (sys.executable, "-m", "antiphon.service.tools.bench.make", "random", "tiny", str(folder))
+    command = (sys.executable, "-m", "antiphon.service.tools.bench.make_models", "random", "tiny", str(folder))
     subprocess.run(command, check=True, timeout=PATIENCE_S, env=environment())
     return folder
 
@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("startup", {("s", False), ("MB", False)}),
     ],
 )
-def test_section_of_our_own_parts_reports_figures(
+def test_section_without_ctranslate2_reports_figures(
     bundle: Path, tmp_path: Path, texts: tuple[str, ...], section: str, cases: set[tuple[str, bool]]
 ) -> None:
     arguments = (str(bundle), "--section", section, "--model", "bundle", "--rows", "4", *texts)
@@ -70,7 +70,7 @@ def test_section_of_our_own_parts_reports_figures(
 
 
 def beside_ctranslate2(made: Path, *flags: str) -> tuple[str, ...]:
-    """Arguments that compare the made bundle; its twin is made by whoever comes first."""
+    """Return arguments to compare the bundle with CTranslate2. The first test converts it, the others reuse it."""
     models = ("--model", "bundle", "--checkpoint", str(made / "checkpoint"), "--work", str(made.parent / "work"))
     return (str(made / "bundle"), *models, *flags)
 
@@ -99,14 +99,14 @@ def test_waits_and_memory_are_measured_beside_ctranslate2(made: Path, tmp_path: 
     assert all(finding["ctranslate2"] is not None for finding in findings)
 
 
-def test_bundle_without_its_checkpoint_is_left_out_and_said_so(bundle: Path) -> None:
+def test_bundle_without_its_checkpoint_is_skipped_with_a_message(bundle: Path) -> None:
     ended = antiphon("bench", str(bundle), "--section", "decode", "--model", "bundle", *SMALL)
     assert ended.returncode == 0, ended.stderr.decode()
-    assert b"needs --checkpoint" in ended.stderr
+    assert b"CTranslate2 needs --checkpoint" in ended.stderr
 
 
 def test_random_model_is_made_once_and_never_ends_by_itself(made: Path, tmp_path: Path) -> None:
-    """The section itself counts the tokens of both sides."""
+    """The section itself checks the number of tokens of both sides."""
     setup = Setup(
         bundle=load_bundle(made / "bundle"), corpus=everyday(), models=("random",), work=tmp_path, preset="tiny",
         threads=1, repeat=1,

@@ -1,4 +1,4 @@
-"""A real process whose model hangs or breaks: the fault is put in at the runner's boundary, all else is as served."""
+"""A real process whose model hangs or fails. The fault is injected at the runner; the rest is the real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of calls whose answer cannot be sent: none is left behind, which a bare grpc.aio server cannot say."""
+"""Memory of calls whose answer cannot be sent is freed, whereas a plain grpc.aio server leaks it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_BYTES_PER_CALL = 80
 
 
 class MallInfo2(ctypes.Structure):
-    """As glibc declares it; num_used: bytes of all arenas that are in use."""
+    """Structure of glibc. num_used: used bytes of all arenas."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -42,7 +42,7 @@ def num_used_bytes() -> int:
 
 
 class Echo:
-    """A method whose calls are known while they wait for their client."""
+    """Method that records the calls that wait for their client."""
 
     def __init__(self) -> None:
         self.calls: set[asyncio.Task[object]] = set()
@@ -58,7 +58,7 @@ class Echo:
         return b"answer"
 
     async def leave_unread(self, port: int) -> None:
-        """Make calls whose answers find no window, and leave when the server has answered them all."""
+        """Make calls whose answers have no flow-control window; return when the server has answered all."""
         self.all_wait.clear()
         async with await RawConnection.open(Address(port=port), NO_WINDOW, gives_credit=False) as connection:
             for _ in range(NUM_CALLS):

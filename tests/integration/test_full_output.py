@@ -1,4 +1,4 @@
-"""Standard output on a full device: the last line on standard error says so, and the exit code is 2."""
+"""Standard output on a full device: the last line on standard error reports it, and the exit code is 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, envir
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
 UNREAD = "standard output cannot be written: No space left on device"
-# As Python writes at once, and as it gathers what is printed until there is more, or the end.
+# With and without Python's buffer for printed text.
 AT_ONCE, GATHERED = {"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}
 
 

@@ -1,4 +1,4 @@
-"""`antiphon generate` against the real server: what reaches standard output, standard error and the exit code."""
+"""`antiphon generate` against the real server: standard output, standard error and exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(server: ServerProcess, *arguments: str, stdin: bytes = b"") -> subp
 
 
 def expected_lines(server: ServerProcess, texts: Sequence[str]) -> list[str]:
-    """One line for each text, empty for a blank one, from the client."""
+    """Return one line for each text from the client; empty for a blank text."""
     with Client(server.target) as client:
         return [
             client.generate_text(text, Options(max_new_tokens=12)).text.translate(_LINE_ENDS) if text.strip() else ""
@@ -36,7 +36,7 @@ def expected_lines(server: ServerProcess, texts: Sequence[str]) -> list[str]:
 
 
 def lines_of(output: bytes) -> list[str]:
-    """Lines as `wc -l` counts them."""
+    """Count lines as `wc -l` does."""
     text = output.decode()
     assert text == "" or text.endswith("\n")
     return text.split("\n")[:-1]
@@ -231,7 +231,7 @@ def test_generate_draws_progress_on_a_terminal_only(server: ServerProcess) -> No
 
 
 def start(server: ServerProcess, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """`antiphon generate` with its standard input in our hands."""
+    """Running `antiphon generate` whose standard input the test controls."""
     return subprocess.Popen(
         [*ANTIPHON, "generate", "--target", server.target, *SHORT],
         stdin=subprocess.PIPE,

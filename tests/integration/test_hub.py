@@ -1,4 +1,4 @@
-"""Checkpoints by their names on a hub: the real library against a small hub on the loopback."""
+"""Checkpoints by their names on a hub: the real library with a small hub on the loopback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPOSITORIES = {"someone/new": FILES, "someone/old": OLD_FILES, "someone/gated":
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of a hub's interface as a download asks for."""
+    """Part of a hub's interface that a download needs."""
 
     requests: ClassVar[list[str]] = []
 
@@ -78,7 +78,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Do not log requests."""
 
 
 def etag(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Texts in, texts out: imported checkpoints with tokenizers of their own, served, against transformers."""
+"""Texts of served imported checkpoints with their tokenizers, compared with transformers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _T5_LIKE: dict[str, Any] = dict(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Original:
-    """A family's tokenizer and model in transformers."""
+    """Tokenizer and model of a family in transformers."""
 
     tokenizer: Any
     model: Any
 
     def answer(self, text: str, **how: Any) -> str:
-        """Greedy, special tokens typed in a text being text."""
+        """Generate greedily; special tokens in a text are text."""
         inputs = self.tokenizer(text, return_tensors="pt", split_special_tokens=True)
         with torch.no_grad():
             ids = self.model.generate(
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, type[Any], type[Any], dict[str, Any]]] = {
 
 
 def make(name: str, folder: Path) -> Original:
-    """Save a tokenizer and a random model whose vocabulary is padded above it."""
+    """Save a tokenizer and a random model with a larger, padded vocabulary."""
     kind, config, model, settings = MODELS[name]
     (folder / "trained").mkdir(parents=True)
     tokenizer = KINDS[kind].build(folder / "trained")
@@ -89,7 +89,7 @@ def server(originals: dict[str, tuple[Original, Path]]) -> Iterator[ServerProces
 
 
 def ours(server: ServerProcess, model: str, text: str, source_language: str = "", target_language: str = "") -> str:
-    """The whole answer, which the streamed one must equal."""
+    """Return the complete answer, which must equal the streamed one."""
     options = Options(max_new_tokens=MAX_NEW, min_new_tokens=MAX_NEW, beam_width=1, temperature=0.0)
     with Client(server.target, model=model).with_languages(source_language, target_language) as client:
         whole = client.generate_text(text, options).text

@@ -1,4 +1,4 @@
-"""Start-up, readiness and shutdown of the real process, and every way in which it refuses to start."""
+"""Start-up, readiness and shutdown of the real process, and all its refusals to start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.serving import details_of
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 ENDLESS = Options(max_new_tokens=2048)
-# Enough for the first message of every stream, and far from the last.
+# Enough for the first message of every stream, and far less than for the last.
 NUM_FIRST_STEPS = 16
 
 
@@ -179,7 +179,7 @@ def test_serve_names_the_host_when_it_is_not_this_machines(bundle: Path) -> None
 
 
 def one_line(result: subprocess.CompletedProcess[bytes]) -> str:
-    """The only line on standard error; nothing is on standard output."""
+    """Return the only line on standard error; standard output must be empty."""
     assert result.stdout == b""
     (line,) = result.stderr.decode().splitlines()
     return line
@@ -193,7 +193,7 @@ def _flip_a_byte(copy: Path) -> None:
 
 
 def _flip_a_bit_of_the_template(copy: Path) -> None:
-    """The end token's place: another token, were the manifest's own checksum not compared."""
+    """Change the id of the end token, which only the manifest's checksum detects."""
     whole = (copy / MANIFEST_NAME).read_bytes()
     damaged = whole.replace(b'"$text",\n      2\n', b'"$text",\n      3\n')
     assert damaged != whole

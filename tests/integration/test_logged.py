@@ -1,4 +1,4 @@
-"""What the real process writes to its standard streams: a line for every RPC, and no word of any client's text."""
+"""Log of the real process: one line for every RPC, and no word of a client's text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN_ID = (("x-request-id", "mine"),)
 
 
 def requests() -> list[tuple[str, Any]]:
-    """Every RPC with the secret in every text it has, well formed and not."""
+    """Make every RPC with the secret in all of its texts, in valid and invalid requests."""
     sourced: dict[str, Any] = {
         "Generate": pb.GenerateRequest, "GenerateUnary": pb.GenerateUnaryRequest, "Score": pb.ScoreRequest,
         "Embed": pb.EmbedRequest, "Classify": pb.ClassifyRequest, "FillMask": pb.FillMaskRequest,
@@ -46,7 +46,7 @@ def requests() -> list[tuple[str, Any]]:
 
 
 async def ask(channel: grpc.aio.Channel, method: str, message: Any) -> str:
-    """Send one request and read to the end of what comes; the status."""
+    """Send one request, read the answer to its end and return the status."""
     data = message if isinstance(message, bytes) else message.SerializeToString()
     kind: Any = channel.unary_stream if method == "Generate" else channel.unary_unary
     call = kind(f"/{_SERVICE}/{method}")(data, metadata=OWN_ID, timeout=60)
@@ -65,7 +65,7 @@ async def ask_all(server: ServerProcess, asked: list[tuple[str, Any]]) -> list[s
 
 
 async def ended(server: ServerProcess) -> tuple[int, str]:
-    """Stop the server: its exit code, and everything it wrote after its first line."""
+    """Stop the server; return its exit code and its output after the first line."""
     server.process.send_signal(signal.SIGTERM)
     code, errors = await asyncio.to_thread(server.finish)
     return code, server.output + errors
@@ -85,7 +85,7 @@ async def test_no_text_of_a_client_is_written_anywhere(bundle: Path, kind: str) 
 
 
 def access_lines(written: str) -> list[dict[str, Any]]:
-    """The access lines among lines of JSON, all of which must be objects."""
+    """Return the access lines among lines of JSON, which must all be objects."""
     lines = [json.loads(line) for line in written.splitlines()]
     return [line for line in lines if line["message"] == "rpc"]
 
@@ -129,7 +129,7 @@ async def test_access_log_can_be_kept_to_errors(bundle: Path) -> None:
 
 @contextlib.contextmanager
 def unheard(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A server whose standard error is a pipe that nobody reads."""
+    """Start a server whose standard error is a pipe that nobody reads."""
     read_end, write_end = os.pipe()
     command = [*ANTIPHON, "serve", "--port", "0", "--metrics-port", "0", "--threads", "1", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write_end, text=True, env=environment()) as process:
@@ -142,7 +142,7 @@ def unheard(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 async def fill_the_log(process: subprocess.Popen[str]) -> None:
-    """Make a server write three times what its pipe holds."""
+    """Make a server write three times the capacity of its pipe."""
     assert process.stdout is not None
     ready = await asyncio.to_thread(process.stdout.readline)
     async with grpc.aio.insecure_channel(ready.partition(" on ")[2].partition(",")[0]) as channel:

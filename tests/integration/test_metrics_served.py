@@ -1,4 +1,4 @@
-"""/metrics of the real process after traffic of every kind: what is documented is there, and the numbers add up."""
+"""/metrics of the real process after traffic of every kind: all documented metrics exist, and the numbers add up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ServerProcess, is_idle
 from tests.unit.test_metric_docs import documented
 
-# Shown only where there is a budget, a certificate, a profile in the bundle.
+# Exported only with a budget, a certificate, or a profile in the bundle.
 CONDITIONAL = {
     "antiphon_memory_budget_bytes",
     "antiphon_tls_certificate_expiry_timestamp_seconds",
@@ -31,7 +31,7 @@ NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
 
 
 async def traffic(target: str) -> list[pb.Usage]:
-    """Whole answers, streams, refusals, deadlines too short and streams that are cancelled; usage of the answered."""
+    """Make answered, streamed, refused, expired and cancelled requests; return the usage of the answered ones."""
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
         await channel.channel_ready()  # or the first deadlines would pass before anything is sent
         stub: Any = InferenceServiceStub(channel)
@@ -70,7 +70,7 @@ async def _drop(stream: Any) -> None:
 
 
 def total(metrics: Mapping[str, float], name: str, *having: str) -> float:
-    """The sum of a family's samples that have some labels, for the first model and for none."""
+    """Return the sum of a family's samples with some labels, of the first model or without a model."""
     prefix = f"antiphon_{name}"
     samples = {key: value for key, value in metrics.items() if key == prefix or key.startswith(f"{prefix}{{")}
     assert samples, name
@@ -106,8 +106,8 @@ def _check_ends(metrics: Mapping[str, float]) -> None:
 
 
 def _check_tokens(metrics: Mapping[str, float], usages: list[pb.Usage]) -> None:
-    told = sum(usage.generated_tokens for usage in usages)
-    assert total(metrics, "generation_tokens_total") == total(metrics, "decode_batch_size_sum") > told
+    reported = sum(usage.generated_tokens for usage in usages)
+    assert total(metrics, "generation_tokens_total") == total(metrics, "decode_batch_size_sum") > reported
     assert total(metrics, "prompt_tokens_total") >= sum(usage.source_tokens for usage in usages)
     assert total(metrics, "padding_tokens_total") == 0  # native graphs pack
     runs = total(metrics, "encode_batch_size_count")

@@ -29,14 +29,14 @@ LONG = Options(max_new_tokens=1500, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def both(bundle: Path) -> Iterator[ServerProcess]:
-    """The tiny model, which is the default, and the shipped one, with an admin port and a budget."""
+    """Serve the tiny model, which is the default, and the shipped one, with an admin port and a budget."""
     models = ("--model", f"tiny={bundle}", "--model", f"de={SHIPPED_BUNDLE}")
     with ServerProcess(None, [*models, "--admin-port", "0", "--memory-limit-bytes", str(LIMIT_BYTES)]) as process:
         yield process
 
 
 def answers(target: str, models: dict[str, str]) -> dict[str, list[str]]:
-    """What each model, by the name asked for, makes of the texts; all of them at once."""
+    """Send the texts to all models at once; return the answers by model name."""
 
     async def ask() -> dict[str, list[str]]:
         clients = {name: AsyncClient(target, model=model) for name, model in models.items()}
@@ -188,7 +188,7 @@ async def test_channelz_shows_the_connections_on_the_admin_port_only(both: Serve
         shown = channelz_pb2_grpc.ChannelzStub(admin)
 
         async def num_succeeded() -> int:
-            """Calls that succeeded on the models' port, whose server was made before the admin service's."""
+            """Return the successful calls on the models' port, whose server is created before the admin service's."""
             servers = (await shown.GetServers(channelz_pb2.GetServersRequest())).server
             assert len(servers) == 2
             return min((server.ref.server_id, int(server.data.calls_succeeded)) for server in servers)[1]

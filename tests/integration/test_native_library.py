@@ -1,4 +1,4 @@
-"""A native library that cannot serve: refused in one line that names the file or the variable, never a traceback."""
+"""An unusable native library is refused with one line that names the file or the variable, without a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import antiphon.model.ops
 from antiphon.model.ops.workspace import LIBRARY, NATIVE_VERSION, Workspace, WorkspaceError
 
 NATIVE = Path(antiphon.model.ops.__file__).parent / "native"
-# antiphon's command with the library elsewhere.
+# Command of antiphon with another path of the library.
 WITH_LIBRARY = """
 import pathlib, sys
 from antiphon.cli.main import main
@@ -41,7 +41,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def complaint(library: Path, text: Path, command: str, **variables: str) -> str:
-    """What the command says on its way out."""
+    """Return the error message of the command."""
     arguments = {
         "serve": ["serve", "--port", "0", "--metrics-port", "0"],
         "evaluate": ["evaluate", str(shipped()), "--source", str(text), "--reference", str(text)],
@@ -95,7 +95,7 @@ def test_workspace_says_what_the_library_has_against_an_onnx_runtime() -> None:
 
 @pytest.mark.parametrize("wanted", ["avx2", "avx512", "amx"])
 def test_kernels_that_the_processor_lacks_are_refused(tmp_path: Path, wanted: str) -> None:
-    """The choice compiled for a processor that has nothing but its base."""
+    """Return the choice of kernels on a processor with the base instruction set only."""
     if os.uname().machine != "x86_64":
         pytest.skip("other processors have one choice")
     tables = "\n".join(

@@ -1,4 +1,4 @@
-"""A server as it should stand in the open: mutual TLS, tokens, https, probes beside it; asked by the command line."""
+"""A server with mutual TLS, tokens, https and a separate probe port; the command line sends the requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN, ADMIN_TOKEN = "a token of nobody else", "another"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Secured:
-    """The server, and the flags of a client that it lets in."""
+    """Run the server; yield it and the flags of an admitted client."""
 
     process: ServerProcess
     folder: Path

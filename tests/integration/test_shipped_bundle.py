@@ -1,4 +1,4 @@
-"""The bundle that lies in the repository: what a newcomer meets first."""
+"""The bundle in the repository, which new users run first."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_answers_do_not_depend_on_the_crowd(bundle: Bundle) -> None:
 
 @pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the held-out sentences")
 def test_it_translates_held_out_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    """Far below what the README reports, far above what a broken export or tokenizer would give."""
+    """The bound is far below the README's score, and far above that of a broken export or tokenizer."""
     arguments = ["--recipe", "tatoeba-en-de", "--data", str(DATA), "--part", "valid", "--json"]
     assert main(["evaluate", str(BUNDLE), *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["bleu"] > 20

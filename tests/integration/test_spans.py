@@ -1,4 +1,4 @@
-"""The spans of the real process, as a collector gets them; and that there is nothing of them where none are wanted."""
+"""Spans of the real process, as a collector receives them; none are sent if tracing is off."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def asking(max_new_tokens: int, **options: Any) -> dict[str, Any]:
 
 
 async def traffic(server: ServerProcess) -> dict[str, Any]:
-    """A stream, an unnamed whole answer, one not sampled, a refusal, a stream that is cancelled; usage of the first."""
+    """Make a stream, a unary call without id, an unsampled call, a refusal and a cancelled stream; return a usage."""
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub: Any = InferenceServiceStub(channel)
         stream = stub.Generate(pb.GenerateRequest(**asking(30)), metadata=metadata("streamed"))

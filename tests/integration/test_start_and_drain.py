@@ -1,4 +1,4 @@
-"""What clients and probes see of a real process while it starts and while it leaves.
+"""Start and shutdown of a real process, as clients and probes observe them.
 
 A start is held by a bundle whose manifest is a pipe: it is read once the test writes it.
 """
@@ -39,7 +39,7 @@ NO_RETRIES = [("grpc.enable_retries", 0)]
 
 @pytest.fixture
 def held(bundle: Path, tmp_path: Path) -> Path:
-    """A bundle that cannot be read before somebody writes its manifest."""
+    """Bundle that cannot be read before the test writes its manifest."""
     copy = tmp_path / "held"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns(MANIFEST_NAME))
     os.mkfifo(copy / MANIFEST_NAME)
@@ -48,7 +48,7 @@ def held(bundle: Path, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def starting(bundle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server that starts, and where it will listen."""
+    """Start a server; yield it and its future address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,7 +64,7 @@ def starting(bundle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @contextlib.asynccontextmanager
 async def channel_to(target: str) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel that is connected, and retries nothing."""
+    """Open a connected channel without retries."""
     async with grpc.aio.insecure_channel(target, options=NO_RETRIES) as channel:
         async with asyncio.timeout(PATIENCE_S):
             await channel.channel_ready()
@@ -141,7 +141,7 @@ async def test_drain_delay_serves_on_after_the_probes_have_turned(bundle: Path) 
 
 
 async def test_sigterm_finishes_those_that_wait_as_well(bundle: Path, tmp_path: Path) -> None:
-    """No request that was admitted is lost: two rows, and ten requests that wait when the signal comes."""
+    """No admitted request is lost: there are two rows, and ten requests wait when the signal arrives."""
     options = Options(max_new_tokens=20)
     with (
         held_engine(tmp_path) as engine,
@@ -178,7 +178,7 @@ async def test_second_signal_leaves_at_once_in_the_drain_delay(bundle: Path) -> 
 
 
 async def test_calls_that_reach_a_closing_server_are_told_that_it_is_unavailable(bundle: Path) -> None:
-    """gRPC's own answer would be CANCELLED, which is the caller's doing, and which most balancers do not retry."""
+    """gRPC would answer CANCELLED, which means a cancellation by the caller, and which most balancers do not retry."""
     with ServerProcess(bundle) as server:
         async with channel_to(server.target) as channel:
             await InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
@@ -190,7 +190,7 @@ async def test_calls_that_reach_a_closing_server_are_told_that_it_is_unavailable
 
 
 async def _ask_until_gone(server: ServerProcess, channel: grpc.aio.Channel) -> set[grpc.StatusCode]:
-    """Ask one thing after another for as long as the server is there; how the calls ended."""
+    """Make calls one after another until the server has gone; return their statuses."""
     codes = set()
     while server.process.poll() is None:
         stub: Any = InferenceServiceStub(channel)

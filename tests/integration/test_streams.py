@@ -1,4 +1,4 @@
-"""Many streams over one real connection: right answers, clean cancellation, every block free at the end."""
+"""Many streams over one real connection: correct answers, clean cancellation, every block free at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def options_of(index: int) -> Options:
 
 
 def outcomes(metrics: dict[str, float]) -> dict[str, float]:
-    """How many requests ended in each way."""
+    """Return the number of requests by their end."""
     names = ("request_success", "cancellations", "deadline_misses", "request_errors", "requests_refused")
     return {
         name: sum(value for key, value in metrics.items() if key.startswith(f"antiphon_{name}_total")) for name in names
@@ -52,7 +52,7 @@ def outcomes(metrics: dict[str, float]) -> dict[str, float]:
 
 
 async def streamed(client: AsyncClient, index: int) -> list[str] | None:
-    """The joined deltas of each output of a stream; None for one that is cancelled after its first."""
+    """Return the joined deltas of each output of a stream; None for a stream cancelled after its first message."""
     texts: dict[int, str] = defaultdict(str)
     stream = client.generate(text_of(index), options_of(index))
     async for delta in stream:
@@ -72,7 +72,7 @@ async def test_64_mixed_streams_answer_as_if_alone_and_leave_every_block_free(se
     async with AsyncClient(server.target) as client:
         crowd = await asyncio.gather(*(streamed(client, index) for index in range(NUM_STREAMS)))
         num_cancelled = sum(texts is None for texts in crowd)
-        # Idle as well between two of its requests: a hang-up may still be on its way.
+        # The server can also be idle between two requests, while a cancellation is still on its way.
         metrics = server.wait_for_metrics(
             lambda found: is_idle(found) and outcomes(found)["cancellations"] - before["cancellations"] >= num_cancelled
         )
@@ -115,12 +115,12 @@ async def test_prefix_and_text_are_the_whole_target(server: ServerProcess, prefi
 
 
 async def test_score_judges_what_was_written_as_it_was_written(server: ServerProcess) -> None:
-    """The same numbers, to the bit, whether a token was chosen or given."""
+    """The numbers are bitwise equal for a generated and for a given token."""
     async with AsyncClient(server.target) as client:
         written = await client.generate_text(SENTENCES[0], Options(max_new_tokens=30, num_logprobs=2))
-        judged = await client.score(SENTENCES[0], written.token_ids, num_alternatives=2)
-    assert judged.logprobs[: len(written.logprobs)] == written.logprobs
-    assert judged.usage.source_tokens == written.usage.source_tokens
+        scored = await client.score(SENTENCES[0], written.token_ids, num_alternatives=2)
+    assert scored.logprobs[: len(written.logprobs)] == written.logprobs
+    assert scored.usage.source_tokens == written.usage.source_tokens
 
 
 async def test_embeddings_are_told_apart_and_come_again(server: ServerProcess) -> None:

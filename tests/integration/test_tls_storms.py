@@ -1,4 +1,4 @@
-"""A server under TLS while its certificates are renewed and clients of every kind connect: it lives, and answers right.
+"""A server with TLS while its certificates are renewed and clients of every kind connect: it answers correctly.
 
 gRPC's server frees certificates that it still uses, if new ones are handed to it without care: the process then died
 of 32 clients that open a connection for each call, or of as many that send the first bytes of a handshake and close.
@@ -26,7 +26,7 @@ from tests.integration.process import PATIENCE_S, ServerProcess
 NUM_CLIENTS = 32
 NUM_RENEWALS = 3
 MAX_UNFINISHED = 300
-# Of one storm: fewer did not always end the process that died of them.
+# Runs of one storm: fewer did not always crash the faulty process.
 NUM_CALLS, NUM_HANDSHAKES = 500, 3000
 ASKED = pb.GenerateUnaryRequest(text="Eine Katze liest ein Buch.", options=pb.GenerateOptions(max_new_tokens=1))
 
@@ -35,7 +35,7 @@ Storm = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Secured:
-    """A server, the pair of files that it shows, and how a client reaches it."""
+    """Server, its pair of certificate files, and the connection of a client."""
 
     process: ServerProcess
     authority: Authority
@@ -43,7 +43,7 @@ class Secured:
     connection: Connection
 
     async def renewed(self) -> None:
-        """Replace the pair, and return when new connections to either gRPC port are shown the new one."""
+        """Replace the pair; return when new connections to both gRPC ports receive the new one."""
         new = self.authority.server()
         renew(self.pair, new)
         async with asyncio.timeout(PATIENCE_S):
@@ -52,7 +52,7 @@ class Secured:
                     pass
 
     async def answer(self) -> str:
-        """Make one call over a connection of its own, once."""
+        """Make one call over a separate connection, without retries."""
         async with self.connection.open_async(self.process.target, SERVICE_NAME, is_shared=False) as channel:
             response = await InferenceServiceStub(channel).GenerateUnary(ASKED, timeout=PATIENCE_S)
         return response.outputs[0].text
@@ -76,7 +76,7 @@ def secured(request: pytest.FixtureRequest, bundle: Path, tmp_path: Path) -> Ite
 
 @contextlib.asynccontextmanager
 async def storming(storm: Storm, at_least: int) -> AsyncIterator[None]:
-    """Run a storm over and over, many times at once; none of them may fail. at_least: so often in all."""
+    """Run a storm repeatedly and concurrently; no run may fail. at_least: minimum number of runs."""
     num_done = itertools.count(1)
 
     async def rage() -> None:
@@ -138,13 +138,13 @@ async def test_unfinished_handshakes_during_renewals_do_not_end_the_server(secur
 
 
 def shown_by(target: str) -> str:
-    """The leaf certificate that a new connection is shown, in PEM."""
+    """Return the leaf certificate of a new connection, in PEM."""
     host, _, port = target.rpartition(":")
     return ssl.get_server_certificate((host, int(port)), timeout=PATIENCE_S)
 
 
 async def closed(writer: asyncio.StreamWriter) -> None:
-    """Close a connection; the server may have closed it first."""
+    """Close a connection, even if the server has already closed it."""
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()

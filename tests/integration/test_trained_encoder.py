@@ -1,4 +1,4 @@
-"""From recipe to answer: encoders trained here, exported, and served together by one process, beside PyTorch."""
+"""From recipe to answer: encoders are trained, exported and served by one process, and compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCORE_TOLERANCE = 1e-5  # float32 graphs beside float32 PyTorch: sums in another
 
 @dataclass(frozen=True)
 class Trained:
-    """Checkpoints by the name they are served under, where they and their bundles lie, and the server."""
+    """Checkpoints by their served names, the folder of checkpoints and bundles, and the server."""
 
     folder: Path
     checkpoints: dict[str, Checkpoint]
@@ -72,7 +72,7 @@ def texts(count: int) -> list[str]:
 
 @torch.no_grad()
 def scores(checkpoint: Checkpoint, task: Task, ids: tuple[int, ...], types: tuple[int, ...]) -> torch.Tensor:
-    """Softmax of a head's outputs for every token, [S, O]."""
+    """Return the softmax of a head's outputs for every token, [S, O]."""
     states = checkpoint.model.encode(torch.tensor([ids]), None, torch.tensor([types]))[0]
     return checkpoint.model.read_out(task, states).softmax(dim=-1)
 
@@ -82,7 +82,7 @@ def labels_of(checkpoint: Checkpoint, task: Task) -> tuple[str, ...]:
 
 
 def test_what_the_ready_line_suggests_runs(trained: Trained) -> None:
-    """Of the default model, which has words to fill in."""
+    """Ask the default model, which fills masks."""
     suggested = shlex.split(trained.ready_line.partition("; next: antiphon ")[2])
     assert suggested[0] == "fill-mask"
     ended = antiphon(*suggested)
@@ -126,7 +126,7 @@ def test_tag_answers_as_pytorch(trained: Trained) -> None:
 
 
 def test_fill_mask_answers_as_pytorch(trained: Trained) -> None:
-    """The text names the mask token; what stands around it is what training saw."""
+    """The text contains the mask token in a context as in training."""
     checkpoint = trained.checkpoints["masks"]
     tokenizer = checkpoint.tokenizer
     for text in texts(5):
@@ -158,7 +158,7 @@ def test_evaluate_scores_the_bundle_as_training_scored_the_model(
 
 
 def written(recipe: FineTuneRecipe, path: Path) -> str:
-    """The recipe as a TOML file: of its values, JSON's spelling is TOML's."""
+    """Write the recipe as a TOML file; its values have the same notation in JSON and TOML."""
 
     def inline(value: object) -> str:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Clients that keep calls waiting: unread answers, requests that never come, and bursts that core must not refuse.
+"""Clients that let calls wait: unread answers, incomplete requests, and bursts that gRPC core must not refuse.
 
 A server in this process, attacked over raw HTTP/2: no gRPC client leaves an answer unread or sends headers alone.
 """
@@ -35,7 +35,7 @@ def sample(served: Serving, name: str, **labels: str) -> float:
 
 @contextlib.asynccontextmanager
 async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterator[RawConnection]:
-    """A connection with calls of which every answer finds no window."""
+    """Connection with calls whose answers have no flow-control window."""
     async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
         for _ in range(num_calls):
             connection.call(UNARY.method, message)
@@ -44,7 +44,7 @@ async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterat
 
 
 async def until(served: Serving, name: str, least: float, **labels: str) -> None:
-    """Look until a metric has a value, or more: nothing tells a test when an answer waits to be read."""
+    """Poll until a metric has at least a value, because no event reports that an answer waits to be read."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             if sample(served, name, **labels) >= least:
@@ -53,7 +53,7 @@ async def until(served: Serving, name: str, least: float, **labels: str) -> None
 
 
 async def test_unread_unary_answers_are_in_flight_until_their_time_is_over() -> None:
-    """The limit counted them, the metrics did not, and they had no time limit."""
+    """Regression: the limit counted them, but the metrics did not, and they had no time limit."""
     async with serving(slow_reader_timeout_s=1.0) as served, unread(served, 8, LONG) as connection:
         await until(served, "calls_waiting_for_client", 8, stage="answer")
         assert sample(served, "grpc_server_in_flight") == 8
@@ -71,7 +71,7 @@ async def test_unread_unary_answers_are_in_flight_until_their_time_is_over() -> 
 
 
 async def test_unread_answers_make_room_for_calls_of_others() -> None:
-    """Everybody else was refused for as long as the answers stayed unread."""
+    """Regression: other clients were refused while the answers stayed unread."""
     async with serving(max_concurrent_rpcs=4) as served, unread(served, 4, LONG):
         await until(served, "calls_waiting_for_client", 4, stage="answer")
         async with asyncio.timeout(PATIENCE_S):
@@ -92,22 +92,22 @@ async def test_unread_answers_are_bounded_in_bytes() -> None:
 
 @pytest.mark.parametrize("method", [UNARY.method, f"{SERVICE}/Generate", HEALTH_METHOD, REFLECTION_METHOD, OIP_METHOD])
 async def test_call_whose_request_does_not_come_is_ended(method: str) -> None:
-    """Such calls stayed for as long as their client liked, and were neither counted nor logged."""
+    """Regression: such calls had no time limit, and were neither counted nor logged."""
     async with serving(request_timeout_s=0.2) as served:
         async with await RawConnection.open(address_of(served)) as connection:
             stream_ids = [connection.headers(method) for _ in range(3)]
             await connection.flush()
             assert await connection.ends(PATIENCE_S) == {"DEADLINE_EXCEEDED": 3}
-            told = connection.streams[stream_ids[0]].trailers["grpc-message"]
+            message = connection.streams[stream_ids[0]].trailers["grpc-message"]
         await served.settled()
-        assert told == "no complete request came within 0.2 s"
+        assert message == "no complete request came within 0.2 s"
         await until(served, "grpc_server_handled_total", 3, method=method, code="DEADLINE_EXCEEDED")
         assert sample(served, "calls_given_up_total", stage="request", cause="timeout") == 3
         assert sample(served, "grpc_server_in_flight") == 0
 
 
 async def test_call_that_ends_without_a_request_is_refused() -> None:
-    """gRPC's own handler of unary calls left it without a status for ever."""
+    """Regression: gRPC's handler of unary calls never sent a status."""
     async with serving() as served, await RawConnection.open(address_of(served)) as connection:
         connection.headers(UNARY.method, is_end=True)
         await connection.flush()
@@ -115,7 +115,7 @@ async def test_call_that_ends_without_a_request_is_refused() -> None:
 
 
 async def test_streams_that_idle_make_room_for_a_probe() -> None:
-    """A stream of health may stay open for ever; a server full of them must still be probed."""
+    """A health stream can stay open forever; a server with many of them must still answer probes."""
     watch = HEALTH_METHOD.replace("Check", "Watch")
     async with serving(max_concurrent_rpcs=2) as served, await RawConnection.open(address_of(served)) as connection:
         for _ in range(2):
@@ -148,7 +148,7 @@ async def test_unknown_method_is_refused_and_counted_under_one_name() -> None:
 
 @pytest.mark.parametrize("num_connections", [1, 4])
 async def test_burst_of_calls_is_answered_and_not_refused_by_core(num_connections: int) -> None:
-    """Core dropped calls at random beyond 1,000 that waited, with CANCELLED, and streams that it had not freed yet."""
+    """Regression: beyond 1,000 waiting calls or unfreed streams, gRPC core cancelled calls at random."""
     num_calls = 2000 // num_connections
     async with serving(max_concurrent_streams=2000) as served, contextlib.AsyncExitStack() as stack:
         connections = [
@@ -175,7 +175,7 @@ async def test_metadata_is_bounded_for_clients_that_never_acknowledge_the_limit(
 
 
 async def test_connection_that_resets_its_calls_at_once_is_closed() -> None:
-    """Each call cost the server 0.15 ms, and others waited behind 100,000 of them."""
+    """Regression: each call cost the server 0.15 ms, and others waited behind 100,000 of them."""
     async with serving() as served, await RawConnection.open(address_of(served)) as connection:
         for _ in range(2000):
             connection.reset(connection.headers(UNARY.method))

@@ -1,4 +1,4 @@
-"""The wheel, built from the sdist as a registry's user would get it, holds everything once and runs elsewhere."""
+"""The wheel, built from the sdist, contains every file once and runs outside of the checkout."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, by way of its sdist, with the build tools of this environment: nothing is fetched."""
+    """Build the wheel of this checkout from its sdist, with the build tools of this environment, without downloads."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, cwd=ROOT)
     (built,) = out.glob("*.whl")
@@ -31,14 +31,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_built(name: str) -> bool:
-    """True for what the build writes beside the sources."""
+    """Return whether the build writes this file beside the sources."""
     return "_pb2" in name or name.endswith((".so", ".pyc"))
 
 
 def packaged_sources() -> Iterator[str]:
-    """Names in the wheel of all source files of the checkout; C++ stays behind, its library goes in."""
+    """Return the wheel's names of all source files; it contains the native library, but no C++ sources."""
     for folder, package in PACKAGES.items():
-        # rglob does not follow the symlinks that stand for the other two packages.
+        # rglob does not follow the symlinks to the other two packages.
         for path in (ROOT / folder).rglob("*"):
             name = path.relative_to(ROOT / folder).as_posix()
             if path.is_file() and not is_built(name) and not name.startswith("ops/native/"):

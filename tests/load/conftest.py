@@ -1,4 +1,4 @@
-"""The shipped model, served by a process of its own."""
+"""Server process of the shipped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that answers as a test says, and remembers what it was asked."""
+"""A server with scripted answers that records its requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Asked = pb.GenerateRequest | pb.GenerateUnaryRequest
 
 
 async def at_once(request: Asked) -> list[pb.GenerateResponse]:
-    """The words of the source one by one, the last with the end."""
+    """Stream the words of the source one by one; the last message ends the output."""
     words = request.text.split()
     answer = [pb.GenerateResponse(text_delta=f"{word} ") for word in words]
     end = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(generated_tokens=len(words) + 1))
@@ -25,7 +25,7 @@ async def at_once(request: Asked) -> list[pb.GenerateResponse]:
 
 
 class Scripted:
-    """answer: what comes of a request, once it is due. asked: every request, with its peer and its deadline.
+    """answer: called for each request. asked: every request, with its peer and its deadline.
 
     refusal: the status of every answer instead.
     """
@@ -55,7 +55,7 @@ class Scripted:
         return pb.GetModelResponse(model=self.model)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Its methods under the names of the contract."""
+        """Return its methods under the names of the contract."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
@@ -79,7 +79,7 @@ class Scripted:
 
 @contextlib.asynccontextmanager
 async def served(scripted: Scripted) -> AsyncIterator[str]:
-    """Serve on a free port of the loopback; gives the target."""
+    """Serve on a free port of the loopback; yield the target."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((scripted.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")

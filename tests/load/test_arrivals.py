@@ -1,4 +1,4 @@
-"""When requests come, how times are summed up, and how a rate is searched for: all of it pure."""
+"""Arrival times, percentiles and the search for a rate: pure functions."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_search_gives_zero_where_nothing_holds_and_its_highest_where_all_does() 
 
 
 def test_search_stays_below_the_capacity_of_a_queue_and_comes_near_it() -> None:
-    """One server that takes 5 ms for each request can answer 200 a second."""
+    """A server that needs 5 ms per request can answer 200 per second."""
     capacity, bound_s = 200.0, 0.25
 
     def holds(rate: float) -> bool:
@@ -120,7 +120,7 @@ def test_search_stays_below_the_capacity_of_a_queue_and_comes_near_it() -> None:
 
 
 def _waits(arrivals: Sequence[float], service_s: float) -> list[float]:
-    """How long each arrival is with a server that takes one after the other."""
+    """Return the latency of each arrival at a server that handles one request at a time."""
     free_s, waits = 0.0, []
     for arrival_s in arrivals:
         free_s = max(free_s, arrival_s) + service_s

@@ -1,4 +1,4 @@
-"""`antiphon load` as its user meets it: against a real server, and against one that never answers."""
+"""`antiphon load` as a command, against a real server and against one that never answers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_load_draws_a_curve(target: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_load_searches_for_the_highest_rate(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs are simulated: a server that can take 100 requests a second, and waits a second beyond that."""
+    """The server is simulated: it sustains 100 requests per second, and beyond that a request waits a second."""
 
     def simulate(plan: Plan) -> Result:
         assert plan.rate is not None
@@ -118,7 +118,7 @@ def test_load_fails_where_the_objective_is_missed_and_that_matters(target: str) 
 
 def test_load_fails_where_requests_were_not_sent(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("--target", target, "--rate", "2000", "--duration", "0.2", "--max-outstanding", "1") == 1
-    assert "requests were not sent: --max-outstanding 1 were under way" in capsys.readouterr().err
+    assert "requests were not sent: --max-outstanding 1 were running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_load_refuses_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
             return await asyncio.to_thread(load, "--target", target)
 
     assert asyncio.run(asked()) == 2
-    assert "is an encoder alone" in capsys.readouterr().err
+    assert "is an encoder-only model" in capsys.readouterr().err
 
 
 async def test_an_interrupted_run_reports_what_there_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The open loop and its calls: against callers and servers whose answers the test decides, and the real servicer."""
+"""The open loop and its calls, against scripted callers and servers, and against the real servicer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plan_of(target: str = "", **changes: Any) -> Plan:
 
 
 class HeldCaller:
-    """Calls that end when told to, or when cancelled."""
+    """Calls that end when the test ends them, or when they are cancelled."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -53,7 +53,7 @@ class HeldCaller:
 
 
 def then_open(caller: HeldCaller, count: int) -> Iterator[Arrival]:
-    """So many arrivals that are due; the calls end only once all were to be sent."""
+    """Offer arrivals that are due; the calls end only after all of them were due."""
     yield from ((0.0, 0) for _ in range(count))
     caller.open.set()
 
@@ -173,7 +173,7 @@ async def test_a_stream_without_exactly_one_end_is_an_error(num_ends: int) -> No
 
 
 class CountingCaller(Caller):
-    """Opens a gate once so many calls have ended."""
+    """Open a gate after a number of calls has ended."""
 
     def __init__(self, plan: Plan, gate: Gate, count: int) -> None:
         super().__init__(plan)

@@ -1,4 +1,4 @@
-"""MLPerf's LoadGen and Locust drive the same server: independent clocks, the same calls."""
+"""MLPerf's LoadGen and Locust load the same server with independent clocks and the same calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_loadgen_asks_through_our_calls_and_judges(
     summary = read_summary(tmp_path / "logs")
     assert held["e2e_ms"] == summary.percentiles_ms["e2e_ms"]
     assert list(held["e2e_ms"].values()) == sorted(held["e2e_ms"].values())
-    # So few queries are not enough for 99 % to be sure of: LoadGen says so itself, and nothing else is missing.
+    # LoadGen reports that so few queries are not enough for its 99 %, and must report no other problem.
     assert (held["valid"], held["missed"], held["errors"]) == (False, ["Early stopping satisfied"], {})
     if objective == "--objective-ttft-ms":
         assert held["ttft_ms"]["p50"] <= held["e2e_ms"]["p50"]
@@ -67,7 +67,7 @@ def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
         read_summary(tmp_path)
 
 
-# A time would have to suit the slowest machine. Locust writes its figures every second, and not once more at the end.
+# A run time would depend on the machine. Locust writes its figures every second, but not at the end.
 QUIT_ONCE_WRITTEN = """
 import gevent
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is made of the replies: counts that add up, and figures that follow from them."""
+"""Results of replies: counts that add up, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ def test_curve_has_a_line_for_each_run_lowest_rate_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"asks": ()}, "nothing to ask"),
+        ({"asks": ()}, "no text to send"),
         ({"rate": 0.0}, "--rate is 0.0"),
-        ({"rate": 1e9}, "--rate is 1e+09; it must be 100,000 at most"),
+        ({"rate": 1e9}, "--rate is 1e+09; it must be at most 100,000"),
         ({"rate": float("nan")}, "--rate is nan"),
-        ({"times_s": (0.0,)}, "either at a rate or from a trace"),
+        ({"times_s": (0.0,)}, "either a rate or a trace"),
         ({"duration_s": 0.0}, "--duration is 0.0"),
         ({"warmup_s": -1.0}, "--warmup is -1.0"),
         ({"timeout_s": float("inf")}, "--timeout-s is inf"),

@@ -1,4 +1,4 @@
-"""Traces are read as they are, or refused by line and field."""
+"""Traces are read, or refused with line and field."""
 
 from __future__ import annotations
 

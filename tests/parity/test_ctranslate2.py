@@ -11,7 +11,7 @@ from antiphon.model.config import ModelConfig, preset
 from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.transformer.greedy import greedy
 from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate
+from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
 
 
 def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
@@ -52,7 +52,7 @@ def test_greedy_equals_ctranslate2_with_parts_of_public_families(tmp_path: Path,
 
 def check_greedy(tmp_path: Path, config: ModelConfig, seed: int = 3) -> None:
     checkpoint = random_checkpoint(config, seed)
-    save_twin(checkpoint, tmp_path)
+    save_ctranslate2_model(checkpoint, tmp_path)
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 20, (12,), generator=generator).tolist()
     sources = [[*torch.randint(4, 300, (n,), generator=generator).tolist(), config.eos_id] for n in lengths]
@@ -70,7 +70,7 @@ def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
 
 
-def test_twin_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+def test_conversion_refuses_models_that_ctranslate2_lacks(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, positions="rope"), seed=1)
     with pytest.raises(CheckpointError, match="positions='rope'"):
-        save_twin(checkpoint, tmp_path)
+        save_ctranslate2_model(checkpoint, tmp_path)

@@ -45,7 +45,11 @@ from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.runners import open_runner
-from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate, twin_specification
+from antiphon.service.tools.bench.ctranslate2.conversion import (
+    ctranslate2_specification,
+    save_ctranslate2_model,
+    translate,
+)
 from tests.fakes import request_of
 from tests.parity.test_ctranslate2 import random_checkpoint
 
@@ -244,9 +248,9 @@ ROUNDING = {None: 0.0, "int8": 0.51 / 127, "float16": 2.0**-11, "bfloat16": 2.0*
 def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str, quantization: str | None) -> None:
     """A model written by CTranslate2 and imported has the same shape, and the same weights except for rounding."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM[name]), seed=3)
-    save_twin(checkpoint, tmp_path, quantization=quantization)
+    save_ctranslate2_model(checkpoint, tmp_path, quantization=quantization)
     source = _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
-    # CTranslate2's model has positions as a table, relative ones without a maximum, and no padding token.
+    # The converted model has its positions as a table, and relative positions have no maximum. It has no padding token.
     told = {"positions", "positions_offset", "sinusoids", "pad_id", "head_dim", "attention_scale"}
     told |= {"max_source_len", "max_target_len"} if name == "t5" else set()
     assert source.config.model_dump(exclude=told) == checkpoint.config.model_dump(exclude=told)
@@ -262,7 +266,7 @@ def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_random_model_gives_ctranslate2s_outputs(tmp_path: Path, quantization: str | None) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM["untied"]), seed=5)
-    save_twin(checkpoint, tmp_path, quantization=quantization)
+    save_ctranslate2_model(checkpoint, tmp_path, quantization=quantization)
     model = load_model(_inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")))
     dice = random.Random(5)
     sources = [[*(dice.randrange(4, 280) for _ in range(dice.randrange(1, 20))), 2] for _ in range(12)]
@@ -275,7 +279,7 @@ def test_random_model_gives_ctranslate2s_outputs(tmp_path: Path, quantization: s
 def test_model_that_begins_with_zeros_gets_a_token_for_it(tmp_path: Path) -> None:
     """CTranslate2 writes Marian like this: the first decoder input is not a token and cannot be generated."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, activation="silu"), seed=9)
-    spec = twin_specification(checkpoint)
+    spec = ctranslate2_specification(checkpoint)
     spec.decoder.start_from_zero_embedding = True
     spec.validate()
     spec.optimize(quantization=None)
@@ -336,7 +340,7 @@ def fill(spec: transformer_spec.TransformerSpec, width: int) -> None:
     ],
 )
 def test_damaged_file_is_named(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
-    save_twin(random_checkpoint(preset("tiny", vocab_size=300), seed=1), tmp_path)
+    save_ctranslate2_model(random_checkpoint(preset("tiny", vocab_size=300), seed=1), tmp_path)
     file = tmp_path / "model.bin"
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(SourceError, match=rf"model\.bin.*{message}"):
@@ -344,7 +348,7 @@ def test_damaged_file_is_named(tmp_path: Path, change: Callable[[bytes], bytes],
 
 
 def test_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
-    save_twin(random_checkpoint(preset("tiny", vocab_size=300), seed=1), tmp_path)
+    save_ctranslate2_model(random_checkpoint(preset("tiny", vocab_size=300), seed=1), tmp_path)
     (tmp_path / "shared_vocabulary.json").write_text(json.dumps([str(index) for index in range(299)]))
     with pytest.raises(SourceError, match="embeds 300 tokens; its vocabulary has 299"):
         _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
@@ -353,7 +357,7 @@ def test_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_words_are_looked_up_as_ctranslate2_does(tmp_path: Path) -> None:
     """The first of equal tokens is used, a token can end with a carriage return, and other words are unknown."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300), seed=1)
-    save_twin(checkpoint, tmp_path)
+    save_ctranslate2_model(checkpoint, tmp_path)
     tokens = [str(index) for index in range(300)]
     tokens[9], tokens[11] = "7", "x\r"
     (tmp_path / "shared_vocabulary.json").write_text(json.dumps(tokens))

@@ -110,7 +110,7 @@ def test_source_beyond_the_limit_counts_as_untranslated(
             "--target-language is 'de'; it must be empty: this model takes none",
         ),
         (["--record", "--precision", "int8", "--source", __file__, "--reference", __file__], "leave out the rest"),
-        (["--text", __file__], "--text measures a decoder alone; "),
+        (["--text", __file__], "--text measures decoder-only models; "),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],
 )

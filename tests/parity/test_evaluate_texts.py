@@ -101,10 +101,13 @@ def test_recorded_perplexity_is_what_each_precision_scores(
     ("arguments", "message"),
     [
         (["--text", "/nowhere/a"], "/nowhere/a cannot be read"),
-        (["--text", __file__, "--source", __file__], "--text measures a decoder alone; leave out --source"),
+        (["--text", __file__, "--source", __file__], "--text measures decoder-only models; leave out --source"),
         (["--text", __file__, "--record", "--precision", "int8"], "leave out --precision"),
         (["--text", "/dev/null"], "/dev/null: none of 1 lines has 2 tokens"),
-        (["--source", __file__, "--reference", __file__, "--record"], "translates nothing; --record takes --text"),
+        (
+            ["--source", __file__, "--reference", __file__, "--record"],
+            "does not translate; for it --record needs --text",
+        ),
     ],
 )
 def test_wrong_argument_is_named(

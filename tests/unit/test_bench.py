@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from antiphon.load.texts import EVERYDAY
 from antiphon.model.text.tokenizer import byte_bpe_format
 from antiphon.service.tools.bench import command
-from antiphon.service.tools.bench.arrivals import offer
-from antiphon.service.tools.bench.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.ctranslate2.reference import (
+    CTranslate2Settings,
+    decode_candidates,
+    encode_candidates,
+    layouts,
+)
+from antiphon.service.tools.bench.drivers.arrivals import offer
+from antiphon.service.tools.bench.drivers.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.drivers.offline import Offline
+from antiphon.service.tools.bench.drivers.static import translate_static
 from antiphon.service.tools.bench.node_profile import summary
-from antiphon.service.tools.bench.offline import Offline
 from antiphon.service.tools.bench.report import (
     BenchError,
     BenchFailure,
@@ -31,9 +38,7 @@ from antiphon.service.tools.bench.report import (
     to_json,
 )
 from antiphon.service.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
-from antiphon.service.tools.bench.static import translate_static
 from antiphon.service.tools.bench.timing import alternate
-from antiphon.service.tools.bench.twin import TwinSettings, decode_candidates, encode_candidates, layouts
 from tests.fakes import EOS_ID, FakeRunner, source_of
 from tests.serving import tiny_tokenizer
 
@@ -48,13 +53,15 @@ def speed(tokens_per_s: int, cpu_share: float | None = None) -> Speed:
     return Speed(num_tokens=tokens_per_s * 2, seconds=2.0, cpu_s=None if cpu_share is None else 2.0 * cpu_share)
 
 
-TWIN = Case(name="decode", case="sentences", rows=32, against="CTranslate2", is_twin=True, equal_outputs=0.5)
+BESIDE_CTRANSLATE2 = Case(
+    name="decode", case="sentences", rows=32, against="CTranslate2", is_ctranslate2=True, equal_outputs=0.5
+)
 OURS = Case(name="engine", case="sentences", rows=32, against="static batches")
 
 
 def test_compare_takes_medians_of_rates_and_of_the_ratios_of_pairs() -> None:
     pairs = [(speed(100), speed(50)), (speed(90), speed(100)), (speed(400), speed(100))]
-    (finding,) = compare(TWIN, pairs)
+    (finding,) = compare(BESIDE_CTRANSLATE2, pairs)
     assert (finding.antiphon, finding.ctranslate2, finding.ratio, finding.unit) == (100.0, 100.0, 2.0, "tokens/s")
     assert finding.baseline is None
 
@@ -73,7 +80,7 @@ def test_compare_adds_cpu_seconds_where_both_sides_know_theirs() -> None:
 
 
 def test_ratio_is_absent_where_the_other_side_reached_nothing() -> None:
-    assert TWIN.finding([(5.0, 0.0), (6.0, 0.0)], "requests/s").ratio is None
+    assert BESIDE_CTRANSLATE2.finding([(5.0, 0.0), (6.0, 0.0)], "requests/s").ratio is None
 
 
 def test_share_equal_counts_whole_targets() -> None:
@@ -84,7 +91,7 @@ def test_table_aligns_columns_and_leaves_out_what_there_is_not() -> None:
     findings = [
         Finding(name="engine", case="sentences", rows=32, antiphon=12345.6, baseline=50.0, ratio=1.5, unit="tokens/s"),
         Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
-        TWIN.finding([(200.0, 100.0)], "tokens/s"),
+        BESIDE_CTRANSLATE2.finding([(200.0, 100.0)], "tokens/s"),
     ]
     lines = table(findings).splitlines()
     assert [line.split() for line in lines[1:]] == [
@@ -98,7 +105,7 @@ def test_table_aligns_columns_and_leaves_out_what_there_is_not() -> None:
 def test_json_names_machine_and_commit_and_holds_every_finding() -> None:
     findings = [
         Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
-        TWIN.finding([(200.0, 100.0)], "tokens/s"),
+        BESIDE_CTRANSLATE2.finding([(200.0, 100.0)], "tokens/s"),
     ]
     described = json.loads(to_json(findings, threads=3))
     assert described.keys() == {"machine", "commit", "sections"}
@@ -233,7 +240,7 @@ async def test_batcher_hands_a_fault_to_every_request_of_its_batch() -> None:
                 await batcher.ask(1)
 
 
-def test_twin_is_tried_with_every_layout_of_the_same_threads() -> None:
+def test_ctranslate2_is_tried_with_every_layout_of_the_same_threads() -> None:
     assert layouts(4) == [(4, 1), (2, 2), (1, 4)]
     tried = decode_candidates(8, 2, mean_len=6.0)
     assert {(held.workers, held.threads, held.max_batch_size) for held in tried if held.batch_type == "examples"} == {
@@ -245,14 +252,14 @@ def test_twin_is_tried_with_every_layout_of_the_same_threads() -> None:
     assert not any(held.batch_type == "tokens" for held in decode_candidates(8, 2, mean_len=None))
 
 
-def test_twin_gets_one_source_at_a_time_at_one_row() -> None:
+def test_ctranslate2_gets_one_source_at_a_time_at_one_row() -> None:
     assert decode_candidates(1, 2, mean_len=6.0) == [
-        TwinSettings(workers=2, threads=1, max_batch_size=1, is_lone=True),
-        TwinSettings(workers=1, threads=2, max_batch_size=1, is_lone=True),
+        CTranslate2Settings(workers=2, threads=1, max_batch_size=1, is_lone=True),
+        CTranslate2Settings(workers=1, threads=2, max_batch_size=1, is_lone=True),
     ]
 
 
-def test_twin_may_cut_a_batch_to_encode_as_small_as_it_likes() -> None:
+def test_ctranslate2_is_tried_with_small_batches_when_encoding() -> None:
     tried = encode_candidates(4, 1, [5, 20, 7, 9])
     assert [held.max_batch_size for held in tried if held.batch_type == "examples"] == [4, 2, 1]
     assert [held.max_batch_size for held in tried if held.batch_type == "tokens"] == [40, 20]

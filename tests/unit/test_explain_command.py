@@ -144,7 +144,7 @@ def mean_brightness(path: Path) -> float:
     [
         (["--layer", 2], "--layer is 2; the model has 0 to 1"),
         (["--head", 4], "--head is 4; the model has 0 to 3"),
-        (["--layer", -1], "--layer is -1; it counts from 0"),
+        (["--layer", -1], "--layer is -1; it must be at least 0"),
         (["--png", "no/such/place/map.png"], "--png is no/such/place/map.png, but there is no directory no/such/place"),
         (["--model", "other"], "NOT_FOUND: model 'other' is not served here"),
     ],

@@ -12,7 +12,7 @@ import yaml
 
 from antiphon.cli.main import main
 from antiphon.service.tools.capacity.autoscaler import SYNC_PERIOD_S, Policy, Scaling
-from antiphon.service.tools.capacity.fleet import Fleet, Outcome, Surroundings
+from antiphon.service.tools.capacity.fleet import Environment, Fleet, Outcome
 from antiphon.service.tools.capacity.replicas import CapacityError
 from antiphon.service.tools.capacity.scaled_object import ScaledObject, Trigger, read_scaled_object
 from antiphon.service.tools.capacity.service_curve import ServiceCurve, read_curve
@@ -22,7 +22,7 @@ from antiphon.service.tools.capacity.traffic import Burst, Traffic, day, read_tr
 SHIPPED = Path(__file__).parents[2] / "deploy" / "components" / "autoscaling" / "scaledobject.yaml"
 CURVE = ServiceCurve(rows=(1, 4, 16), answers_per_s=(4.0, 10.0, 16.0), work=(0.5, 1.0, 1.5), origin="test")
 LIMITS = ReplicaLimits(max_rows=16, max_waiting=64, max_wait_s=30.0)
-AT_ONCE = Surroundings(start_s=20.0, discovery_s=0.0, cache_of_full_rows=1.0)
+AT_ONCE = Environment(start_s=20.0, discovery_s=0.0, cache_of_full_rows=1.0)
 
 
 def _steady(rate: float, hours: float) -> Traffic:
@@ -78,7 +78,7 @@ def test_new_replicas_serve_only_when_they_have_started() -> None:
     scaled = ScaledObject(
         scaling=Scaling(min_replicas=1, max_replicas=20), triggers=(Trigger(metric="waiting", target=5),)
     )
-    slow = Surroundings(start_s=120.0, discovery_s=0.0, cache_of_full_rows=1.0)
+    slow = Environment(start_s=120.0, discovery_s=0.0, cache_of_full_rows=1.0)
     outcome = Fleet(CURVE, LIMITS, slow, scaled).run(_steady(6 * CURVE.highest_per_s, 0.2), 1, seed=1)
     first = next(sample for sample in outcome.samples if sample.replicas > 1)
     ready = next(sample for sample in outcome.samples if sample.ready > 1)
@@ -89,7 +89,7 @@ def test_clients_come_to_know_new_replicas_slowly() -> None:
     """With 300 s of discovery the old replicas go on to bear most of it: more is refused."""
     traffic, triggers = _steady(4 * CURVE.highest_per_s, 0.3), (Trigger(metric="waiting", target=5),)
     scaled = ScaledObject(scaling=Scaling(min_replicas=1, max_replicas=20), triggers=triggers)
-    slow = Surroundings(start_s=20.0, discovery_s=300.0, cache_of_full_rows=1.0)
+    slow = Environment(start_s=20.0, discovery_s=300.0, cache_of_full_rows=1.0)
     late = Fleet(CURVE, LIMITS, slow, scaled).run(traffic, 1, seed=1)
     soon = Fleet(CURVE, LIMITS, AT_ONCE, scaled).run(traffic, 1, seed=1)
     assert len(late.answers.refused_s) > 1.2 * len(soon.answers.refused_s)

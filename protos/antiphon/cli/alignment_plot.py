@@ -1,4 +1,4 @@
-"""Draws attention weights as a heat map, the pieces of source and target on its axes, as a PNG. Needs matplotlib."""
+"""Heat map of attention weights as PNG, with the pieces of source and target on its axes. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# A cell, and the labels beside it, in inches; no side is longer than the last, whatever the lengths.
+# Size of a cell, of the labels beside the cells, and maximum size of the figure, in inches.
 _CELL, _MARGIN, _LONGEST = 0.32, 2.0, 60.0
 
 
@@ -27,12 +27,12 @@ def plot_alignment(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     image = axes.imshow(weights, cmap="Blues", vmin=0, aspect="auto")
-    # Pieces are text, not formulas: a dollar sign is a dollar sign.
+    # Pieces are text, not formulas: matplotlib must not interpret dollar signs.
     axes.set_xticks(range(len(source_pieces)), source_pieces, rotation=90, parse_math=False)
     axes.set_yticks(range(len(target_pieces)), target_pieces, parse_math=False)
     axes.set(xlabel="source", ylabel="target")
     axes.set_title(title, fontsize="small", wrap=True)
     figure.colorbar(image, ax=axes, label="weight")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a script the font lacks is drawn as boxes
+        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks are drawn as boxes
         figure.savefig(path, format="png", dpi=120)

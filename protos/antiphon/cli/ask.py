@@ -1,6 +1,6 @@
-"""What `antiphon classify`, `tag` and `fill-mask` share: texts or lines in, one line out for each, in order.
+"""Common part of `antiphon classify`, `tag` and `fill-mask`: prints one line for each text or line, in order.
 
-A client; loads no model. What is asked of the server, and how an answer reads, is the command's.
+A client; loads no model. Each command defines its call to the server and the format of an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from antiphon.cli.lines import (
 )
 from antiphon.client import DEFAULT_TARGET, AsyncClient, ServerError
 
-# No other line will fare better.
+# Statuses with which every other line would fail too.
 _HOPELESS = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -38,7 +38,7 @@ _HOPELESS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """One command: its name, the call that answers a text, and an answer as a line, of the text it belongs to."""
+    """One command: its name, the call that answers a text, and the function that formats an answer and its text."""
 
     name: str
     ask: Callable[[AsyncClient, str], Awaitable[Any]]
@@ -47,7 +47,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What a line came to: what is printed, and what went wrong with it."""
+    """Result of a line: the printed text and the error."""
 
     line: Line
     printed: str = ""
@@ -59,18 +59,18 @@ def add_ask_arguments(parser: argparse.ArgumentParser, text_help: str) -> None:
     parser.add_argument("text", nargs="*", metavar="TEXT", help=f"{text_help} (default: lines of standard input)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
     parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
-    parser.add_argument("--json", action="store_true", help="print each answer as one JSON object: all that came back")
+    parser.add_argument("--json", action="store_true", help="print each answer as one JSON object with all fields")
     parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
+        "--concurrency", type=positive, default=64, metavar="N", help="concurrent lines (default: %(default)s)"
     )
     add_call_flags(parser)
     add_connection_flags(parser)
 
 
 def run_command(arguments: argparse.Namespace, command: Command) -> int:
-    """Answer the texts, or standard input where there are none; returns the exit code."""
+    """Answer the texts, or standard input if there are none; return the exit code."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
+    sys.stdout.reconfigure(encoding="utf-8")  # same encoding as the input; the locale does not matter
     try:
         return run_interruptible(_run(arguments, command))
     except Stopped as stopped:
@@ -100,7 +100,7 @@ async def _answer_lines(client: AsyncClient, arguments: argparse.Namespace, comm
     if sys.stdin is None:
         raise Stopped("standard input is closed, and no TEXT is given")
     try:
-        await client.get_model()  # a wrong target or model is found before the first line is read
+        await client.get_model()  # reports a wrong target or model before the first line is read
     except ServerError as error:
         raise Stopped(_explain(error, arguments.target)) from None
 

@@ -1,4 +1,4 @@
-"""`antiphon classify`: the labels of texts or pairs of texts, by a running server's encoder."""
+"""`antiphon classify`: labels of texts or pairs of texts, from a running server's encoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.client import AsyncClient, Classification
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon classify`."""
-    add_ask_arguments(parser, "text to classify; a tab parts the two texts of a pair")
+    add_ask_arguments(parser, "text to classify; a tab separates the two texts of a pair")
     parser.add_argument(
         "--top-k",
         type=natural,
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Classify the texts, or the lines of standard input; returns the exit code."""
+    """Classify the texts, or the lines of standard input; return the exit code."""
 
     async def ask(client: AsyncClient, text: str) -> Classification:
         first, tab, second = text.partition("\t")

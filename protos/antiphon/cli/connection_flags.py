@@ -9,7 +9,7 @@ from typing import TypedDict
 from antiphon.client.connection import Connection, RetryPolicy
 from antiphon.client.terms import Priority
 
-# A command outlasts an overload as long as each line's own attempts reach: others' failures do not stop them.
+# A command has no retry budget: during an overload each line has its full number of attempts.
 _RETRY = RetryPolicy(budget=None)
 _FIELDS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file", "load_balancing")
 _FIELD = re.compile(r"\b(tls_ca|tls_cert|tls_key|token_file)\b")
@@ -24,19 +24,19 @@ class ClientTerms(TypedDict):
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how a server is reached."""
+    """Add the flags of a connection to a server."""
     group = parser.add_argument_group("connection")
-    group.add_argument("--tls", action="store_true", help="encrypt, trusting gRPC's own list of authorities")
-    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, trusting the authorities of this PEM file")
+    group.add_argument("--tls", action="store_true", help="encrypt; trust the authorities of gRPC's list")
+    group.add_argument("--tls-ca", metavar="FILE", help="encrypt; trust the authorities in this PEM file")
     group.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
-    group.add_argument("--tls-key", metavar="FILE", help="its private key")
+    group.add_argument("--tls-key", metavar="FILE", help="private key of --tls-cert")
     group.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate (default: target's)")
     group.add_argument("--token-file", metavar="FILE", help="file that holds the bearer token")
     group.add_argument(
         "--load-balancing",
         choices=("pick_first", "round_robin"),
         default="pick_first",
-        help="which of the target's addresses to ask (default: %(default)s)",
+        help="choice among the target's addresses (default: %(default)s)",
     )
 
 
@@ -51,12 +51,12 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_connection(arguments: argparse.Namespace, retry: RetryPolicy = _RETRY) -> Connection:
-    """The connection of the flags. Raises ValueError."""
+    """Return the connection that the flags describe. Raises ValueError."""
     return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=retry)
 
 
 def read_terms(arguments: argparse.Namespace) -> ClientTerms:
-    """What the flags say of a client's calls. Raises ValueError."""
+    """Return a client's call terms that the flags describe. Raises ValueError."""
     return {
         "connection": read_connection(arguments),
         "timeout_s": arguments.timeout_s,
@@ -65,12 +65,12 @@ def read_terms(arguments: argparse.Namespace) -> ClientTerms:
 
 
 def connection_problem(error: ValueError) -> str:
-    """What is wrong with a connection, its fields named as flags."""
+    """Return the message of a connection error, with flags in place of field names."""
     return _FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", str(error))
 
 
 def above_zero(text: str) -> float:
-    """A flag's number of seconds. Raises ArgumentTypeError."""
+    """Read a flag's number of seconds. Raises ArgumentTypeError."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")

@@ -1,8 +1,8 @@
-"""`antiphon explain`: what a served model looks at, as tables and as a picture. A client; loads no model.
+"""`antiphon explain`: attention of a served model, as tables and as a plot. A client; loads no model.
 
-Computes from the attention maps that the server sends, in plain Python: NumPy is no part of a client install.
+Uses the attention maps that the server sends, in plain Python: a client installation has no NumPy.
 
-Axes: S source pieces, T decoder queries; query t has read target pieces 0 to t, the begin token first, and predicts the
+Axes: S source pieces, T decoder queries. Query t has read target pieces 0 to t, the begin token first, and predicts the
 next one.
 """
 
@@ -21,7 +21,7 @@ from antiphon.client import DEFAULT_TARGET, Client, ServerError
 from antiphon.v1 import inference_pb2 as pb
 
 EXIT_USER_ERROR = 2
-# What the last query predicts; it is no piece of the target.
+# Prediction of the last query; it is not a piece of the target.
 END = "(end)"
 WORD_BEGINS = "\u2581"
 
@@ -29,26 +29,26 @@ Matrix = list[list[float]]
 
 
 class Refused(Exception):
-    """Nothing can be shown; the message says why."""
+    """Nothing can be shown; the message contains the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon explain`."""
     parser.add_argument("text", metavar="TEXT", help="source text")
-    parser.add_argument("--target-text", metavar="TEXT", help="target to explain (default: what the model answers)")
+    parser.add_argument("--target-text", metavar="TEXT", help="target to explain (default: the model's answer)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
     parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
     parser.add_argument("--layer", type=int, metavar="N", help="decoder layer of the alignment, from 0 (default: last)")
-    parser.add_argument("--head", type=int, metavar="N", help="one of its heads, from 0 (default: the mean over heads)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the alignment here (needs matplotlib)")
+    parser.add_argument("--head", type=int, metavar="N", help="head of this layer, from 0 (default: mean of all heads)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the alignment to FILE (needs matplotlib)")
     add_call_flags(parser)
     add_connection_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the entropy of every head and the alignment, and draw it where asked; returns the exit code."""
+    """Print the entropy of every head and the alignment; plot it with --png. Return the exit code."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(encoding="utf-8")  # pieces are text in any language, whatever the locale
+    sys.stdout.reconfigure(encoding="utf-8")  # pieces are text in any language; the locale does not matter
     try:
         _check(arguments)
         response = _ask(arguments)
@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Find what is wrong before the server is asked; a missing matplotlib is the command line's to report."""
+    """Check the flags before the server is asked. The command line reports a missing matplotlib."""
     for option in ("layer", "head"):
         if (value := getattr(arguments, option)) is not None and value < 0:
-            raise Refused(f"--{option} is {value}; it counts from 0")
+            raise Refused(f"--{option} is {value}; it must be at least 0")
     if arguments.png is None:
         return
     if not arguments.png.parent.is_dir():
@@ -94,7 +94,7 @@ def _ask(arguments: argparse.Namespace) -> pb.ExplainResponse:
 
 
 def entropy_table(response: pb.ExplainResponse) -> list[str]:
-    """Lines: of each attention and layer the entropy of every head, nats."""
+    """Return lines with the entropy of every head, in nats, for each attention and layer."""
     num_heads = 1 + max(each.head for each in response.cross)
     lines = [f"{'entropy, nats':<24}" + "".join(f"{f'head {head}':>9}" for head in range(num_heads))]
     for name, maps in (
@@ -108,9 +108,9 @@ def entropy_table(response: pb.ExplainResponse) -> list[str]:
 
 
 def alignment(response: pb.ExplainResponse, *, layer: int | None, head: int | None) -> tuple[Matrix, str]:
-    """Cross-attention weights [T, S] of a layer (None: the last) and head (None: the mean), and what they are.
+    """Return cross-attention weights [T, S] of a layer (None: the last) and head (None: the mean), and their title.
 
-    Raises Refused where the model has no such layer or head.
+    Raises Refused if the model has no such layer or head.
     """
     layer = _existing("--layer", layer, {each.layer for each in response.cross})
     maps = [each for each in response.cross if each.layer == layer]
@@ -125,7 +125,7 @@ def alignment(response: pb.ExplainResponse, *, layer: int | None, head: int | No
 
 
 def _existing(option: str, asked: int | None, held: set[int]) -> int:
-    """What was asked for, or the last there is."""
+    """Return the given number, or the last one if it is None."""
     if asked is None:
         return max(held)
     if asked not in held:
@@ -134,22 +134,22 @@ def _existing(option: str, asked: int | None, held: set[int]) -> int:
 
 
 def read(response: pb.ExplainResponse) -> list[str]:
-    """The source's pieces to look at, [S]."""
+    """Return the source's pieces in visible form, [S]."""
     return [_visible(piece) for piece in response.source_tokens]
 
 
 def predicted(response: pb.ExplainResponse) -> list[str]:
-    """The pieces that the queries predict, to look at, [T]."""
+    """Return the pieces that the queries predict, in visible form, [T]."""
     return [*(_visible(piece) for piece in response.target_tokens[1:]), END]
 
 
 def _visible(piece: str) -> str:
-    """A space begins a word, and would not be seen on an axis."""
+    """Replace spaces, which begin words and would be invisible on an axis."""
     return piece.replace(" ", WORD_BEGINS)
 
 
 def alignment_table(response: pb.ExplainResponse, weights: Matrix) -> list[str]:
-    """Lines: of each predicted piece the source piece that is looked at most, and its weight."""
+    """Return lines with each predicted piece, the source piece of the largest weight, and this weight."""
     sources, targets = read(response), predicted(response)
     width, source_width = (max(map(len, pieces)) + 2 for pieces in (["target", *targets], ["source", *sources]))
     lines = [f"{'target':<{width}}{'source':<{source_width}}weight"]

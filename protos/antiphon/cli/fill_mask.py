@@ -1,4 +1,4 @@
-"""`antiphon fill-mask`: tokens for the masked places of texts, by a running server's encoder."""
+"""`antiphon fill-mask`: tokens for the masked places of texts, from a running server's encoder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=5,
         metavar="N",
-        help="tokens to propose, likeliest first (default: %(default)s)",
+        help="tokens to propose, most likely first (default: %(default)s)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fill the texts, or the lines of standard input; returns the exit code."""
+    """Fill the texts, or the lines of standard input; return the exit code."""
 
     async def ask(client: AsyncClient, text: str) -> FilledMasks:
         return await client.fill_mask(text, top_k=arguments.top_k)

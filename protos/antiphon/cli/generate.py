@@ -1,4 +1,4 @@
-"""`antiphon generate`: texts or lines in, the server's answers out, in order. A client; loads no model."""
+"""`antiphon generate`: prints the server's answers to texts or lines, in order. A client; loads no model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from antiphon.cli.lines import (
 from antiphon.cli.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
 
-# No other line will fare better.
+# Statuses with which every other line would fail too.
 _HOPELESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the server made of a line, best first, and what went wrong with it; both empty for a blank line."""
+    """Outputs of a line, best first, and its error. A blank line has neither."""
 
     line: Line
     outputs: tuple[Generation, ...] = ()
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="CODE",
             help=f"language of the {side}, for models that know several (default: the model's)",
         )
-    parser.add_argument("--json", action="store_true", help="print each answer as one JSON object: all that came back")
+    parser.add_argument("--json", action="store_true", help="print each answer as one JSON object with all fields")
     parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="N", help="lines under way at once (default: %(default)s)"
+        "--concurrency", type=positive, default=64, metavar="N", help="concurrent lines (default: %(default)s)"
     )
     add_call_flags(parser)
     add_connection_flags(parser)
@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate the texts, or standard input where there are none; returns the exit code."""
+    """Translate the texts, or standard input if there are none; return the exit code."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(encoding="utf-8")  # as the input is read, whatever the locale
+    sys.stdout.reconfigure(encoding="utf-8")  # same encoding as the input; the locale does not matter
     try:
         return run_interruptible(_run(arguments, read_option_flags(arguments)))
     except Stopped as stopped:
@@ -108,7 +108,7 @@ async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, o
     if sys.stdin is None:
         raise Stopped("standard input is closed, and no TEXT is given")
     try:
-        await client.get_model()  # a wrong target or model is found before the first line is read
+        await client.get_model()  # reports a wrong target or model before the first line is read
     except ServerError as error:
         raise Stopped(_explain(error, arguments.target)) from None
 
@@ -149,7 +149,7 @@ def _num_lines(options: Options) -> int:
 
 
 def _print_lines(outputs: Sequence[Generation], options: Options, *, is_json: bool) -> None:
-    """As many lines as sequences were asked for; those there is nothing for are empty, or null."""
+    """Print one line for each requested sequence; a missing sequence is an empty line, or null in JSON."""
     for index in range(_num_lines(options)):
         output = outputs[index] if index < len(outputs) else None
         if is_json:

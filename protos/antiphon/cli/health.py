@@ -1,4 +1,4 @@
-"""`antiphon health`: whether a running server is ready, as an exit code. What an image's health check runs."""
+"""`antiphon health`: reports the readiness of a running server as an exit code. The image's health check runs it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='what to ask for: "liveness", or a service, or SERVICE/MODEL (default: whether all models are ready)',
     )
     parser.add_argument(
-        "--timeout-s", type=above_zero, default=2.0, metavar="S", help="how long to wait (default: %(default)s)"
+        "--timeout-s", type=above_zero, default=2.0, metavar="S", help="maximum wait (default: %(default)s)"
     )
     add_connection_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask once; 0 where it is SERVING, 1 where it is not or nobody answers, 2 where a setting is wrong."""
+    """Ask once. Return 0 if the status is SERVING, 1 for another status or no answer, 2 for a wrong setting."""
     try:
         target = arguments.target or own_target(os.environ)
         status = _check(arguments, target)
@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def own_target(environ: Mapping[str, str]) -> str:
-    """Where the server of the same environment tells its health: of a container, whose settings are variables.
+    """Return the health address of the server that runs in the same environment, such as the same container.
 
-    The port that needs no certificate comes first. Raises ValueError for a port that is none.
+    The port that needs no certificate comes first. Raises ValueError for an invalid port.
     """
     for name in _PORT_VARIABLES:
         value = environ.get(name)
@@ -77,7 +77,7 @@ def _check(arguments: argparse.Namespace, target: str) -> str:
     connection = read_connection(arguments, RetryPolicy(attempts=1))
     terms = Terms(connection)
     with connection.open(target, _SERVICE_NAME) as channel:
-        # The same bytes as HealthCheckRequest and HealthCheckResponse, which a client's install does not have.
+        # Same bytes as HealthCheckRequest and HealthCheckResponse, which a client installation does not have.
         check = channel.unary_unary(
             f"/{_SERVICE_NAME}/Check",
             request_serializer=StringValue.SerializeToString,

@@ -1,4 +1,4 @@
-"""An interrupt that is never lost: asyncio.run for commands."""
+"""asyncio.run for commands, with an interrupt that is never lost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as asyncio.run does; raises KeyboardInterrupt whenever SIGINT comes.
+    """Run a coroutine as asyncio.run does. Raises KeyboardInterrupt after SIGINT.
 
-    asyncio.run's own handler runs when the interpreter next looks for signals. One that comes between its last look and
-    the loop's going to sleep waits for whatever wakes the loop, which may be nothing. A handler of the loop's own is
-    told through a pipe that the loop sleeps on. A second interrupt does not wait for the work to tidy up.
+    The handler of asyncio.run runs when the interpreter next checks for signals. If a signal arrives between the last
+    check and the moment when the loop blocks, nothing may wake the loop. A handler of the event loop is called through
+    a pipe that wakes it. A second interrupt does not wait for the cleanup of the work.
     """
     interrupted = False
 

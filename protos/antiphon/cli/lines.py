@@ -1,4 +1,4 @@
-"""Lines of standard input for commands that answer each of them in order, and what ends such a command."""
+"""Lines of standard input, for commands that answer each of them in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_SOME_FAILED = 1
 EXIT_USER_ERROR = 2
 STDIN = 0
 
-# Whatever a reader of lines may take for the end of one.
+# All characters that a program may interpret as the end of a line.
 _LINE_ENDS = dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
 
 
@@ -32,19 +32,19 @@ class Line:
 
 
 class Stopped(Exception):
-    """No further line can succeed; the message says why."""
+    """No further line can succeed; the message contains the reason."""
 
 
 class Answered(Protocol):
-    """What a line came to, as far as all commands have it."""
+    """Result of a line, as all commands have it."""
 
     @property
     def line(self) -> Line:
-        """Which line."""
+        """Return the line."""
 
     @property
     def problem(self) -> str | None:
-        """What went wrong with it; None where nothing did."""
+        """Return the error of the line, or None."""
 
 
 A = TypeVar("A", bound=Answered)
@@ -53,9 +53,10 @@ A = TypeVar("A", bound=Answered)
 async def answer_lines(
     command: str, answer: Callable[[Line], Awaitable[A]], write: Callable[[A], None], *, concurrency: int
 ) -> int:
-    """Answer the lines of standard input, so many at once, and write the answers in order; returns the exit code.
+    """Answer the lines of standard input, `concurrency` at a time, and write the answers in order.
 
-    A line's problem goes to standard error, named by its number. Raises what `answer` does.
+    Returns the exit code. Errors of lines are printed to standard error with the line number. Raises the exceptions
+    of `answer`.
     """
     progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
     num_failed = 0
@@ -74,9 +75,9 @@ async def answer_lines(
 
 
 async def lines_of(descriptor: int) -> AsyncIterator[Line]:
-    """Lines of a file descriptor, read by a thread no further ahead than one line.
+    """Yield the lines of a file descriptor. A thread reads at most one line ahead.
 
-    A daemon thread, because a read from a terminal cannot be interrupted and must not keep the process alive.
+    It is a daemon thread, because a read from a terminal cannot be interrupted and must not keep the process alive.
     """
     loop = asyncio.get_running_loop()
     wanted = threading.Semaphore(0)
@@ -84,7 +85,7 @@ async def lines_of(descriptor: int) -> AsyncIterator[Line]:
 
     def hand_over(item: bytes | OSError | None) -> None:
         wanted.acquire()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads on
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads any more
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
     def read() -> None:
@@ -111,21 +112,21 @@ async def lines_of(descriptor: int) -> AsyncIterator[Line]:
 
 
 def one_line(text: str) -> str:
-    """The text with a space for every end of a line."""
+    """Return the text with a space in place of every line end."""
     return text.translate(_LINE_ENDS)
 
 
 def positive(text: str) -> int:
-    """The value of a flag that counts something."""
+    """Read a whole number of at least 1."""
     return _at_least(1, int(text))
 
 
 def natural(text: str) -> int:
-    """As positive, where 0 means something as well."""
+    """Read a whole number of at least 0."""
     return _at_least(0, int(text))
 
 
 def _at_least(least: int, value: int) -> int:
     if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value

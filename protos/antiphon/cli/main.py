@@ -1,7 +1,7 @@
-"""The `antiphon` command: which subcommands there are, and what each one needs installed.
+"""The `antiphon` command: its subcommands, and the packages that each one needs.
 
-Only the chosen subcommand is imported, so that a client install runs `generate` and a server install never loads
-torch. Each module brings `add_arguments(parser)` and `run(arguments) -> exit code`.
+Only the chosen subcommand is imported. A client installation can therefore run `generate`, and a server never loads
+torch. Each module defines `add_arguments(parser)` and `run(arguments) -> exit code`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from types import ModuleType
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-# What a full disk, a quota, a limit of file sizes and a failing disk answer to a write.
+# Errors of a write to a full disk, beyond a quota, beyond a file size limit, and to a failing disk.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subcommand:
-    """One subcommand: where it lives, what its help says and the extra that installs what it imports."""
+    """One subcommand: its module, its help texts and the extra that installs its packages."""
 
     module: str
     summary: str
@@ -42,7 +42,7 @@ SUBCOMMANDS = {
   antiphon serve                            the shipped English-German model, on 127.0.0.1:50051
   antiphon serve BUNDLE --port 0            your own model, on any free port
   ANTIPHON_THREADS=4 antiphon serve --config antiphon.toml
-  antiphon serve --model de=EN-DE --model fr=EN-FR          several models; requests say which, or get the first
+  antiphon serve --model de=EN-DE --model fr=EN-FR          several models; requests name one, or use the first
   antiphon serve --print-config             settings in effect, as TOML
 
 stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), at once on a second one""",
@@ -57,21 +57,21 @@ stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), 
   antiphon generate --beam-width 4 --num-return-sequences 4 "A cold morning."      best first
   antiphon generate --prefix-text "Es ist" --stop-strings , --json --num-logprobs 2 "It is cold today, isn't it?"
 
-one line out for each line in (or as many as --num-return-sequences says), in order; a line that fails is empty, and is
-named on standard error
-exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, server unreachable)""",
+prints one line for each input line (or --num-return-sequences lines), in order; the line of a failed request is empty,
+and standard error names it
+exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong option, server unreachable)""",
     ),
     "classify": Subcommand(
         module="antiphon.cli.classify",
         summary="label texts with a running server's encoder",
         examples="""\
-  antiphon classify "Play some jazz"        the likeliest label and its probability
-  antiphon classify --top-k 0 < texts.txt   every label of each line, best first, parted by tabs
-  printf 'It rains.\\tTake an umbrella.\\n' | antiphon classify --next-sentence      a tab parts the texts of a pair
+  antiphon classify "Play some jazz"        the most likely label and its probability
+  antiphon classify --top-k 0 < texts.txt   every label of each line, best first, separated by tabs
+  printf 'It rains.\\tTake an umbrella.\\n' | antiphon classify --next-sentence      a tab separates the texts of a pair
   antiphon classify --json "Play some jazz"
 
-one line out for each line in, in order; a line that fails is empty, and is named on standard error
-exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong option, no server, no such head)""",
+prints one line for each input line, in order; the line of a failed request is empty, and standard error names it
+exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong option, no server, no such head)""",
     ),
     "tag": Subcommand(
         module="antiphon.cli.tag",
@@ -80,60 +80,61 @@ exit codes: 0 all well, 1 some lines failed, 2 nothing could be asked (wrong opt
   antiphon tag "Ada Lovelace was born in London"        prints PER: Ada Lovelace, a tab, LOC: London
   antiphon tag --json < texts.txt           every token with its label, and the spans, by code points
 
-one line out for each line in, in order; exit codes as of antiphon classify""",
+prints one line for each input line, in order; exit codes are those of antiphon classify""",
     ),
     "fill-mask": Subcommand(
         module="antiphon.cli.fill_mask",
         summary="fill masked words with a running server's encoder",
         examples="""\
-  antiphon fill-mask "Paris is the [MASK] of France."   five tokens with their probabilities, likeliest first
-  antiphon fill-mask --top-k 1 < texts.txt  of each line; several places are parted by |
+  antiphon fill-mask "Paris is the [MASK] of France."   five tokens with their probabilities, most likely first
+  antiphon fill-mask --top-k 1 < texts.txt  of each line; several places are separated by |
 
-the mask token is the model's own: [MASK] of BERT, <mask> of RoBERTa
-one line out for each line in, in order; exit codes as of antiphon classify""",
+the mask token depends on the model: [MASK] of BERT, <mask> of RoBERTa
+prints one line for each input line, in order; exit codes are those of antiphon classify""",
     ),
     "load": Subcommand(
         module="antiphon.load.command",
         extra="load",
-        summary="load a running server and measure how it fares",
+        summary="put load on a running server and measure its latency",
         examples="""\
   antiphon load                             everyday sentences, 10 requests a second for 10 seconds
   antiphon load --rate 200 --duration 60 --warmup 5 --input texts.txt --json load.json
   antiphon load --rates 50,100,200,400 --plot curve.png --objective-p99-ms 250
   antiphon load --search --objective-ttft-ms 100 --objective-p99-ms 250       the highest sustainable rate
-  antiphon load --trace arrivals.csv --check        arrival times and lengths of a trace; equal texts, equal answers
-  antiphon load --rate 2000 --processes 4   where one client process is not enough
+  antiphon load --trace arrivals.csv --check        times and lengths of a trace; compare the answers to equal texts
+  antiphon load --rate 2000 --processes 4   if one client process is not enough
 
-open loop: requests go out when they are due, whatever the server does; latencies count from then; docs/LOAD.md
-exit codes: 0 all well, 1 the client could not keep up, nothing was answered, answers to equal texts differed or, with
---fail, the objective was missed; 2 nothing could be loaded (wrong option, server unreachable)""",
+open loop: requests are sent at their scheduled times, also while the server is slow; latencies count from these times;
+see docs/LOAD.md
+exit codes: 0 success, 1 the client could not keep up, nothing was answered, answers to equal texts differed or, with
+--fail, the objective was missed; 2 the server could not be loaded (wrong option, server unreachable)""",
     ),
     "models": Subcommand(
         module="antiphon.cli.models",
         summary="list, load and unload a running server's models",
         examples="""\
-  antiphon models list                      what is served, the default first
-  antiphon models load fr /models/en-fr     one more, from the server's disk; needs antiphon serve --admin-port 50052
-  antiphon models unload fr                 once its running requests have ended
-  antiphon models memory                    what each holds of the server's --memory-limit-bytes""",
+  antiphon models list                      the served models, the default first
+  antiphon models load fr /models/en-fr     add one from the server's disk; needs antiphon serve --admin-port 50052
+  antiphon models unload fr                 remove one after its running requests have ended
+  antiphon models memory                    memory of each, of the server's --memory-limit-bytes""",
     ),
     "health": Subcommand(
         module="antiphon.cli.health",
         summary="ask a running server whether it is ready",
         examples="""\
-  antiphon health                           of the server on 127.0.0.1:50051
-  antiphon health --service liveness        whether its process does its work: also while it loads or drains
+  antiphon health                           the server on 127.0.0.1:50051
+  antiphon health --service liveness        check that its process works, also while it loads or drains
   antiphon health --service antiphon.v1.InferenceService/en-de --target translate:50051
 
-in a container it asks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, as the server there is told them
+in a container it asks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, the settings of the server there
 exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
     ),
     "explain": Subcommand(
         module="antiphon.cli.explain",
         extra="train",
-        summary="show what a running server's model looks at",
+        summary="show the attention of a running server's model",
         examples="""\
-  antiphon explain "How are you?"           entropy of every head, and what its greedy translation is aligned with
+  antiphon explain "How are you?"           entropy of every head, and the alignment of the greedy translation
   antiphon explain "How are you?" --target-text "Wie geht es dir?" --png map.png       the alignment as a picture
   antiphon explain "How are you?" --layer 0 --head 3 --target 127.0.0.1:50051
 
@@ -144,14 +145,14 @@ pictures need matplotlib; the server's bundle needs an explain graph, which anti
         extra="train",
         summary="train a model from a recipe",
         examples="""\
-  antiphon train tatoeba-en-de --data DATA            a recipe that comes with Antiphon; DATA holds the files it names
+  antiphon train tatoeba-en-de --data DATA            a recipe of Antiphon; DATA holds the files that it names
   antiphon train my-recipe.toml --data DATA --output runs/mine
   antiphon train mlm-small --data DATA                an encoder, pre-trained on plain text
   antiphon train snips --init runs/mlm-small/averaged --data DATA         fine-tuned; wnut17 tags words
-  antiphon train snips --init CHECKPOINT --freeze-encoder --data DATA     only the new head learns
+  antiphon train snips --init CHECKPOINT --freeze-encoder --data DATA     trains only the new head
   torchrun --nproc-per-node 4 -m antiphon.cli.main train my-recipe.toml --data DATA
 
-killed, the same command resumes from the last checkpoint; the averaged checkpoint it ends with is what export wants""",
+after an interruption, the same command resumes from the last checkpoint; export needs the final averaged checkpoint""",
     ),
     "export": Subcommand(
         module="antiphon.model.export.export",
@@ -173,7 +174,7 @@ killed, the same command resumes from the last checkpoint; the averaged checkpoi
   antiphon import ./ct2-en-de BUNDLE        a CTranslate2 directory: model.bin and its vocabularies
   antiphon serve BUNDLE
 
-what it writes was compared with the original in transformers, in float32, before it was exported""",
+before the export the model is compared with the original in transformers, in float32""",
     ),
     "evaluate": Subcommand(
         module="antiphon.service.tools.evaluation.evaluate",
@@ -183,27 +184,27 @@ what it writes was compared with the original in transformers, in float32, befor
   antiphon evaluate BUNDLE --recipe tatoeba-en-de --data DATA             the part held out before training
   antiphon evaluate BUNDLE --source news.en --reference news.de --output news.hyp
   antiphon evaluate BUNDLE --recipe snips --data DATA                     accuracy of an encoder's labels; wnut17: F1
-  antiphon evaluate BUNDLE --source news.en --reference news.de --record      BLEU of every precision, into its manifest
-  antiphon evaluate BUNDLE --text news.en --record                        so too a decoder's perplexity, a line a text
+  antiphon evaluate BUNDLE --source news.en --reference news.de --record      BLEU of every precision, to its manifest
+  antiphon evaluate BUNDLE --text news.en --record                        perplexity of a decoder, one text per line
   antiphon evaluate CHECKPOINT --ctranslate2 --source a --reference b     PyTorch, and CTranslate2 with the same weights
 
-sacreBLEU and chrF; --json for one object a system""",
+sacreBLEU and chrF; --json prints one object per system""",
     ),
     "prune": Subcommand(
         module="antiphon.model.training.prune",
         extra="train",
-        summary="drop the attention heads that matter least",
+        summary="remove the least important attention heads",
         examples="""\
   antiphon prune CHECKPOINT OUTPUT --heads 6 --data DATA         every attention keeps its 6 most important heads
   antiphon prune CHECKPOINT OUTPUT --heads 6 --source news.en --reference news.de
-  antiphon export OUTPUT BUNDLE             what it writes is a checkpoint like any other""",
+  antiphon export OUTPUT BUNDLE             the output is a normal checkpoint""",
     ),
     "profile": Subcommand(
         module="antiphon.model.export.profile",
         extra="server,train",
         summary="measure a bundle's attention workspace against T^2",
         examples="""\
-  antiphon profile BUNDLE                   measures, fits, writes the fit into the bundle and a plot next to it
+  antiphon profile BUNDLE                   measure, write the fit into the bundle and a plot next to it
   antiphon profile --random base --plot memory.png       every lowering of random weights, up to 4,096 tokens""",
     ),
     "size": Subcommand(
@@ -211,12 +212,12 @@ sacreBLEU and chrF; --json for one object a system""",
         extra="server",
         summary="size a deployment: memory, cores, cache, replicas",
         examples="""\
-  antiphon size                             what one replica of the shipped model needs, each term with its formula
-  antiphon size BUNDLE --rate 1000 --load-result load.json --zones 3      and how many carry a rate, a zone lost
+  antiphon size                             needs of one replica of the shipped model, each term with its formula
+  antiphon size BUNDLE --rate 1000 --load-result load.json --zones 3      and replicas for a rate after a zone failure
   antiphon size BUNDLE --rate 100 --requests-per-s 250 --cores 4 --source-tokens 64 --target-tokens 64
   antiphon size --rate 100 --load-result load.json --kustomize deploy/components/cpu/kustomization.yaml
 
-memory is the bundle's own profile (antiphon profile) and what was measured of the server; docs/CAPACITY.md""",
+memory comes from the bundle's profile (antiphon profile) and from measurements of the server; see docs/CAPACITY.md""",
     ),
     "simulate": Subcommand(
         module="antiphon.service.tools.capacity.simulate",
@@ -224,10 +225,10 @@ memory is the bundle's own profile (antiphon profile) and what was measured of t
         summary="simulate the autoscaler under a day's traffic",
         examples="""\
   antiphon simulate --curve deploy/capacity/en-de.json --scaled-object deploy/components/autoscaling/scaledobject.yaml
-  antiphon simulate --curve CURVE --scaled-object FILE --compare --plot day.png       beside other thresholds, and CPU
+  antiphon simulate --curve CURVE --scaled-object FILE --compare --plot day.png       with other thresholds, and CPU
   antiphon simulate --curve CURVE --replicas 1 --steady 40 --hours 1      one replica, to compare with antiphon load
 
-what it needs to know of a replica is measured; docs/CAPACITY.md""",
+the speed of a replica is a measurement; see docs/CAPACITY.md""",
     ),
     "bench": Subcommand(
         module="antiphon.service.tools.bench.command",
@@ -235,13 +236,13 @@ what it needs to know of a replica is measured; docs/CAPACITY.md""",
         summary="measure a bundle on this machine",
         examples="""\
   antiphon bench                            every section, with the shipped English-German model and a random one
-  antiphon bench --section decode --model random --rows 64        beside CTranslate2, same weights, same cores
+  antiphon bench --section decode --model random --rows 64        against CTranslate2, same weights, same cores
   antiphon bench BUNDLE --section engine --source test.en --json bench.json
-  antiphon bench --profile nodes.txt        which operators take the time
+  antiphon bench --profile nodes.txt        time of each operator
 
-decode, encode, poisson, memory: beside CTranslate2 (pip install ctranslate2) at its best settings, outputs compared
-grpc_overhead: what a client sees over 64 streams, against the engine alone
-engine: continuous batching against static batches through the same graphs
+decode, encode, poisson, memory: against CTranslate2 (pip install ctranslate2) at its best settings, outputs compared
+grpc_overhead: a client with 64 streams against the engine alone
+engine: continuous batching against static batches with the same graphs
 startup: time until ready, and resident memory""",
     ),
 }
@@ -273,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], chosen: str | None) -> int:
-    """Run the chosen subcommand; what it printed has left this process, or an OSError says why not."""
+    """Run the chosen subcommand and flush its output. Raises OSError if the output cannot be written."""
     try:
         parsed = _parser(chosen).parse_args(arguments)
         code: int = parsed.run(parsed)
@@ -283,7 +284,7 @@ def _run(arguments: Sequence[str], chosen: str | None) -> int:
 
 
 def _can_write_output() -> bool:
-    """Return whether standard output takes an empty line: what was refused before may have been another file."""
+    """Return whether standard output accepts an empty line. If it does, the earlier error was of another file."""
     try:
         print(flush=True)
     except OSError:
@@ -292,7 +293,7 @@ def _can_write_output() -> bool:
 
 
 def _discard_output() -> None:
-    """Write what is left nowhere; without this the interpreter complains once more when it exits."""
+    """Discard the buffered output; otherwise the interpreter prints another error when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`antiphon models`: which models a running server has; loads and unloads them. A client; loads no model itself."""
+"""`antiphon models`: lists, loads and unloads the models of a running server. A client; loads no model itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EXIT_USER_ERROR = 2
 _LIMITS = {
     "max_num_seqs": "rows that run together",
     "kv_cache_blocks": "cache blocks of 16 tokens",
-    "threads": "cores one step may use",
-    "max_queued_requests": "requests that may wait",
+    "threads": "maximum cores of one step",
+    "max_queued_requests": "maximum waiting requests",
 }
 _PRECISION = inference_pb2.Precision.DESCRIPTOR.values_by_number
 
@@ -28,41 +28,41 @@ _PRECISION = inference_pb2.Precision.DESCRIPTOR.values_by_number
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `antiphon models` and their flags."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
-    listing = actions.add_parser("list", help="the models served, the default first")
+    listing = actions.add_parser("list", help="list the served models, the default first")
     listing.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    loading = actions.add_parser("load", help="serve one more bundle")
+    loading = actions.add_parser("load", help="serve another bundle")
     loading.add_argument("name", metavar="NAME", help="name for requests")
     loading.add_argument("path", metavar="PATH", help="directory of the bundle, on the server's disk")
     for limit, meaning in _LIMITS.items():
         loading.add_argument(
             f"--{limit.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: server's)"
         )
-    unloading = actions.add_parser("unload", help="serve a model no longer")
-    unloading.add_argument("name", metavar="NAME", help="its name")
+    unloading = actions.add_parser("unload", help="stop serving a model")
+    unloading.add_argument("name", metavar="NAME", help="name of the model")
     unloading.add_argument(
-        "--grace-s", type=float, metavar="S", help="how long its running requests may take (default: server's)"
+        "--grace-s", type=float, metavar="S", help="time for its running requests to end (default: server's)"
     )
-    memory = actions.add_parser("memory", help="what each model holds of the memory budget, in bytes")
+    memory = actions.add_parser("memory", help="show the memory of each model, in bytes, of the memory budget")
     for action in (loading, unloading, memory):
         action.add_argument(
             "--admin-target",
             default=DEFAULT_ADMIN_TARGET,
             metavar="HOST:PORT",
-            help="admin service, which a server has with --admin-port (default: %(default)s)",
+            help="admin service of a server with --admin-port (default: %(default)s)",
         )
     for action in (listing, loading, unloading, memory):
         add_connection_flags(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do one action; returns the exit code."""
+    """Do one action and return the exit code."""
     target = arguments.target if arguments.action == "list" else arguments.admin_target
     try:
         _ACTIONS[arguments.action](arguments, target)
     except ServerError as error:
         print(f"antiphon models: {_explain(error, target, arguments.action)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except ValueError as error:  # a file of the connection, or a number that no message can hold
+    except ValueError as error:  # a file of the connection, or a number out of its field's range
         print(f"antiphon models: {connection_problem(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
@@ -89,7 +89,7 @@ def _list(arguments: argparse.Namespace, target: str) -> None:
 def _load(arguments: argparse.Namespace, target: str) -> None:
     limits = Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS})
     with AdminClient(target, connection=read_connection(arguments)) as client:
-        # A relative path is this directory's, which is the server's where both are on one machine.
+        # A relative path refers to this directory, which the server also has if both run on one machine.
         model = client.load_model(arguments.name, str(Path(arguments.path).absolute()), limits)
     print(f"{model.name} is served")
 
@@ -122,7 +122,7 @@ def _parts(model: admin_pb2.ModelMemory) -> tuple[int, int, int]:
 
 
 def _print_rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Columns as wide as their longest entry, the first to the left and the others to the right."""
+    """Print rows in columns of the width of their longest entry; the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         first, *others = (

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, and nothing anywhere else."""
+"""Progress bar on a terminal. Draws nothing if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import stat
 import time
 from typing import TextIO
 
-# Redrawing is cheap, reading it faster than this is not possible.
+# People cannot read faster updates.
 _INTERVAL_S = 0.1
 
 
 class Progress:
-    """Counts lines and bytes done, and draws them on `stream` where that is a terminal.
+    """Counts processed lines and bytes, and draws them on `stream` if it is a terminal.
 
-    total_bytes: size of the input; None where it cannot be known, then only a count is drawn.
+    total_bytes: size of the input; None if it is unknown, and then only a count is drawn.
     """
 
     def __init__(self, stream: TextIO, *, total_bytes: int | None) -> None:
@@ -29,7 +29,7 @@ class Progress:
         self._num_bytes = 0
 
     def advance(self, num_bytes: int) -> None:
-        """Count one more line of that many bytes."""
+        """Count one more line of num_bytes bytes."""
         self._num_lines += 1
         self._num_bytes += num_bytes
         now_s = time.monotonic()
@@ -38,14 +38,14 @@ class Progress:
             self._draw(now_s)
 
     def clear(self) -> None:
-        """Make room for another message on the terminal's line."""
+        """Clear the terminal's line for another message."""
         if self._is_drawn:
             self._is_drawn = False
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
     def finish(self) -> None:
-        """Draw the last state and leave the line."""
+        """Draw the last state and end the line."""
         if self._is_shown and self._num_lines:
             self._draw(time.monotonic())
             self._stream.write("\n")
@@ -65,7 +65,7 @@ class Progress:
 
 
 def remaining_bytes(descriptor: int) -> int | None:
-    """Bytes left to read of a regular file; None for a pipe or a terminal."""
+    """Return the unread bytes of a regular file; None for a pipe or a terminal."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         return None

@@ -1,4 +1,4 @@
-"""`antiphon tag`: the labelled spans of texts, such as names, by a running server's encoder."""
+"""`antiphon tag`: labelled spans of texts, such as names, from a running server's encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Label the texts, or the lines of standard input; returns the exit code."""
+    """Label the texts, or the lines of standard input; return the exit code."""
 
     async def ask(client: AsyncClient, text: str) -> Tagging:
         return await client.tag(text)

@@ -1,11 +1,11 @@
-"""A small typed client of antiphon.v1, asynchronous and synchronous. Imports grpcio and protobuf only.
+"""Typed client of antiphon.v1, asynchronous and synchronous. Imports grpcio and protobuf only.
 
     with Client() as client:
         for delta in client.generate("How are you?"):
             print(delta.text, end="")
 
-Knows nothing of models: texts and options go out, deltas come back, refusals become ServerError. What users import
-is here; docs/CLIENT.md shows it at work.
+Knows nothing about models: sends texts and options, receives deltas, and raises ServerError for refusals. Users import
+from here; docs/CLIENT.md has examples.
 """
 
 from __future__ import annotations

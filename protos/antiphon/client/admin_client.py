@@ -1,4 +1,4 @@
-"""A small typed client of antiphon.v1.AdminService, for operators. Imports grpcio and protobuf only."""
+"""Typed client of antiphon.v1.AdminService, for operators. Imports grpcio and protobuf only."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SERVICE_NAME = "antiphon.v1.AdminService"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Engine limits of one model; None takes the server's own setting.
+    """Engine limits of one model; None takes the server's setting.
 
-    max_num_seqs: rows that run together. kv_cache_blocks: blocks of its cache. threads: cores one step may use.
-    max_queued_requests: requests that may wait.
+    max_num_seqs: maximum number of rows that run together. kv_cache_blocks: blocks of its cache. threads: maximum cores
+    of one step. max_queued_requests: maximum number of waiting requests.
     """
 
     max_num_seqs: int | None = None
@@ -33,12 +33,12 @@ class Limits:
 
 
 class AdminClient:
-    """Loads and unloads models of a running server. Close it, or use it as a context."""
+    """Loads and unloads models of a running server. Close it, or use it as a context manager."""
 
     def __init__(self, target: str = DEFAULT_ADMIN_TARGET, *, connection: Connection | None = None) -> None:
-        """target: host:port of the admin service, which a server has with --admin-port. connection: as of Client.
+        """Open the connection. target: host:port of the admin service of a server with --admin-port.
 
-        Nothing is made again here, whatever connection says: loading is not the same twice.
+        connection: as for Client. Its retries are ignored, because a second load has another result than the first.
         """
         how = replace(connection or Connection(), retry=RetryPolicy(attempts=1))
         self._terms = Terms(how)
@@ -48,9 +48,9 @@ class AdminClient:
     def load_model(
         self, name: str, path: str, limits: Limits | None = None, *, timeout_s: float | None = None
     ) -> inference_pb2.Model:
-        """Serve a bundle of the server's disk under a name; returns when it answers. Raises ServerError.
+        """Serve a bundle of the server's disk under a name; return when it is ready. Raises ServerError.
 
-        path: absolute. A timeout ends the waiting, not the loading.
+        path: absolute. A timeout ends the wait, but not the loading.
         """
         given = limits or Limits()
         request = admin_pb2.LoadModelRequest(
@@ -67,9 +67,9 @@ class AdminClient:
             return self._stub.LoadModel(request, **self._terms.call(timeout_s)).model
 
     def unload_model(self, name: str, *, grace_s: float | None = None, timeout_s: float | None = None) -> bool:
-        """Serve a model no longer; whether every running request ended by itself. Raises ServerError.
+        """Stop serving a model. Return whether every running request ended by itself. Raises ServerError.
 
-        grace_s: how long running requests may take; None takes the server's own.
+        grace_s: time for running requests to end; None takes the server's setting.
         """
         grace = None
         if grace_s is not None:
@@ -80,12 +80,12 @@ class AdminClient:
             return self._stub.UnloadModel(request, **self._terms.call(timeout_s)).has_drained
 
     def get_memory(self, *, timeout_s: float | None = None) -> admin_pb2.GetMemoryResponse:
-        """What each model holds of the memory budget. Raises ServerError."""
+        """Return the memory of each model, of the memory budget. Raises ServerError."""
         with server_errors():
             return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._terms.call(timeout_s))
 
     def close(self) -> None:
-        """Cancel what is under way and close the connection."""
+        """Cancel running calls and close the connection."""
         self._channel.close()
 
     def __enter__(self) -> Self:

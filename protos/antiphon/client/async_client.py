@@ -1,4 +1,4 @@
-"""The asynchronous client; `client.py` says what it is for."""
+"""Asynchronous client of antiphon.v1.InferenceService."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
 
 class AsyncClient(AsyncReadingCalls):
-    """Calls a server from one event loop, all calls over one connection. Close it, or use it as a context."""
+    """Calls a server from one event loop, over one connection. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class AsyncClient(AsyncReadingCalls):
         timeout_s: float | None = None,
         priority: Priority | None = None,
     ) -> None:
-        """target: host:port, or several as gRPC names them. model: name to ask for; empty is the server's first.
+        """Open the connection. target: host:port, or several in gRPC's notation. model: empty is the server's first.
 
         source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
-        connection: encryption, credentials, retries, balancing. timeout_s: deadline of calls that name none, retries
-        included. priority: "batch" lets interactive requests pass. Raises ValueError.
+        connection: encryption, credentials, retries, balancing. timeout_s: default deadline of a call, retries
+        included. priority: "batch" gives interactive requests precedence. Raises ValueError.
         """
         how = connection or Connection()
         self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
@@ -59,7 +59,7 @@ class AsyncClient(AsyncReadingCalls):
         self._languages = Languages(source=source_language, target=target_language)
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
-        """This client for other languages, over the same connection: close one of them only."""
+        """Return a client for other languages that shares this client's connection: close only one of them."""
         other = copy(self)
         other._languages = Languages(source=source_language, target=target_language)
         return other
@@ -67,7 +67,7 @@ class AsyncClient(AsyncReadingCalls):
     async def generate(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[Delta]:
-        """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
         call = self._stub.Generate(
             self._terms.ask(stream_request(self._model, source, options, self._languages)),
             **self._terms.call(timeout_s),
@@ -82,13 +82,13 @@ class AsyncClient(AsyncReadingCalls):
     async def generate_text(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Generation:
-        """Return the whole target of one source: the best where there are several. Raises ServerError."""
+        """Return the complete target of one source, the best one if there are several. Raises ServerError."""
         return (await self.generate_outputs(source, options, timeout_s=timeout_s))[0]
 
     async def generate_outputs(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> list[Generation]:
-        """Return every target of one source, the best first where beams were searched. Raises ServerError."""
+        """Return every target of one source; with beam search the best comes first. Raises ServerError."""
         request = self._terms.ask(unary_request(self._model, source, options, self._languages))
         with server_errors():
             return as_generations(await self._stub.GenerateUnary(request, **self._terms.call(timeout_s)))
@@ -100,10 +100,10 @@ class AsyncClient(AsyncReadingCalls):
         *,
         concurrency: int = 64,
     ) -> AsyncIterator[Generation | ServerError]:
-        """Yield the target of each source, in their order, with at most `concurrency` under way.
+        """Yield the target of each source, in order, with at most `concurrency` requests at a time.
 
-        A source that the server refuses yields its ServerError, so that its neighbours are not lost. Sources are read
-        lazily; a synchronous iterable must not block.
+        A source that the server refuses yields its ServerError, and the iteration goes on. Sources are read lazily; a
+        synchronous iterable must not block.
         """
 
         async def attempt(source: Source) -> Generation | ServerError:
@@ -144,7 +144,7 @@ class AsyncClient(AsyncReadingCalls):
             return list((await self._stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call())).models)
 
     async def close(self) -> None:
-        """Cancel what is under way and close the connection."""
+        """Cancel running calls and close the connection."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

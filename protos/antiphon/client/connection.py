@@ -1,4 +1,4 @@
-"""How a client reaches a server: encryption, credentials, retries, the choice among replicas. Knows no RPC.
+"""Connection of a client to a server: encryption, credentials, retries, load balancing. Knows no RPC.
 
     Connection(tls_ca="ca.pem", token_file="token", load_balancing="round_robin")
 
@@ -24,35 +24,35 @@ LoadBalancing = Literal["pick_first", "round_robin"]
 Option = tuple[str, str | int]
 
 MAX_FILE_BYTES = 1 << 24
-"""Most that is read of a file of certificates, a key or a token."""
+"""Maximum size of a file of certificates, a key or a token."""
 
 _LOAD_BALANCING = ("pick_first", "round_robin")
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
-# What gRPC carries out itself: more is clamped, with a message for every channel (gRFC A6).
+# Maximum of gRPC: it reduces a larger number, with a message for every channel (gRFC A6).
 _MOST_ATTEMPTS = 5
 # A call whose backoff rounds to nothing hangs until its deadline (grpc/grpc#41036; 28 of 60 calls at 1 ms, 1.85.1).
 _LEAST_BACKOFF_S = 0.01
 _KEEPALIVE_TIMEOUT_MS = 20_000
-# CANCELLED is what gRPC itself answers to a call that reached a server in the moment it closed, and nobody took up. A
-# call that its own client cancels is over, and not made again.
+# gRPC itself answers CANCELLED to a call that reaches a server while it closes, before a handler has started. A call
+# that its own client cancels has ended and is not retried.
 _RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED")
-# A request that outgrows its buffer is sent once and never again. gRPC's own 256 KiB would leave out requests that a
-# server takes (max_message_bytes, 1 MiB unless set); this much is held only while such a request is under way.
+# A request that is larger than the retry buffer is not retried. gRPC's default of 256 KiB would exclude requests that a
+# server accepts (max_message_bytes, 1 MiB by default). The memory is used only while such a large request runs.
 _RETRY_BUFFER_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """When a call that failed before anything came back is made again (gRFC A6), by gRPC itself.
+    """Retries of calls that failed before the server answered. gRPC carries them out (gRFC A6).
 
-    Only UNAVAILABLE, RESOURCE_EXHAUSTED and a server's CANCELLED, only before the response's headers, never past the
-    call's deadline, which counts all attempts together. A server's pushback replaces the backoff, and one that says
-    "do not" ends the retries.
+    Retried are only UNAVAILABLE, RESOURCE_EXHAUSTED and a server's CANCELLED, and only before the response's headers.
+    The deadline of a call includes all attempts. A server's pushback replaces the backoff; a pushback that forbids
+    retries ends them.
 
-    attempts: the first included; 1 is no retry. backoff_s: before the second attempt, doubled for each further one up
-    to max_backoff_s, each spread by a fifth at random. budget: tokens of one client: an attempt that fails takes
-    one, a call that succeeds returns budget_ratio of one, and nothing is made again while no more than half of them are
-    left, so that clients do not multiply an overload; None is no budget.
+    attempts: maximum number of attempts, the first included; 1 disables retries. backoff_s: wait before the second
+    attempt. It doubles for each further attempt up to max_backoff_s, and is varied at random by 20 %. budget: tokens of
+    one client. A failed attempt takes one token, and a successful call returns budget_ratio tokens. While at most half
+    of the tokens are left, nothing is retried, so that clients do not multiply an overload. None: no budget.
     """
 
     attempts: int = _MOST_ATTEMPTS
@@ -72,19 +72,18 @@ class RetryPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """How to reach a server. A wrong field raises ValueError that names it.
+    """Settings of the connection to a server. A wrong field raises a ValueError that names it.
 
-    tls: encrypt; also on where any other tls_ field is given. tls_ca: PEM file of the authorities to trust; None is
-    gRPC's own list. tls_cert, tls_key: PEM files that prove who we are, where the server asks for it (mutual TLS).
-    tls_server_name: the name in the server's certificate, where the target is not it (addresses, port forwarding).
+    tls: encrypt; any other tls_ field also enables encryption. tls_ca: PEM file of trusted authorities; None uses
+    gRPC's list. tls_cert, tls_key: PEM files that identify the client, if the server requires them (mutual TLS).
+    tls_server_name: the name in the server's certificate, if it differs from the target (addresses, port forwarding).
 
-    token: bearer token, or a function that returns the one to send, called for every call. token_file: file that holds
-    it, read again when it changes. metadata: sent with every call, keys in lower case.
+    token: bearer token, or a function that returns it and is called for every call. token_file: file with the token; it
+    is read again when it changes. metadata: sent with every call, keys in lower case.
 
-    load_balancing: "round_robin" spreads calls over every address of the target, which a name (dns:///host:port) or a
-    list (ipv4:10.0.0.1:50051,10.0.0.2:50051) may have several of, but for those that say they are not ready;
-    "pick_first" uses one.
-    keepalive_s: a connection that is silent for so long while calls wait is asked whether it lives; None never asks.
+    load_balancing: "round_robin" spreads calls over all ready addresses of the target; a name (dns:///host:port) or a
+    list (ipv4:10.0.0.1:50051,10.0.0.2:50051) can have several. "pick_first" uses one address.
+    keepalive_s: a connection that has been silent for this time while calls wait is pinged. None: no pings.
     """
 
     tls: bool = False
@@ -102,24 +101,24 @@ class Connection:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
-            raise ValueError(f"{given} is given without {missing}; a certificate is of use only with its key")
+            raise ValueError(f"{given} is given without {missing}; a certificate needs its key")
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both given; give one or the other")
         if self.load_balancing not in _LOAD_BALANCING:
             raise ValueError(
                 f"load_balancing is {self.load_balancing!r}; it must be one of {', '.join(_LOAD_BALANCING)}"
             )
-        if self.keepalive_s is not None:  # servers end a connection that asks more often than every 10 s
+        if self.keepalive_s is not None:  # servers close a connection with more than one ping in 10 s
             _check("keepalive_s", self.keepalive_s, 10, 86_400)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether TLS is used."""
+        """Return whether TLS is used."""
         return self.tls or any((self.tls_ca, self.tls_cert, self.tls_server_name))
 
     @property
     def has_token(self) -> bool:
-        """Whether calls carry a bearer token."""
+        """Return whether calls carry a bearer token."""
         return self.token is not None or self.token_file is not None
 
     @property
@@ -127,7 +126,7 @@ class Connection:
         return self.has_token or any(key.lower() == "authorization" for key in self.metadata)
 
     def open(self, target: str, service: str) -> grpc.Channel:
-        """A channel for synchronous calls of a service. Raises ValueError for a file that cannot be used."""
+        """Open a channel for synchronous calls of a service. Raises ValueError for a file that cannot be used."""
         self._warn_of_plain_token(target)
         options = self._options(target, service)
         if not self.is_encrypted:
@@ -135,7 +134,7 @@ class Connection:
         return grpc.secure_channel(target, self._credentials(), options=options)
 
     def open_async(self, target: str, service: str, *, is_shared: bool = True) -> grpc.aio.Channel:
-        """As `open`, for an event loop. is_shared: over the same connection as other channels to the target."""
+        """Open a channel for an event loop. is_shared: share the connection with other channels to the target."""
         self._warn_of_plain_token(target)
         options = self._options(target, service)
         if not is_shared:
@@ -158,14 +157,14 @@ class Connection:
     def _options(self, target: str, service: str) -> list[Option]:
         options: list[Option] = [
             ("grpc.service_config", json.dumps(self._service_config(service))),
-            # A proxy from the environment cannot reach this machine's loopback.
+            # A proxy named in the environment cannot reach the loopback of this machine.
             ("grpc.enable_http_proxy", 0 if is_loopback(target) else 1),
-            ("grpc.max_receive_message_length", -1),  # attention maps outgrow gRPC's 4 MiB
+            ("grpc.max_receive_message_length", -1),  # attention maps exceed gRPC's default of 4 MiB
             ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
         ]
         if self.keepalive_s is not None:
             options.append(("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)))
-            # What gRPC really waits for the answer; left out it is a minute, whatever keepalive_timeout_ms says.
+            # The effective timeout of a ping; without it gRPC waits a minute and ignores keepalive_timeout_ms.
             options.append(("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS))
         if self.tls_server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls_server_name))
@@ -178,8 +177,8 @@ class Connection:
             "methodConfig": [method],
         }
         if self.load_balancing == "round_robin" and not self._is_authorized:
-            # Replicas that leave, or start, get no calls (gRFC A17). gRPC follows their health without credentials,
-            # which servers that ask for a token refuse: there, calls find out by being refused.
+            # Replicas that start or drain get no calls (gRFC A17). gRPC watches their health without credentials, which
+            # servers with tokens refuse. With a token, calls go to such a replica and are refused by it.
             config["healthCheckConfig"] = {"serviceName": service}
         retry = self.retry
         if retry.attempts > 1:
@@ -196,7 +195,7 @@ class Connection:
 
 
 def is_loopback(target: str) -> bool:
-    """Whether every address of a target is this machine's."""
+    """Return whether every address of a target is on the loopback of this machine."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
     name = target.rpartition("///")[2]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file; a FIFO or a terminal could keep its reader waiting for ever.
+    """Return the content of a regular file. A read of a FIFO or a terminal could block forever.
 
-    Raises OSError for any other file, one that is larger and one that cannot be read; its strerror says which.
+    Raises OSError, with the reason in strerror, for another kind of file, a file larger than max_bytes and an
+    unreadable file.
     """
     with open(path, "rb", opener=_open_at_once) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):

@@ -1,4 +1,4 @@
-"""The client's own types, and how they become antiphon.v1 messages and come back. Opens no connection."""
+"""Types of the client, and their conversion to and from antiphon.v1 messages. Opens no connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Source = str | Sequence[int]
 """Text, or token ids as Tokenize returns them."""
 
 FinishReason = Literal["stop", "length", "stop_sequence", "time_limit", "exhausted", "unknown"]
-"""Why an output ended; "unknown" is a reason that only a newer server knows."""
+"""Reason for the end of an output; "unknown" is a reason of a newer server that this client does not know."""
 
 _FINISH_REASONS: dict[inference_pb2.FinishReason.ValueType, FinishReason] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -47,7 +47,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds from arrival at the server; None where the request never got that far."""
+    """Seconds from arrival at the server; None for a stage that the request did not reach."""
 
     queued_s: float | None
     time_to_first_token_s: float | None
@@ -56,7 +56,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's natural log-probability under the model, and the alternatives that ranked first, best first."""
+    """Natural log-probability of a token under the model, and of the most likely alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -67,8 +67,8 @@ class TokenLogprob:
 class Delta:
     """New text of one output of a stream.
 
-    logprobs: of token_ids, and of the token that ended the output; empty unless asked for.
-    finish_reason, score: on the last one of an output. usage, timing, seed: on the last one of the stream.
+    logprobs: of token_ids, and of the token that ended the output; empty unless requested.
+    finish_reason, score: set in the last delta of an output. usage, timing, seed: set in the last delta of the stream.
     """
 
     text: str
@@ -84,10 +84,10 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """One finished output; usage, timing and seed are those of its request.
+    """One finished output. usage, timing and seed are those of its request.
 
-    logprobs: of token_ids, and of the token that ended it; empty unless asked for.
-    score: of a hypothesis, or the sum of log-probabilities where they were asked for.
+    logprobs: of token_ids, and of the token that ended the output; empty unless requested.
+    score: score of a beam hypothesis, or the sum of log-probabilities if they were requested.
     """
 
     text: str
@@ -103,7 +103,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What the model thought of a given target: of each token, the end token last, and in all."""
+    """Log-probability of a given target under the model: of each token, the end token last, and their sum."""
 
     logprobs: tuple[TokenLogprob, ...]
     score: float
@@ -112,11 +112,11 @@ class Judgement:
 
 
 class ServerError(Exception):
-    """An RPC that did not end well.
+    """An RPC failed.
 
-    code: gRPC status. retry_after_s: the server's advice, where it gave any. request_id: what the server's log calls
-    this call. reason: stable ErrorInfo reason; field: the offending field of a bad request; these two are None where
-    googleapis-common-protos, which decodes them, is not installed.
+    code: gRPC status. retry_after_s: the server's advice for a retry, if it gave one. request_id: id of the call in the
+    server's log. reason: stable ErrorInfo reason. field: the invalid field of a bad request. reason and field are None
+    if googleapis-common-protos, which decodes them, is not installed.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ServerError(Exception):
 def stream_request(
     model: str, source: Source, options: Options | None, languages: Languages
 ) -> inference_pb2.GenerateRequest:
-    """Ask for targets, streamed. Raises ValueError where a value does not fit its field."""
+    """Build a request for streamed targets. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.GenerateRequest(
         model=model, options=options_message(options), **source_fields(source), **_named(languages)
     )
@@ -153,7 +153,7 @@ def stream_request(
 def unary_request(
     model: str, source: Source, options: Options | None, languages: Languages
 ) -> inference_pb2.GenerateUnaryRequest:
-    """Ask for targets, whole. Raises ValueError where a value does not fit its field."""
+    """Build a request for complete targets. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.GenerateUnaryRequest(
         model=model, options=options_message(options), **source_fields(source), **_named(languages)
     )
@@ -162,7 +162,7 @@ def unary_request(
 def score_request(
     model: str, source: Source, target: Source, num_alternatives: int, languages: Languages
 ) -> inference_pb2.ScoreRequest:
-    """Ask for the log-probabilities of a target."""
+    """Build a request for the log-probabilities of a target."""
     return inference_pb2.ScoreRequest(
         model=model, num_alternatives=num_alternatives, **source_fields(source), **_target(target), **_named(languages)
     )
@@ -171,13 +171,13 @@ def score_request(
 def explain_request(
     model: str, source: Source, target: Source | None, languages: Languages
 ) -> inference_pb2.ExplainRequest:
-    """Ask for attention maps."""
+    """Build a request for attention maps."""
     given = {} if target is None else _target(target)
     return inference_pb2.ExplainRequest(model=model, **source_fields(source), **given, **_named(languages))
 
 
 def source_fields(source: Source) -> dict[str, Any]:
-    """A source as the fields of any request that has one."""
+    """Return the fields of a source, which are the same in every request."""
     return {"text": source} if isinstance(source, str) else {"token_ids": inference_pb2.TokenIds(ids=source)}
 
 
@@ -207,7 +207,7 @@ def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
 
 
 def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Generation]:
-    """Read every output of a whole answer."""
+    """Read every output of a complete answer."""
     usage, timing = as_usage(response.usage), as_timing(response.timing)
     return [
         Generation(
@@ -230,7 +230,7 @@ def _finish_reason(value: inference_pb2.FinishReason.ValueType) -> FinishReason:
 
 
 def as_judgement(response: inference_pb2.ScoreResponse) -> Judgement:
-    """Read a judged target."""
+    """Read a scored target."""
     return Judgement(
         logprobs=_logprobs(response.logprobs),
         score=response.score,
@@ -249,12 +249,12 @@ def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogpr
 
 
 def as_usage(usage: inference_pb2.Usage) -> Usage:
-    """Read what was counted."""
+    """Read the token counts."""
     return Usage(source_tokens=usage.source_tokens, generated_tokens=usage.generated_tokens)
 
 
 def as_timing(timing: inference_pb2.Timing) -> Timing:
-    """Read where the time went."""
+    """Read the times of a request."""
     return Timing(
         queued_s=timing.queued.ToNanoseconds() / 1e9 if timing.HasField("queued") else None,
         time_to_first_token_s=(
@@ -266,7 +266,7 @@ def as_timing(timing: inference_pb2.Timing) -> Timing:
 
 @contextlib.contextmanager
 def server_errors() -> Iterator[None]:
-    """Turn what a failed call raises inside into ServerError."""
+    """Raise ServerError in place of the gRPC error of a failed call."""
     try:
         yield
     except grpc.RpcError as error:
@@ -274,10 +274,12 @@ def server_errors() -> Iterator[None]:
 
 
 def as_server_error(error: grpc.RpcError) -> ServerError:
-    """Read a failed call, of grpc or grpc.aio: status, message and the details where they can be decoded."""
+    """Read a failed call of grpc or grpc.aio: status, message, and the details if they can be decoded."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     metadata: dict[str, str | bytes] = dict(error.trailing_metadata() or ())
-    headers: dict[str, str | bytes] = dict(error.initial_metadata() or ())  # all there is of a stream broken off
+    headers: dict[str, str | bytes] = dict(
+        error.initial_metadata() or ()
+    )  # an interrupted stream has no trailing metadata
     refusal = ServerError(
         error.code(),
         error.details() or "no message",
@@ -290,7 +292,7 @@ def as_server_error(error: grpc.RpcError) -> ServerError:
 
 
 def _pushback_s(value: str | bytes | None) -> float | None:
-    """Seconds of gRFC A6's pushback; None where there is none, or it says not to try again."""
+    """Return the seconds of gRFC A6's pushback; None if there is none, or if it forbids a retry."""
     text = _text(value)
     return int(text) / 1000 if text is not None and text.isdecimal() else None
 

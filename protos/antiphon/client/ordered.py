@@ -1,4 +1,4 @@
-"""Do many things at once and hand the results back in order, reading the input no faster than needed."""
+"""Concurrent map over an input that is read lazily, with results in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Finished results kept behind a slow one, for each concurrent call: enough that one long text does not idle the rest.
+# Finished results that wait for a slow one, per concurrent call: enough that one long text does not stop the others.
 WINDOW_PER_CALL = 4
 
 
@@ -18,8 +18,8 @@ async def ordered_map(
 ) -> AsyncIterator[R]:
     """Yield `await work(item)` for each item, in the order of items, with at most `concurrency` at once.
 
-    Items are read lazily: at most WINDOW_PER_CALL * concurrency are read and not yet yielded, and one more waits.
-    The first exception of an item, or of `items`, ends the iteration; leaving early cancels what is under way.
+    Items are read lazily: at most WINDOW_PER_CALL * concurrency items, and one more, are read and not yet yielded.
+    The first exception of an item, or of `items`, ends the iteration. Leaving the iteration cancels running work.
     """
     slots = asyncio.Semaphore(concurrency)
     room = asyncio.Semaphore(WINDOW_PER_CALL * concurrency)

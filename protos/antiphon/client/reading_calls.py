@@ -1,6 +1,7 @@
-"""The client's calls of what an encoder's states are read out for, asynchronous and synchronous.
+"""Calls of the client to encoder heads and embeddings, asynchronous and synchronous.
 
-Embedding needs an encoder, everything else an encoder alone with such a head; others answer UNIMPLEMENTED.
+Embed needs a model with an encoder. The other calls need an encoder-only model with the head. Other models answer
+UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class AsyncReadingCalls:
-    """To be awaited."""
+    """Asynchronous calls to encoder heads and embeddings."""
 
     _stub: InferenceServiceAsyncStub
     _model: str
@@ -46,7 +47,7 @@ class AsyncReadingCalls:
         normalize: bool = False,
         timeout_s: float | None = None,
     ) -> Embedding:
-        """Return the encoder states of a source, or of a pair, pooled into one vector or as they are.
+        """Return the encoder states of a source, or of a pair, pooled into one vector or without pooling.
 
         Raises ServerError.
         """
@@ -65,9 +66,9 @@ class AsyncReadingCalls:
         next_sentence: bool = False,
         timeout_s: float | None = None,
     ) -> Classification:
-        """Return the labels of a text or a pair, best first; top_k 0 is all of them.
+        """Return the top_k labels of a text or a pair, best first; 0 means all.
 
-        next_sentence asks whether the second text of a pair follows the first. Raises ServerError.
+        next_sentence: predict whether the second text of a pair follows the first. Raises ServerError.
         """
         request = self._terms.ask(
             classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
@@ -82,14 +83,14 @@ class AsyncReadingCalls:
             return as_tagging(await self._stub.Tag(request, **self._terms.call(timeout_s)))
 
     async def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
-        """Return tokens for every masked place, top_k of each or 5 where it is 0. Raises ServerError."""
+        """Return top_k tokens for every masked place; 0 means 5. Raises ServerError."""
         request = self._terms.ask(fill_mask_request(self._model, source, top_k))
         with server_errors():
             return as_filled_masks(await self._stub.FillMask(request, **self._terms.call(timeout_s)))
 
 
 class ReadingCalls:
-    """To be waited for."""
+    """Synchronous calls to encoder heads and embeddings."""
 
     _stub: inference_pb2_grpc.InferenceServiceStub
     _model: str
@@ -105,7 +106,7 @@ class ReadingCalls:
         normalize: bool = False,
         timeout_s: float | None = None,
     ) -> Embedding:
-        """Return the encoder states of a source, or of a pair, pooled into one vector or as they are.
+        """Return the encoder states of a source, or of a pair, pooled into one vector or without pooling.
 
         Raises ServerError.
         """
@@ -124,9 +125,9 @@ class ReadingCalls:
         next_sentence: bool = False,
         timeout_s: float | None = None,
     ) -> Classification:
-        """Return the labels of a text or a pair, best first; top_k 0 is all of them.
+        """Return the top_k labels of a text or a pair, best first; 0 means all.
 
-        next_sentence asks whether the second text of a pair follows the first. Raises ServerError.
+        next_sentence: predict whether the second text of a pair follows the first. Raises ServerError.
         """
         request = self._terms.ask(
             classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
@@ -141,7 +142,7 @@ class ReadingCalls:
             return as_tagging(self._stub.Tag(request, **self._terms.call(timeout_s)))
 
     def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
-        """Return tokens for every masked place, top_k of each or 5 where it is 0. Raises ServerError."""
+        """Return top_k tokens for every masked place; 0 means 5. Raises ServerError."""
         request = self._terms.ask(fill_mask_request(self._model, source, top_k))
         with server_errors():
             return as_filled_masks(self._stub.FillMask(request, **self._terms.call(timeout_s)))

@@ -1,4 +1,4 @@
-"""What a client gets of an encoder alone, and how it is asked: labels, tags, filled masks, embeddings."""
+"""Requests to encoder heads and their results: labels, tags, filled masks, embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POOLING: dict[Pooling, inference_pb2.Pooling.ValueType] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Embedding:
-    """A source's encoder states, pooled into one vector; with pooling "none" those of every token in a row."""
+    """Encoder states of a source, pooled into one vector; with pooling "none" the concatenated states of all tokens."""
 
     vector: tuple[float, ...]
     usage: Usage
@@ -29,14 +29,14 @@ class Embedding:
 
     @property
     def per_token(self) -> tuple[tuple[float, ...], ...]:
-        """With pooling "none": the state of each token, special tokens included."""
+        """Return the state of each token, special tokens included; only for pooling "none"."""
         width = len(self.vector) // self.usage.source_tokens
         return tuple(self.vector[start : start + width] for start in range(0, len(self.vector), width))
 
 
 @dataclass(frozen=True, slots=True)
 class LabelScore:
-    """A label and its probability; of a model that regresses, the value itself."""
+    """A label and its probability; for a regression model, its value."""
 
     label: str
     score: float
@@ -53,7 +53,7 @@ class Classification:
 
 @dataclass(frozen=True, slots=True)
 class TaggedToken:
-    """A token at code points [start, end) of the text, its likeliest label and that label's probability."""
+    """A token at code points [start, end) of the text, its most likely label and the label's probability."""
 
     token_id: int
     start: int
@@ -64,7 +64,7 @@ class TaggedToken:
 
 @dataclass(frozen=True, slots=True)
 class TaggedSpan:
-    """Neighbouring words of one label at code points [start, end) of the text; the mean of their probabilities."""
+    """Adjacent words of one label at code points [start, end) of the text, and the mean of their probabilities."""
 
     start: int
     end: int
@@ -74,7 +74,7 @@ class TaggedSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagging:
-    """A labelled text: every token, special ones left out, and the spans of labels other than O."""
+    """A labelled text: every token except special ones, and the spans of labels other than O."""
 
     tokens: tuple[TaggedToken, ...]
     spans: tuple[TaggedSpan, ...]
@@ -93,7 +93,7 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class MaskedPlace:
-    """A masked place: which of the source's tokens it is, special ones counted, and proposals, likeliest first."""
+    """A masked place: its position among the source's tokens, special ones included, and its most likely tokens."""
 
     position: int
     fillings: tuple[Filling, ...]
@@ -111,7 +111,7 @@ class FilledMasks:
 def embed_request(
     model: str, source: Source, pooling: Pooling, languages: Languages, *, pair: str | None, normalize: bool
 ) -> inference_pb2.EmbedRequest:
-    """Ask for encoder states. Raises ValueError for a pooling that there is not."""
+    """Build a request for encoder states. Raises ValueError for an unknown pooling."""
     if pooling not in _POOLING:
         raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(_POOLING)}")
     return inference_pb2.EmbedRequest(
@@ -127,13 +127,13 @@ def embed_request(
 def classify_request(
     model: str, source: Source, *, pair: str | None, top_k: int, next_sentence: bool
 ) -> inference_pb2.ClassifyRequest:
-    """Ask for labels. Raises ValueError where a value does not fit its field."""
+    """Build a request for labels. Raises ValueError if a value is out of its field's range."""
     task = inference_pb2.TASK_NEXT_SENTENCE if next_sentence else inference_pb2.TASK_CLASSIFY
     return inference_pb2.ClassifyRequest(model=model, task=task, top_k=top_k, text_pair=pair, **source_fields(source))
 
 
 def fill_mask_request(model: str, source: Source, top_k: int) -> inference_pb2.FillMaskRequest:
-    """Ask for tokens in masked places. Raises ValueError where a value does not fit its field."""
+    """Build a request for tokens of masked places. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.FillMaskRequest(model=model, top_k=top_k, **source_fields(source))
 
 

@@ -1,4 +1,4 @@
-"""The synchronous client; `client.py` says what it is for."""
+"""Synchronous client of antiphon.v1.InferenceService."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
 
 class Client(ReadingCalls):
-    """Calls a server from any thread, all calls over one connection. Close it, or use it as a context."""
+    """Calls a server from any thread, over one connection. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Client(ReadingCalls):
         timeout_s: float | None = None,
         priority: Priority | None = None,
     ) -> None:
-        """target: host:port, or several as gRPC names them. model: name to ask for; empty is the server's first.
+        """Open the connection. target: host:port, or several in gRPC's notation. model: empty is the server's first.
 
         source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
-        connection: encryption, credentials, retries, balancing. timeout_s: deadline of calls that name none, retries
-        included. priority: "batch" lets interactive requests pass. Raises ValueError.
+        connection: encryption, credentials, retries, balancing. timeout_s: default deadline of a call, retries
+        included. priority: "batch" gives interactive requests precedence. Raises ValueError.
         """
         how = connection or Connection()
         self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
@@ -62,7 +62,7 @@ class Client(ReadingCalls):
         self._languages = Languages(source=source_language, target=target_language)
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
-        """This client for other languages, over the same connection: close one of them only."""
+        """Return a client for other languages that shares this client's connection: close only one of them."""
         other = copy(self)
         other._languages = Languages(source=source_language, target=target_language)
         return other
@@ -70,7 +70,7 @@ class Client(ReadingCalls):
     def generate(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Iterator[Delta]:
-        """Stream the targets of one source. Leaving the iteration cancels the work. Raises ServerError."""
+        """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
         call = self._stub.Generate(
             self._terms.ask(stream_request(self._model, source, options, self._languages)),
             **self._terms.call(timeout_s),
@@ -85,13 +85,13 @@ class Client(ReadingCalls):
     def generate_text(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Generation:
-        """Return the whole target of one source: the best where there are several. Raises ServerError."""
+        """Return the complete target of one source, the best one if there are several. Raises ServerError."""
         return (self.generate_outputs(source, options, timeout_s=timeout_s))[0]
 
     def generate_outputs(
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> list[Generation]:
-        """Return every target of one source, the best first where beams were searched. Raises ServerError."""
+        """Return every target of one source; with beam search the best comes first. Raises ServerError."""
         request = self._terms.ask(unary_request(self._model, source, options, self._languages))
         with server_errors():
             return as_generations(self._stub.GenerateUnary(request, **self._terms.call(timeout_s)))
@@ -99,9 +99,9 @@ class Client(ReadingCalls):
     def generate_many(
         self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = 64
     ) -> Iterator[Generation | ServerError]:
-        """Yield the target of each source, in their order, with at most `concurrency` under way.
+        """Yield the target of each source, in order, with at most `concurrency` requests at a time.
 
-        A source that the server refuses yields its ServerError, so that its neighbours are not lost.
+        A source that the server refuses yields its ServerError, and the iteration goes on.
         """
         under_way: deque[grpc.Future[inference_pb2.GenerateUnaryResponse]] = deque()
         try:
@@ -147,7 +147,7 @@ class Client(ReadingCalls):
             return list(self._stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call()).models)
 
     def close(self) -> None:
-        """Cancel what is under way and close the connection."""
+        """Cancel running calls and close the connection."""
         self._channel.close()
 
     def __enter__(self) -> Self:

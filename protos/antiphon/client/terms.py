@@ -1,4 +1,4 @@
-"""What every call of a client has in common: its deadline, its priority, and the metadata that says who asks."""
+"""Terms of every call of a client: deadline, priority, and the metadata that identifies the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 SERVICE_NAME = "antiphon.v1.InferenceService"
 
 Priority = Literal["interactive", "batch"]
-"""Whether somebody waits for the answer."""
+"""Priority of a request: "interactive" if a person waits for the answer, else "batch"."""
 
 _PRIORITIES: dict[Priority, inference_pb2.Priority.ValueType] = {
     "interactive": inference_pb2.PRIORITY_INTERACTIVE,
@@ -35,12 +35,12 @@ class CallOptions(TypedDict):
 
 
 class Terms:
-    """The terms of one client's calls."""
+    """Terms of the calls of one client."""
 
     def __init__(
         self, connection: Connection, *, timeout_s: float | None = None, priority: Priority | None = None
     ) -> None:
-        """timeout_s: of calls that name none; None is no deadline. Raises ValueError."""
+        """timeout_s: default deadline of a call; None is no deadline. Raises ValueError."""
         if priority is not None and priority not in _PRIORITIES:
             raise ValueError(f"priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}")
         if timeout_s is not None and not timeout_s > 0:
@@ -51,13 +51,16 @@ class Terms:
         self._token = _TokenFile(connection.token_file) if connection.token_file is not None else connection.token
 
     def ask(self, request: M) -> M:
-        """The request, with the priority where the server's engine takes it up."""
+        """Set the priority of the request, if there is one, and return the request."""
         if self._priority is not None:
             request.priority = _PRIORITIES[self._priority]  # type: ignore[attr-defined]
         return request
 
     def call(self, timeout_s: float | None = None) -> CallOptions:
-        """How to make a call. timeout_s: None is the client's own, infinity none at all. Raises ValueError."""
+        """Return the options of a call. timeout_s: None is the client's default, infinity no deadline.
+
+        Raises ValueError.
+        """
         chosen = self._timeout_s if timeout_s is None else timeout_s
         metadata = self._metadata
         if self._token is not None:
@@ -67,7 +70,7 @@ class Terms:
 
 
 class _TokenFile:
-    """The token that a file holds now: orchestrators renew it in place."""
+    """Current token in a file. Orchestrators renew the file in place."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -85,7 +88,7 @@ class _TokenFile:
         except OSError as error:
             raise ValueError(f"token_file is {self._path}, which cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise ValueError(f"token_file is {self._path}, which holds other characters than ASCII") from None
+            raise ValueError(f"token_file is {self._path}, which must contain ASCII characters only") from None
         if not self._token:
             raise ValueError(f"token_file is {self._path}, which is empty")
         return self._token

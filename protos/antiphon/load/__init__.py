@@ -1,1 +1,1 @@
-"""`antiphon load`: drives a running server open loop and says how it fared. A client: grpcio and protobuf only."""
+"""`antiphon load`: open-loop load on a running server, and its results. A client: needs grpcio and protobuf only."""

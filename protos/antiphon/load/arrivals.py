@@ -1,4 +1,4 @@
-"""When requests come. Open loop: they come when they come, whatever the server does."""
+"""Arrival times of requests in open loop: they do not depend on the server."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 
 def poisson_arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times from 0 to `seconds`, `rate` of them a second on average, intervals exponential; at least one."""
+    """Return Poisson arrival times from 0 to `seconds`, on average `rate` per second; at least one."""
     return list(poisson_times(rate, seconds, seed))
 
 
 def poisson_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """The same one by one, for runs of hours."""
+    """Yield the times of `poisson_arrivals` one by one, for runs of hours."""
     rng = random.Random(seed)
     time_s = rng.expovariate(rate)
     yield time_s

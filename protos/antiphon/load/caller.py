@@ -1,6 +1,6 @@
-"""Makes one call and notes what comes back when. Never retries: every refusal is to be seen.
+"""One call and the times of its messages. Never retries, so that every refusal is counted.
 
-Works on messages, not on the client's own types: a client that costs less can load more.
+Works on messages and not on the client's types, because a cheaper client can create more load.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PUSHBACK = "grpc-retry-pushback-ms"
 
 
 class Caller:
-    """The connections of one process. Close it, or use it as a context."""
+    """Connections of one process. Close it, or use it as a context manager."""
 
     def __init__(self, plan: Plan) -> None:
-        """Connects when `connect` is called. Raises ValueError for an ask or a connection that cannot be used."""
+        """Prepare the requests; `connect` connects. Raises ValueError for an invalid ask or connection."""
         self._plan = plan
         self._terms = Terms(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
         connection = replace(plan.connection, retry=RetryPolicy(attempts=1))
@@ -51,7 +51,7 @@ class Caller:
         self._turn = 0
 
     async def connect(self) -> None:
-        """Wait until every connection stands. Raises TimeoutError."""
+        """Wait until every connection is ready. Raises TimeoutError."""
         await asyncio.wait_for(
             asyncio.gather(*(channel.channel_ready() for channel in self._channels)), self._plan.timeout_s
         )
@@ -59,9 +59,9 @@ class Caller:
     async def call(
         self, ask: int, scheduled_s: float, start_s: float, on_first: Callable[[], None] = lambda: None
     ) -> Reply:
-        """Ask and wait for the end, whatever it is.
+        """Make one call and return its result; an error is also a result.
 
-        start_s: time.monotonic() when the run began. on_first: called when the first message of a stream is there.
+        start_s: time.monotonic() at the start of the run. on_first: called when the first message of a stream arrives.
         """
         sent_s = time.monotonic() - start_s
         reply = Reply(scheduled_s=scheduled_s, sent_s=sent_s, last_s=sent_s, outcome=_UNFINISHED)
@@ -110,7 +110,7 @@ class Caller:
         reply.text = "".join(output.text for output in response.outputs)
 
     async def close(self) -> None:
-        """Close the connections, which ends what is under way."""
+        """Close the connections, which ends running calls."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def __aenter__(self) -> Self:
@@ -121,7 +121,7 @@ class Caller:
 
 
 def _judge(reply: Reply, num_ends: int) -> None:
-    """Note how a call without an error ended: the one output that was asked for ends once."""
+    """Set the outcome of a call without an error: its only output must end exactly once."""
     if num_ends == 1:
         reply.outcome = _OK
     else:

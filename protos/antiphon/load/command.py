@@ -1,4 +1,4 @@
-"""`antiphon load`: loads a running server open loop and says how it fared. A client; loads no model itself."""
+"""`antiphon load`: open-loop load on a running server, with a report. A client; loads no model itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
-# A search ends within 5 % of a rate that fails; runs of some seconds tell no finer.
+# A search ends within 5 % of a rate that fails; runs of a few seconds are not more precise.
 _PRECISION = 0.05
 
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the server; returns the exit code."""
+    """Load the server and return the exit code."""
     try:
         _check_outputs(arguments)
         plan, entries = read_plan(arguments)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _Session(arguments, plan).run() if arguments.mlperf is None else _run_mlperf(arguments, plan)
     except (PlanError, DriveError) as error:
         print(f"antiphon load: {error}", file=sys.stderr)
-    except ValueError as error:  # of the connection, or of a number that no message can hold
+    except ValueError as error:  # an invalid connection, or a number out of its field's range
         print(f"antiphon load: {connection_problem(error)}", file=sys.stderr)
     except ServerError as error:
         print(f"antiphon load: {_explain(error, arguments.target)}", file=sys.stderr)
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Session:
-    """Runs of one command, and what is made of them."""
+    """Runs of one command, and their report."""
 
     def __init__(self, arguments: argparse.Namespace, plan: Plan) -> None:
         self._arguments = arguments
@@ -91,7 +91,7 @@ class _Session:
         return result.has_met_objective and result.has_kept_up
 
     def _measure(self, plan: Plan) -> Result:
-        _tell(plan)
+        _announce(plan)
         result = drive(plan)
         self._results.append(result)
         for warning in warnings(result):
@@ -134,7 +134,7 @@ def _run_mlperf(arguments: argparse.Namespace, plan: Plan) -> int:
     from antiphon.load.mlperf import check_plan, run_server_scenario
 
     check_plan(plan)
-    _tell(plan)
+    _announce(plan)
     verdict = run_server_scenario(plan, arguments.mlperf)
     print(mlperf_as_text(verdict))
     if arguments.json is not None:
@@ -142,20 +142,20 @@ def _run_mlperf(arguments: argparse.Namespace, plan: Plan) -> int:
     return EXIT_FAILED if verdict.errors or (arguments.fail and not verdict.is_valid) else 0
 
 
-def _tell(plan: Plan) -> None:
-    """Say on standard error what is about to happen: it takes a while."""
+def _announce(plan: Plan) -> None:
+    """Print rate, duration and target of the next run to standard error, since a run takes long."""
     rate = "a trace" if plan.rate is None else f"{plan.rate:,.1f} requests/s"
     print(f"antiphon load: {rate} for {plan.end_s:g} s to {plan.model} on {plan.target}", file=sys.stderr)
 
 
 def _verdict(highest: float | None, plan: Plan) -> str:
     if not highest:
-        return "no rate that was tried meets the objective"
+        return "no tried rate meets the objective"
     return f"highest rate that meets the objective: {highest:,.1f} requests/s"
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Find out before the load, not after it, that its figures cannot be kept. Raises PlanError."""
+    """Check the output files before the load. Raises PlanError if they cannot be written."""
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise PlanError(f"{flag} {path} cannot be written: it must name a file in a directory that exists")

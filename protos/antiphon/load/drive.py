@@ -1,9 +1,9 @@
-"""Runs a plan: `run` with client processes of their own, `drive` in the event loop at hand.
+"""Runs a plan: `run` uses separate client processes, `drive` the current event loop.
 
     result = run(Plan(asks=(Ask(source="How are you?"),), rate=50, duration_s=10))
     print(result.num_ok, result.e2e_ms.p99)
 
-A driver that shares its process with anything else, above all with the server, measures that too: `drive` is for tests.
+A client in the same process as other work, such as the server, also measures that work. `drive` is therefore for tests.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from antiphon.load.record import Record
 from antiphon.load.result import Result
 from antiphon.load.schedule import share_of
 
-# Between the order to start and the start, so that every process has the order by then.
+# Time between the order to start and the start, so that every process has received the order.
 _LEAD_S = 0.1
 
 
 class DriveError(Exception):
-    """A load test could not be run: no connection, or a client process that failed."""
+    """A load test could not run: there was no connection, or a client process failed."""
 
 
 def run(plan: Plan) -> Result:
-    """Run a plan to its end and say what became of it. Blocks; an interrupt stops the run and keeps what there is.
+    """Run a plan to its end and return the result. Blocks. An interrupt stops the run and keeps its results so far.
 
-    Raises DriveError, and KeyboardInterrupt at an interrupt before the run has begun, or at a second one.
+    Raises DriveError. Raises KeyboardInterrupt for an interrupt before the run has begun, or for a second one.
     """
     with ThreadPoolExecutor(max_workers=plan.processes) as pool:
         workers: list[_Worker] = []
@@ -49,7 +49,7 @@ def run(plan: Plan) -> Result:
 
 
 async def drive(plan: Plan, stop: asyncio.Event | None = None) -> Result:
-    """Run a plan of one process from this event loop. stop: once set, the run ends, and keeps what there is."""
+    """Run a plan of one process from this event loop. stop: when set, the run ends and keeps its results so far."""
     async with Caller(plan) as caller:
         await caller.connect()
         arrivals, start_s = share_of(plan, 0), time.monotonic()
@@ -80,7 +80,7 @@ class _Worker:
     """A client process, as `worker.py` describes it."""
 
     def __init__(self, plan: Plan, process: int) -> None:
-        # In a group of its own, where a terminal's interrupt does not reach it: its orders come from here.
+        # In its own process group, so that a terminal's interrupt does not reach it. It only gets orders from here.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "antiphon.load.worker"],
             stdin=subprocess.PIPE,
@@ -93,29 +93,29 @@ class _Worker:
         self._give(pickle.dumps((plan, process)))
 
     def read(self) -> Any:
-        """What the process reports next. Raises DriveError where it has ended instead."""
+        """Return the next report of the process. Raises DriveError if the process has ended."""
         try:
             return pickle.load(self._reports)
         except (EOFError, pickle.UnpicklingError):
-            raise DriveError("a client process failed; its own words are above") from None
+            raise DriveError("a client process failed; its error message is above") from None
 
     def start(self, start_s: float) -> None:
-        """Let the run begin at a time of time.monotonic()."""
+        """Start the run at a time of time.monotonic()."""
         self._give(f"{start_s!r}\n".encode())
 
     def stop(self) -> None:
-        """Let the run end now."""
+        """Stop the run now."""
         with contextlib.suppress(BrokenPipeError):
             self._orders.close()
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self.stop()
         self._process.kill()
         self._process.wait()
         self._reports.close()
 
     def _give(self, order: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has failed, as `read` will tell
+        with contextlib.suppress(BrokenPipeError):  # the process has failed; `read` reports it
             self._orders.write(order)
             self._orders.flush()

@@ -1,4 +1,4 @@
-"""The flags of `antiphon load`, and the plan they make."""
+"""Flags of `antiphon load`, and the plan that they describe."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEFAULT_DURATION_S = 10.0
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `antiphon load`."""
-    _add_server_flags(parser.add_argument_group("the server"))
-    _add_arrival_flags(parser.add_argument_group("what arrives, and when"))
-    _add_client_flags(parser.add_argument_group("how it is sent"))
-    _add_output_flags(parser.add_argument_group("what is made of it"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_arrival_flags(parser.add_argument_group("requests and arrivals"))
+    _add_client_flags(parser.add_argument_group("client"))
+    _add_output_flags(parser.add_argument_group("objective and output"))
     add_connection_flags(parser)
 
 
@@ -34,7 +34,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rate", type=float, metavar="R", help=f"requests a second on average, Poisson (default: {DEFAULT_RATE:g})"
+        "--rate", type=float, metavar="R", help=f"mean requests per second, Poisson (default: {DEFAULT_RATE:g})"
     )
     group.add_argument(
         "--duration",
@@ -42,23 +42,25 @@ def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help=f"seconds of load (default: {DEFAULT_DURATION_S:g}, or as long as the trace)",
     )
-    group.add_argument("--warmup", type=float, default=0.0, metavar="S", help="seconds of load before, not counted")
+    group.add_argument("--warmup", type=float, default=0.0, metavar="S", help="seconds of load before the counted ones")
     group.add_argument(
-        "--input", metavar="FILE", help="texts, one a line; '-' is standard input (default: everyday sentences)"
+        "--input", metavar="FILE", help="texts, one per line; '-' is standard input (default: everyday sentences)"
     )
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="JSON lines or CSV of time_s, text or source_tokens, max_new_tokens"
     )
-    group.add_argument("--max-new-tokens", type=positive, metavar="N", help="most tokens of an answer")
+    group.add_argument("--max-new-tokens", type=positive, metavar="N", help="maximum tokens of an answer")
     group.add_argument("--ignore-eos", action="store_true", help="every answer is as long as its max_new_tokens")
     group.add_argument(
-        "--priority", choices=("interactive", "batch"), help="batch lets interactive requests pass (default: server's)"
+        "--priority",
+        choices=("interactive", "batch"),
+        help="batch gives interactive requests precedence (default: server's)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the arrivals (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the arrivals (default: %(default)s)")
 
 
 def _add_client_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--unary", action="store_true", help="ask for whole answers instead of streams")
+    group.add_argument("--unary", action="store_true", help="request complete answers instead of streams")
     group.add_argument(
         "--timeout-s", type=float, default=30.0, metavar="S", help="deadline of every call (default: %(default)g)"
     )
@@ -73,32 +75,34 @@ def _add_client_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=10_000,
         metavar="N",
-        help="calls under way at once; an arrival beyond is dropped, and counted (default: %(default)s)",
+        help="maximum concurrent calls; further arrivals are dropped and counted (default: %(default)s)",
     )
 
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--objective-ttft-ms", type=float, metavar="MS", help="p99 of the time to first token, at most")
-    group.add_argument("--objective-p99-ms", type=float, metavar="MS", help="p99 of the time to the whole answer")
-    group.add_argument("--fail", action="store_true", help="exit 1 where the objective is missed, or 1 %% failed")
+    group.add_argument("--objective-ttft-ms", type=float, metavar="MS", help="limit of p99 of the time to first token")
+    group.add_argument(
+        "--objective-p99-ms", type=float, metavar="MS", help="limit of p99 of the time to the whole answer"
+    )
+    group.add_argument("--fail", action="store_true", help="exit 1 if the objective is missed or 1 %% failed")
     group.add_argument("--check", action="store_true", help="compare the answers to equal texts; exit 1 if any differ")
     several = group.add_mutually_exclusive_group()
     several.add_argument("--search", action="store_true", help="find the highest rate that meets the objective")
-    several.add_argument("--rates", type=_rates, metavar="R,...", help="one run at each rate: the curve")
+    several.add_argument("--rates", type=_rates, metavar="R,...", help="one run at each rate")
     several.add_argument(
-        "--mlperf", type=Path, metavar="DIR", help="let LoadGen drive (MLPerf, Server scenario); its logs go to DIR"
+        "--mlperf", type=Path, metavar="DIR", help="use LoadGen (MLPerf, Server scenario); its logs go to DIR"
     )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and goodput against the rate, as PNG")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="plot latency and goodput by rate, as PNG")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
 def read_plan(arguments: argparse.Namespace) -> tuple[Plan, list[Entry]]:
-    """The plan of the first run, and the entries of its trace, whose words the server is to choose; else none.
+    """Return the plan of the first run, and the entries of its trace if there is one.
 
     Raises PlanError, and ValueError for a connection that cannot be used.
     """
     if arguments.search and arguments.objective_ttft_ms is None and arguments.objective_p99_ms is None:
-        raise PlanError("--search needs --objective-ttft-ms or --objective-p99-ms: what a rate is to sustain")
+        raise PlanError("--search needs --objective-ttft-ms or --objective-p99-ms, which a rate must meet")
     if arguments.rate is not None and arguments.rates is not None:
         raise PlanError("--rate and --rates exclude each other")
     if arguments.mlperf is not None and (arguments.plot is not None or arguments.check):
@@ -110,7 +114,7 @@ def read_plan(arguments: argparse.Namespace) -> tuple[Plan, list[Entry]]:
         ("--input", arguments.input),
     ):  # fmt: skip
         if value is not None:
-            raise PlanError(f"{flag} and --trace exclude each other: the trace says what comes when")
+            raise PlanError(f"{flag} and --trace exclude each other: the trace defines requests and times")
     entries = read_trace(arguments.trace)
     return _trace_plan(arguments, entries), entries
 
@@ -126,7 +130,7 @@ def _poisson_plan(arguments: argparse.Namespace) -> Plan:
 
 def _trace_plan(arguments: argparse.Namespace, entries: Sequence[Entry]) -> Plan:
     last_s = entries[-1].time_s
-    # The window ends a mean interval after the last arrival, so that their number over it is their rate.
+    # The window ends one mean interval after the last arrival, so that arrivals / window is their rate.
     whole_s = last_s + last_s / (len(entries) - 1) if last_s else 1.0
     if arguments.warmup >= whole_s:
         raise PlanError(f"--warmup is {arguments.warmup:g}; the trace ends after {last_s:g} s")

@@ -1,7 +1,7 @@
-"""MLPerf's LoadGen as an independent driver: its Server scenario, asking through the same calls. Needs mlperf_loadgen.
+"""MLPerf's LoadGen as an independent load generator: its Server scenario with the same calls. Needs mlperf_loadgen.
 
-LoadGen decides when each query comes (Poisson), measures, and judges; here its queries are only asked. It knows no
-failed query: those are counted here, and make its verdict INVALID.
+LoadGen schedules each query (Poisson), measures and decides on validity; this module only sends its queries. LoadGen
+has no failed queries: this module counts them, and they make the verdict INVALID.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What LoadGen found. errors: failed queries by status, which it took for answers."""
+    """Result of LoadGen. errors: failed queries by status; LoadGen counts them as answers."""
 
     summary: Summary
     errors: dict[str, int]
 
     @property
     def is_valid(self) -> bool:
-        """Whether LoadGen calls the run VALID, and every query was answered."""
+        """Return whether LoadGen reports VALID and every query was answered."""
         return self.summary.is_valid and not self.errors
 
 
 def run_server_scenario(plan: Plan, folder: Path) -> Verdict:
-    """Let LoadGen ask a plan's texts at its rate for its duration; its logs go to a folder, which is made.
+    """Run LoadGen with a plan's texts, rate and duration. Its logs go to `folder`, which is created.
 
-    With an objective for first tokens that is what LoadGen judges (token latencies), otherwise the whole answer: at
-    least 99 % must be within. An interrupt ends the process: LoadGen cannot be stopped. Raises PlanError, DriveError.
+    With an objective for first tokens, LoadGen checks token latencies, otherwise the latency of the whole answer: at
+    least 99 % must be within the objective. An interrupt ends the process, because LoadGen cannot be stopped. Raises
+    PlanError, DriveError.
     """
     check_plan(plan)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--mlperf {folder} cannot be made: {error.strerror}") from None
+        raise PlanError(f"--mlperf {folder} cannot be created: {error.strerror}") from None
     with _Answering(plan) as answering:
         previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
@@ -62,11 +63,11 @@ def run_server_scenario(plan: Plan, folder: Path) -> Verdict:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse what LoadGen cannot do. Raises PlanError."""
+    """Raise PlanError for a plan that LoadGen cannot run."""
     if plan.rate is None or plan.warmup_s or plan.processes > 1:
-        raise PlanError("--mlperf excludes --trace, --warmup and --processes: LoadGen alone says what comes when")
+        raise PlanError("--mlperf excludes --trace, --warmup and --processes: LoadGen schedules the requests")
     if not plan.objective.is_given:
-        raise PlanError("--mlperf needs --objective-ttft-ms or --objective-p99-ms: LoadGen judges a run by it")
+        raise PlanError("--mlperf needs --objective-ttft-ms or --objective-p99-ms: LoadGen checks a run against it")
 
 
 def _test(plan: Plan, folder: Path, answering: _Answering) -> None:
@@ -95,7 +96,7 @@ def _settings(plan: Plan) -> Any:
     else:
         settings.use_token_latencies = True
         settings.ttft_latency = _nanoseconds(plan.objective.ttft_s)
-        # LoadGen wants a bound for the time of one token: one that no answer within the whole's bound can miss.
+        # LoadGen needs a limit for the time per token: one that no answer within the limit of the whole can miss.
         settings.tpot_latency = whole_ns
     return settings
 
@@ -111,7 +112,7 @@ def _log_settings(folder: Path) -> Any:
 
 
 class _Answering:
-    """Connections in an event loop of their own thread: LoadGen's must not wait for an answer."""
+    """Connections in an event loop with its own thread, because LoadGen's thread must not wait for answers."""
 
     def __init__(self, plan: Plan) -> None:
         self.errors: Counter[str] = Counter()
@@ -121,15 +122,15 @@ class _Answering:
         self._caller: Caller
 
     def issue(self, samples: Sequence[Any]) -> None:
-        """Ask queries; LoadGen calls this from its own thread."""
+        """Send queries; LoadGen calls this from its own thread."""
         for sample in samples:
             asyncio.run_coroutine_threadsafe(self._answer(sample.id, sample.index), self._loop)
 
     async def _answer(self, query: int, ask: int) -> None:
-        def tell_first() -> None:
+        def report_first_token() -> None:
             mlperf_loadgen.FirstTokenComplete([mlperf_loadgen.QuerySampleResponse(query, 0, 0)])
 
-        reply = await self._caller.call(ask, 0.0, 0.0, tell_first)
+        reply = await self._caller.call(ask, 0.0, 0.0, report_first_token)
         if reply.outcome.status != OK:
             self.errors[reply.outcome.status] += 1
         mlperf_loadgen.QuerySamplesComplete([mlperf_loadgen.QuerySampleResponse(query, 0, 0, reply.num_tokens)])

@@ -1,4 +1,4 @@
-"""Reads the summary that MLPerf's LoadGen writes."""
+"""Reader of the summary that MLPerf's LoadGen writes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CONSTRAINTS = (
     "Early stopping satisfied",
 )
 _TOKENS = "Completed tokens per second"
-# As LoadGen words what a percentile is of, and as it is called here.
+# Names of latencies in LoadGen's summary, and here.
 _LATENCIES = {"first token latency": "ttft_ms", "time to output token": "per_token_ms", "latency": "e2e_ms"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """LoadGen's own figures.
+    """Figures of LoadGen.
 
-    missed: the constraints that were not satisfied. percentiles_ms: as {"e2e_ms": {"p50": 9.7}}; first tokens, and the
-    time per token after the first, only where they were judged.
+    missed: the constraints that were not satisfied. percentiles_ms: as {"e2e_ms": {"p50": 9.7}}. Times to the first
+    token and per further token are there only if LoadGen checked token latencies.
     """
 
     is_valid: bool
@@ -40,7 +40,7 @@ class Summary:
 
 
 def read_summary(folder: Path) -> Summary:
-    """The summary in a folder of LoadGen's logs. Raises DriveError where it is not what LoadGen writes."""
+    """Read the summary in a folder of LoadGen's logs. Raises DriveError if it has another format."""
     path = folder / _FILE
     try:
         matches = [match for line in path.read_text("utf-8").splitlines() if (match := _LINE.match(line))]
@@ -54,7 +54,7 @@ def read_summary(folder: Path) -> Summary:
             percentiles_ms=_percentiles(values),
         )
     except (OSError, KeyError, ValueError) as error:
-        raise DriveError(f"{path} is not a summary of LoadGen's: {error!r}") from None
+        raise DriveError(f"{path} is not a summary of LoadGen: {error!r}") from None
 
 
 def _percentiles(values: Mapping[str, str]) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The open loop of one process: sends at the scheduled times, never waits for an answer before it sends the next."""
+"""Open loop of one process: sends every request at its scheduled time and does not wait for earlier answers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from antiphon.load.plan import Ask, Plan
 from antiphon.load.record import OK, Record, Reply
 from antiphon.load.schedule import Arrival
 
-# How much longer than its deadline a call is waited for: gRPC ends it by then, or never will.
+# Wait for a call beyond its deadline. gRPC normally ends it by then.
 _GRACE_S = 5.0
 
 
 class Calls(Protocol):
-    """Makes one call of a plan and waits for its end; cancelled, it still says what came of it."""
+    """Makes one call of a plan and waits for its end. A cancelled call also returns a result."""
 
     async def call(self, ask: int, scheduled_s: float, start_s: float) -> Reply:
-        """As `Caller.call`."""
+        """Make one call, as `Caller.call` does."""
 
 
 async def offer(
     caller: Calls, plan: Plan, arrivals: Iterable[Arrival], *, start_s: float, stop: asyncio.Event
 ) -> Record:
-    """Make every call at its time, wait for the last answers, and say what became of each.
+    """Make every call at its time, wait for the last answers, and return the record of all calls.
 
-    start_s: time.monotonic() at which the run begins. stop: once set, nothing more is sent or waited for.
+    start_s: time.monotonic() at the start of the run. stop: when set, nothing more is sent, and no answer is awaited.
     """
     loop = _Loop(caller, plan, start_s)
     stopping = asyncio.create_task(stop.wait())
@@ -72,7 +72,7 @@ class _Loop:
             call.add_done_callback(self.calls.discard)
 
     async def drain(self, stopping: asyncio.Task[bool]) -> None:
-        """Wait until every call has ended, or is past its deadline, or the run is stopped."""
+        """Wait until every call has ended or is past its deadline, or until the run is stopped."""
         ended = asyncio.gather(*self.calls)
         waited_s = self._plan.timeout_s + _GRACE_S
         await asyncio.wait((ended, stopping), timeout=waited_s, return_when=asyncio.FIRST_COMPLETED)
@@ -89,9 +89,9 @@ class _Loop:
 
 
 async def _sleep_until(due_s: float) -> None:
-    """Sleep until a time of time.monotonic(), and at least once: what was begun before is to go on meanwhile.
+    """Sleep until a time of time.monotonic(), and at least once, so that running calls can continue.
 
-    Once is not always enough: uvloop rounds to the nearest millisecond, and a request must not be early.
+    One sleep may be too short: uvloop rounds to the nearest millisecond, and a request must not be early.
     """
     while True:
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))

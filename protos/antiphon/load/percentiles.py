@@ -1,4 +1,4 @@
-"""Exact percentiles: every sample is kept, none is put into a bucket."""
+"""Exact percentiles from all samples, without buckets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of a hundred values do not exceed (nearest rank)."""
+    """Return the smallest value that at least `percent` % of the values do not exceed (nearest rank)."""
     return _nearest_rank(sorted(values), percent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How values spread, in milliseconds."""
+    """Percentiles of values, in milliseconds."""
 
     p50: float
     p90: float
@@ -25,7 +25,7 @@ class Spread:
 
 
 def spread_ms(seconds: Sequence[float]) -> Spread | None:
-    """Percentiles of times given in seconds; None where there is no time."""
+    """Return the percentiles of times in seconds; None if there are no times."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -34,6 +34,6 @@ def spread_ms(seconds: Sequence[float]) -> Spread | None:
 
 
 def _nearest_rank(ordered: Sequence[float], percent: float) -> float:
-    # 99.9 is no binary fraction: without rounding, 99.9 % of 41,000 values would be more than 40,959 of them.
+    # 99.9 is not a binary fraction: without rounding, 99.9 % of 41,000 values would be more than 40,959 of them.
     rank = math.ceil(round(len(ordered) * percent / 100, 9))
     return ordered[max(rank, 1) - 1]

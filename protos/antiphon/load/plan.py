@@ -1,4 +1,4 @@
-"""What a load test is to do: plain data, validated, sent as it is to every client process."""
+"""Plan of a load test: validated plain data that is sent to every client process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MAX_RATE = 100_000
 
 
 class PlanError(ValueError):
-    """A load test cannot be run as it is described; the message names the flag, the value and what is allowed."""
+    """A plan is invalid; the message names the flag, its value and the allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """What one request asks for: a text, or token ids. max_new_tokens: None leaves it to the model."""
+    """Content of one request: a text, or token ids. max_new_tokens: None takes the model's default."""
 
     source: str | tuple[int, ...]
     max_new_tokens: int | None = None
@@ -24,9 +24,9 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """What counts as a good answer: seconds from its scheduled arrival to its first token and to its end, at most.
+    """Limits of a good answer: maximum seconds from its scheduled arrival to its first token and to its end.
 
-    A run meets the objective where 99 % of its answers do, one bound at a time. None: no bound.
+    A run meets the objective if 99 % of its answers are within each limit. None: no limit.
     """
 
     ttft_s: float | None = None
@@ -38,7 +38,7 @@ class Objective:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is a bound at all."""
+        """Return whether there is at least one limit."""
         return self.ttft_s is not None or self.e2e_s is not None
 
 
@@ -46,16 +46,16 @@ class Objective:
 class Plan:
     """One open-loop run.
 
-    asks: what is asked, in order, over and over.
-    rate: requests a second on average, at Poisson arrivals. times_s: arrivals of a trace instead, ascending, one for
-    each ask.
-    warmup_s: so many seconds of load come before what is counted, at the same rate; of a trace, its first ones.
-    duration_s: seconds of load that are counted.
-    seed: of arrivals; the same seed gives the same ones, however many processes share them.
-    connections: of each process. max_outstanding: calls under way at once, over all processes; an arrival beyond is
-    dropped, and counted. timeout_s: the deadline of every call. priority: None is the server's own.
-    connection: how a server is reached; its retries are left out, and its token is a string or in a file.
-    ignore_eos: answers are as long as max_new_tokens says. check: equal asks must be answered equally.
+    asks: contents of the requests, used in order and repeated.
+    rate: mean requests per second, with Poisson arrivals. times_s: alternatively, the arrivals of a trace, ascending,
+    one for each ask.
+    warmup_s: seconds of load before the counted ones, at the same rate; of a trace, its first seconds.
+    duration_s: seconds of counted load.
+    seed: seed of the arrivals; it gives the same arrivals for any number of processes.
+    connections: connections of each process. max_outstanding: maximum concurrent calls of all processes; further
+    arrivals are dropped and counted. timeout_s: deadline of every call. priority: None takes the server's default.
+    connection: settings of the connection. Its retries are ignored; its token must be a string or in a file.
+    ignore_eos: answers have exactly max_new_tokens tokens. check: compare the answers to equal asks.
     """
 
     asks: tuple[Ask, ...]
@@ -79,11 +79,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.asks:
-            raise PlanError("there is nothing to ask")
+            raise PlanError("there is no text to send")
         if (self.rate is None) == (self.times_s is None):
-            raise PlanError("arrivals come either at a rate or from a trace")
+            raise PlanError("give either a rate or a trace")
         if self.rate is not None and self.rate > _MAX_RATE:
-            raise PlanError(f"--rate is {self.rate:g}; it must be {_MAX_RATE:,} at most, which no client reaches")
+            raise PlanError(f"--rate is {self.rate:g}; it must be at most {_MAX_RATE:,}, which no client reaches")
         for flag, value in (("--rate", self.rate), ("--duration", self.duration_s), ("--timeout-s", self.timeout_s)):
             _check_positive(flag, value)
         if not 0 <= self.warmup_s < math.inf:
@@ -94,11 +94,11 @@ class Plan:
         if self.max_outstanding < self.processes:
             raise PlanError(f"--max-outstanding is {self.max_outstanding}; it must be --processes or more")
         if self.objective.ttft_s is not None and not self.is_streaming:
-            raise PlanError("--objective-ttft-ms needs streams: a unary answer has no first token of its own")
+            raise PlanError("--objective-ttft-ms needs streams: a unary answer has no separate first token")
 
     @property
     def end_s(self) -> float:
-        """When the last request may come, seconds from the start."""
+        """Return the end of the arrivals, in seconds since the start."""
         return self.warmup_s + self.duration_s
 
 

@@ -1,4 +1,4 @@
-"""Draws latency and throughput against the rate, as a PNG. Needs matplotlib."""
+"""Plot of latency and throughput by rate, as PNG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PERCENTS = ("p50", "p95", "p99")
 
 
 def draw_curve(results: Sequence[Result], highest: float | None = None) -> bytes:
-    """A PNG of three panels over the rate: time to first token, whole answer, answers a second.
+    """Return a PNG with three panels by rate: time to first token, time to the whole answer, answers per second.
 
-    highest: a rate to mark. Runs of a trace stand at the rate that was achieved.
+    highest: a rate to mark. Runs of a trace are shown at the achieved rate.
     """
     held = sorted(results, key=_rate)
     figure = Figure(figsize=(14, 4.5), layout="constrained")
@@ -53,7 +53,7 @@ def _draw_latency(axes: Axes, results: Sequence[Result], name: str, label: str, 
         axes.axhline(
             1e3 * bound_s, color="black", linestyle="--", linewidth=1, label=f"objective, {1e3 * bound_s:g} ms"
         )
-    axes.set(ylabel=label, yscale="log")  # beyond saturation they grow a hundredfold
+    axes.set(ylabel=label, yscale="log")  # beyond saturation, latencies grow a hundredfold
 
 
 def _draw_throughput(axes: Axes, results: Sequence[Result]) -> None:

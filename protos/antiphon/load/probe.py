@@ -1,4 +1,4 @@
-"""What must be known of a server before it is loaded: that it is there, that it generates, how it counts tokens."""
+"""Checks of a server before the load: it answers, it generates, and how it counts tokens."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 
 
 class Probe:
-    """A connection for a few questions before the load. Close it, or use it as a context. Methods raise ServerError."""
+    """Connection for requests before the load. Use it as a context manager. Methods raise ServerError."""
 
     def __init__(self, plan: Plan) -> None:
-        """Raises ValueError for a connection that cannot be used."""
+        """Open the connection. Raises ValueError for settings that cannot be used."""
         self._terms = Terms(plan.connection, timeout_s=plan.timeout_s)
         self._channel = plan.connection.open(plan.target, SERVICE_NAME)
         self._stub = InferenceServiceStub(self._channel)
         self._model = plan.model
 
     def model(self) -> pb.Model:
-        """The model's description. Raises PlanError where it does not generate."""
+        """Return the model's description. Raises PlanError if it cannot generate."""
         request = pb.GetModelRequest(model=self._model)
         with server_errors():
             model = self._stub.GetModel(request, **self._terms.call()).model
         if model.architecture == pb.ARCHITECTURE_ENCODER:
-            raise PlanError(f"--model: {model.name} is an encoder alone, and load asks for Generate")
+            raise PlanError(f"--model: {model.name} is an encoder-only model; load needs a model that generates")
         return model
 
     def sources(self, entries: Sequence[Entry]) -> list[str | tuple[int, ...]]:
-        """The sources of a trace's entries: their text, or everyday words of so many tokens, one of their own at least.
+        """Return the sources of a trace's entries: their text, or everyday words with the entry's number of tokens.
 
-        The same every time.
+        A source has at least one token besides those that the server adds. Every call returns the same sources.
         """
         if all(entry.source_tokens is None for entry in entries):
             return [entry.text or "" for entry in entries]
@@ -57,7 +57,7 @@ class Probe:
             return list(self._stub.Tokenize(request, **self._terms.call()).token_ids)
 
     def _num_added(self, ids: Sequence[int]) -> int:
-        """How many tokens the server puts around a source: it says how many it read."""
+        """Return the number of tokens that the server adds to a source, from the usage that it reports."""
         options = pb.GenerateOptions(max_new_tokens=1)
         request = pb.GenerateUnaryRequest(model=self._model, token_ids=pb.TokenIds(ids=ids), options=options)
         with server_errors():
@@ -74,6 +74,6 @@ class Probe:
 
 
 def _words(sentences: Sequence[Sequence[int]], first: int, length: int) -> tuple[int, ...]:
-    """So many token ids of sentences, over and over, from one of them on."""
+    """Return `length` token ids of the sentences, repeated in a cycle that begins with sentence `first`."""
     turned = itertools.islice(itertools.cycle(sentences), first % len(sentences), None)
     return tuple(itertools.islice(itertools.chain.from_iterable(turned), length))

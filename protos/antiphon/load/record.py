@@ -1,4 +1,4 @@
-"""What became of the requests of one process: every sample is kept, in arrays, 8 bytes for each figure."""
+"""Results of the requests of one process. Keeps every sample in arrays with 8 bytes per figure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Self
 
 OK = "OK"
 UNFINISHED = "UNFINISHED"
-"""Of calls that were still under way when the run was given up."""
+"""Status of calls that still ran when the run ended."""
 INCOMPLETE = "INCOMPLETE"
-"""Of calls that ended well without the end of every output, which no server may do."""
+"""Status of calls that ended with OK before the end of every output, which is an error of the server."""
 
-# Answers that differ are shown, not collected.
+# Maximum number of different answers that are kept to be shown.
 _MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended. status: a gRPC status, UNFINISHED or INCOMPLETE. reason: of ErrorInfo, where there is one."""
+    """End of a call. status: a gRPC status, UNFINISHED or INCOMPLETE. reason: of ErrorInfo, if there is one."""
 
     status: str
     reason: str | None = None
@@ -28,9 +28,9 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class Reply:
-    """One call, seconds from the run's start. first_s: of the first message; None where none came.
+    """Result of one call. Times are seconds since the run's start. first_s: first message; None if there was none.
 
-    gaps_s: between one message and the next. num_tokens: end tokens included. text: of all outputs, where it is kept.
+    gaps_s: times between messages. num_tokens: includes end tokens. text: of all outputs, if it is kept.
     message: of an error.
     """
 
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Two answers to one ask, which of the plan's it was."""
+    """Two different answers to one ask. ask: index of the ask in the plan."""
 
     ask: int
     first: str
@@ -64,13 +64,13 @@ def _counts() -> array[int]:
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """Replies as columns in the order of their ends, times in seconds from the run's start.
+    """Replies as columns, in order of their ends. Times are seconds since the run's start.
 
-    first_s: nan where no message came. outcome: index of `outcomes`. gap_s: of all replies that were good.
-    dropped_s: scheduled times of arrivals that were given up, too many calls being under way or the run long over.
-    messages: one of each kind of error. num_warmup: requests sent before anything was counted; no column holds them.
-    answers: of each ask, the first answer seen. num_compared: answers that another was there to compare with.
-    stopped_s: when the run was stopped before its end.
+    first_s: nan if there was no message. outcome: index in `outcomes`. gap_s: of all good replies.
+    dropped_s: scheduled times of dropped arrivals: too many calls were running, or the run had ended long before.
+    messages: one message for each kind of error. num_warmup: requests of the warm-up; the columns do not contain them.
+    answers: first answer to each ask. num_compared: answers that were compared with an earlier one.
+    stopped_s: time at which the run was stopped before its end.
     """
 
     scheduled_s: array[float] = field(default_factory=_floats)
@@ -91,7 +91,7 @@ class Record:
     stopped_s: float | None = None
 
     def add(self, reply: Reply) -> None:
-        """Take one reply in."""
+        """Add one reply."""
         self.scheduled_s.append(reply.scheduled_s)
         self.sent_s.append(reply.sent_s)
         self.first_s.append(float("nan") if reply.first_s is None else reply.first_s)
@@ -104,7 +104,7 @@ class Record:
             self.gap_s.extend(reply.gaps_s)
 
     def compare(self, ask: int, text: str) -> None:
-        """Hold an answer against the first one to the same ask."""
+        """Compare an answer with the first one to the same ask."""
         first = self.answers.get(ask)
         if first is None:
             self.answers[ask] = text
@@ -115,7 +115,7 @@ class Record:
             self._show([Mismatch(ask, first, text)])
 
     def merge(self, other: Self) -> None:
-        """Take in all that another process recorded."""
+        """Add the record of another process."""
         indices = [self._index_of(outcome) for outcome in other.outcomes]
         self.outcome.extend(indices[index] for index in other.outcome)
         for name in ("scheduled_s", "sent_s", "first_s", "last_s", "num_tokens", "gap_s", "dropped_s"):
@@ -133,7 +133,7 @@ class Record:
         self.mismatches = [*self.mismatches, *mismatches][:_MAX_SHOWN]
 
     def _index_of(self, outcome: Outcome) -> int:
-        # Outcomes are few: statuses times reasons.
+        # There are few outcomes: statuses times reasons.
         if outcome not in self.outcomes:
             self.outcomes.append(outcome)
         return self.outcomes.index(outcome)

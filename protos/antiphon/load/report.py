@@ -1,4 +1,4 @@
-"""How results read: a table for people, JSON for programs."""
+"""Reports of results: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_SHOWN = 60
 
 
 def as_text(result: Result) -> str:
-    """One run, in a few lines."""
+    """Return a table of one run."""
     lines = [_counts(result), _rates(result), *_errors(result), "", *_latencies(result)]
     if result.plan.check:
         lines += ["", *_checked(result)]
@@ -34,7 +34,7 @@ def as_text(result: Result) -> str:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One run as plain data; latencies in milliseconds, rates a second."""
+    """Return one run as plain data; latencies in milliseconds, rates per second."""
     plan = result.plan
     return {
         **_asked_for(plan),
@@ -60,7 +60,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def mlperf_as_text(verdict: Verdict) -> str:
-    """LoadGen's verdict and figures, in a few lines."""
+    """Return LoadGen's verdict and figures as text."""
     summary = verdict.summary
     lines = [f"LoadGen: {'VALID' if verdict.is_valid else 'INVALID'}"]
     lines += [f"  not satisfied: {name.removesuffix(' satisfied')}" for name in summary.missed]
@@ -77,7 +77,7 @@ def mlperf_as_text(verdict: Verdict) -> str:
 
 
 def mlperf_as_json(plan: Plan, verdict: Verdict) -> dict[str, Any]:
-    """The same as plain data; latencies in milliseconds, rates a second."""
+    """Return LoadGen's verdict and figures as plain data; latencies in milliseconds, rates per second."""
     summary = verdict.summary
     return {
         **_asked_for(plan),
@@ -93,21 +93,23 @@ def mlperf_as_json(plan: Plan, verdict: Verdict) -> dict[str, Any]:
 
 
 def curve(results: Sequence[Result]) -> str:
-    """A line for each run, lowest rate first; latencies in milliseconds."""
+    """Return a table with a line for each run, lowest rate first; latencies in milliseconds."""
     rows = [_curve_row(result) for result in sorted(results, key=lambda result: result.plan.rate or 0)]
     return "\n".join(_columns([_CURVE, *rows]))
 
 
 def warnings(result: Result) -> list[str]:
-    """Why a result may not be believed."""
+    """Return warnings about a result that may be wrong."""
     found = []
     if result.num_dropped:
         limit = f"--max-outstanding {result.plan.max_outstanding}"
-        found.append(f"{result.num_dropped} requests were not sent: {limit} were under way, or it was far too late")
+        found.append(
+            f"{result.num_dropped} requests were not sent: {limit} were running, or the client was far too late"
+        )
     if result.lag_ms is not None and result.lag_ms.p99 > MAX_LAG_MS:
         found.append(
-            f"the client cannot keep up: it sent 1 % of the requests over {result.lag_ms.p99:.0f} ms late, which their "
-            f"latencies include; try --processes {2 * result.plan.processes}, or another machine"
+            f"the client cannot keep up: it sent 1 % of the requests more than {result.lag_ms.p99:.0f} ms late, which "
+            f"their latencies include; try --processes {2 * result.plan.processes}, or another machine"
         )
     return found
 
@@ -209,7 +211,7 @@ def _some(spread: Spread | None, *names: str) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest entry, the first to the left and the others to the right."""
+    """Format rows in columns of the width of their longest entry; the first aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

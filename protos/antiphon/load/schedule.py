@@ -1,4 +1,4 @@
-"""Who asks what, when: the arrivals of a plan, shared out among its processes."""
+"""Schedule of a plan: its arrivals, distributed over its processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from antiphon.load.arrivals import poisson_times
 from antiphon.load.plan import Plan
 
 Arrival = tuple[float, int]
-"""Seconds from the start, and which of the plan's asks."""
+"""Seconds since the start, and index of the ask in the plan."""
 
 
 def arrivals_of(plan: Plan) -> Iterator[float]:
-    """Every arrival of a plan, ascending."""
+    """Return every arrival time of a plan, ascending."""
     if plan.times_s is not None:
         return iter(plan.times_s[: bisect_left(plan.times_s, plan.end_s)])
     assert plan.rate is not None
@@ -22,6 +22,6 @@ def arrivals_of(plan: Plan) -> Iterator[float]:
 
 
 def share_of(plan: Plan, process: int) -> Iterator[Arrival]:
-    """The arrivals that a process takes, by turns: together the processes send exactly the plan's arrivals."""
+    """Return every n-th arrival for one of n processes. Together the processes send exactly the plan's arrivals."""
     turns = zip(arrivals_of(plan), itertools.cycle(range(len(plan.asks))), strict=False)
     return itertools.islice(turns, process, None, plan.processes)

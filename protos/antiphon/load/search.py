@@ -1,18 +1,18 @@
-"""Searches for the highest rate that holds. Pure: what holds is asked of a function."""
+"""Search for the highest rate that holds. Pure: a function decides whether a rate holds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# A bracket wider than this many doublings either way is no search any more.
+# Maximum number of doublings or halvings from the start rate.
 _MAX_DOUBLINGS = 14
 
 
 def highest_rate(holds: Callable[[float], bool], low: float, high: float, steps: int) -> float:
-    """The highest rate found that holds, by bisection between `low` and `high` on a logarithmic scale.
+    """Return the highest rate found that holds, by bisection between `low` and `high` on a logarithmic scale.
 
-    0 where none of the rates tried holds; `high` itself is tried only as a limit.
+    Returns 0 if none of the tried rates holds. `high` itself is not tried.
     """
     best = 0.0
     for _ in range(steps):
@@ -25,10 +25,10 @@ def highest_rate(holds: Callable[[float], bool], low: float, high: float, steps:
 
 
 def bracketed_rate(holds: Callable[[float], bool], start: float, precision: float) -> float:
-    """The highest rate found that holds, from doubling or halving `start` and then bisecting what brackets it.
+    """Return the highest rate found that holds: doubles or halves `start` to find a bracket, then bisects it.
 
-    precision: how far, as a share of it, the rate found may lie below one that was seen to fail. 0 where not even
-    the lowest rate tried holds; where every rate holds, the highest tried.
+    precision: maximum relative distance between the returned rate and a rate that failed. Returns 0 if even the lowest
+    tried rate fails, and the highest tried rate if every rate holds.
     """
     held, failed = (start, None) if holds(start) else (None, start)
     for _ in range(_MAX_DOUBLINGS):

@@ -1,4 +1,4 @@
-"""What is asked where nothing else is given, and texts read from a file."""
+"""Texts of requests: built-in everyday sentences, and texts from a file."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _ORDER_SEED = 1
 
 
 def read_texts(name: str | None) -> list[str]:
-    """Lines of a file, or of standard input for '-', blank ones left out; everyday sentences for None.
+    """Read the lines of a file, or of standard input for '-', without blank ones. None: everyday sentences.
 
-    In a fixed random order: files of sentences are often sorted by length, which no traffic is. Raises PlanError.
+    The order is random and fixed: files of sentences are often sorted by length, and traffic is not. Raises PlanError.
     """
     texts = [text for text in (EVERYDAY if name is None else _read(name).split("\n")) if text.strip()]
     if not texts:
@@ -51,12 +51,12 @@ def read_texts(name: str | None) -> list[str]:
 
 
 def shuffled(texts: Sequence[str]) -> list[str]:
-    """The texts in a fixed random order."""
+    """Return the texts in a fixed random order."""
     return random.Random(_ORDER_SEED).sample(list(texts), len(texts))
 
 
 def read_file(flag: str, path: Path) -> str:
-    """The text of a file. Raises PlanError naming the flag."""
+    """Read the text of a file. Raises PlanError, which names the flag."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Reads a trace: when requests came, and how long each was. JSON lines, or CSV with a header of the same names.
+"""Reader of traces: times and lengths of requests, as JSON lines, or as CSV with a header of the same names.
 
 {"time_s": 0.0, "text": "How are you?"}
 {"time_s": 0.31, "source_tokens": 24, "max_new_tokens": 40}
@@ -23,9 +23,9 @@ _FIELDS = ("time_s", "text", "source_tokens", "max_new_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One request of a trace: its text, or else how many source tokens it had, the end token included.
+    """One request of a trace: its text, or its number of source tokens, end token included.
 
-    time_s: from the first request of the trace. max_new_tokens: None leaves it to the model.
+    time_s: seconds since the first request of the trace. max_new_tokens: None takes the model's default.
     """
 
     time_s: float
@@ -35,7 +35,7 @@ class Entry:
 
 
 def read_trace(path: Path) -> list[Entry]:
-    """The entries of a trace in the order of their times. Raises PlanError naming file, line and field."""
+    """Read the entries of a trace, in order of time. Raises PlanError, which names file, line and field."""
     text = read_file("--trace", path)
     rows = _json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text)
     entries = sorted((_entry(where, row) for where, row in rows), key=lambda entry: entry.time_s)
@@ -81,7 +81,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _entry(where: str, row: Mapping[str, Any]) -> Entry:
     unknown = [str(name) for name in row if name not in _FIELDS]
     if unknown:
-        raise PlanError(f"{where}: unknown field {unknown[0]}; there are {', '.join(_FIELDS)}")
+        raise PlanError(f"{where}: unknown field {unknown[0]}; allowed are {', '.join(_FIELDS)}")
     if ("text" in row) == ("source_tokens" in row):
         raise PlanError(f"{where}: give either text or source_tokens")
     text = row.get("text")
@@ -97,7 +97,7 @@ def _entry(where: str, row: Mapping[str, Any]) -> Entry:
 
 def _time(where: str, value: object) -> float:
     try:
-        time_s = float(value)  # type: ignore[arg-type]  # whatever JSON holds
+        time_s = float(value)  # type: ignore[arg-type]  # any value that JSON can contain
     except (TypeError, ValueError):
         time_s = math.nan
     if not math.isfinite(time_s):

@@ -1,8 +1,8 @@
-"""One client process of a load test: `python -m antiphon.load.worker`, started by `drive.py` and nobody else.
+"""One client process of a load test: `python -m antiphon.load.worker`, which only `drive.py` starts.
 
-Standard input: a pickled (plan, process), later the time at which to start as a line, and in the end nothing: where it
-closes, the run stops. Standard output: why it cannot start or None, and the record, pickled. Both pipes are its
-parent's, a process of the same program.
+Standard input: a pickled (plan, process), then a line with the start time. The run stops when standard input closes.
+Standard output, pickled: None or the reason why the process cannot start, then the record. The parent, a process of the
+same program, holds the other ends of both pipes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from antiphon.load.schedule import share_of
 
 
 def main() -> None:
-    """Do one process's share of a plan."""
+    """Run one process's share of a plan."""
     plan, process = pickle.load(sys.stdin.buffer)
     _run(_work(plan, process, sys.stdin.buffer, sys.stdout.buffer))
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, with uvloop where it is installed: less work for each request, and sends nearer their time."""
+    """Run with uvloop if it is installed, which needs less time per request and sends closer to the schedule."""
     if importlib.util.find_spec("uvloop") is None:
         asyncio.run(work)
     else:
@@ -58,11 +58,11 @@ async def _work(plan: Plan, process: int, orders: BinaryIO, reports: BinaryIO) -
 
 
 def _watch(orders: BinaryIO, stop: asyncio.Event) -> None:
-    """Set `stop` when the parent closes our input, or dies."""
+    """Set `stop` when the parent closes standard input or ends."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
-        # Not through `orders`: a thread inside its lock is a fatal error where the interpreter ends.
+        # Does not read through `orders`: a thread that holds its lock is a fatal error when the interpreter exits.
         os.read(orders.fileno(), 1)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             loop.call_soon_threadsafe(stop.set)

@@ -1,4 +1,4 @@
-"""`antiphon bench`: measures a bundle on this machine, section by section, and stops by itself."""
+"""`antiphon bench`: measures a bundle on this machine, section by section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.service.server.settings import SHIPPED_BUNDLE, usable_cores
 from antiphon.service.tools.bench.node_profile import profile_nodes
 from antiphon.service.tools.bench.report import BenchError, BenchFailure, Finding, machine, table, to_json
-from antiphon.service.tools.bench.sections import SECTIONS
+from antiphon.service.tools.bench.sections.registry import SECTIONS
 from antiphon.service.tools.bench.setup import MODELS, PRESETS, Setup
 from antiphon.service.tools.bench.sources import Corpus, everyday, held_out, read_corpus
 
@@ -25,46 +25,50 @@ EXIT_USER_ERROR = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `antiphon bench`."""
+    """Add the flags of `antiphon bench`."""
     parser.add_argument(
         "bundle", type=Path, nargs="?", default=SHIPPED_BUNDLE, metavar="BUNDLE",
         help="exported model (default: the English-German one)",
     )  # fmt: skip
     parser.add_argument(
         "--section", nargs="+", choices=SECTIONS, metavar="NAME",
-        help=f"which of {', '.join(SECTIONS)} to run (default: all; with --profile: none)",
+        help=f"sections to run, of {', '.join(SECTIONS)} (default: all; with --profile: none)",
     )  # fmt: skip
     _add_models(parser)
     _add_sentences(parser)
     _add_scale(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here as one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the decode section here, as a PNG")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write here which graph nodes take the time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the decode section to FILE, as PNG")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write the time of each graph operator to FILE")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
-        help="random: random weights at fixed lengths; bundle: BUNDLE on sentences (default: both)",
+        help="random: random weights and fixed lengths; bundle: BUNDLE on sentences (default: both)",
     )  # fmt: skip
     parser.add_argument(
         "--preset", choices=PRESETS, default="base", help="size of the random model (default: %(default)s)"
     )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
-        help="float32 weights of BUNDLE, for CTranslate2; without them BUNDLE is not compared with it",
+        help="float32 weights of BUNDLE, for CTranslate2; without them BUNDLE is not compared with CTranslate2",
     )  # fmt: skip
     parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="keep models made for the benchmark here (default: made anew)"
+        "--work", type=Path, metavar="DIR", help="keep generated models in DIR (default: generate them every time)"
     )
 
 
 def _add_sentences(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", type=Path, metavar="FILE", help="sentences, one a line (default: some built in)")
-    parser.add_argument("--reference", type=Path, metavar="FILE", help="their translations, for BLEU of both sides")
-    parser.add_argument("--recipe", metavar="NAME", help="or: what this recipe's data holds out, with references")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of the files the recipe names (default: $ANTIPHON_DATA)"
+        "--source", type=Path, metavar="FILE", help="sentences, one per line (default: built-in sentences)"
+    )
+    parser.add_argument(
+        "--reference", type=Path, metavar="FILE", help="translations of the sentences, for BLEU of both sides"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="or: held-out sentences of this recipe, with references")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder of the recipe's data files (default: $ANTIPHON_DATA)"
     )
 
 
@@ -74,7 +78,7 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
         help="rows of decode (default: 1 8 32 64 128) and of engine (default: 32)",
     )  # fmt: skip
     parser.add_argument(
-        "--threads", type=_positive, default=usable_cores(), metavar="N", help="CPU threads (default: every core)"
+        "--threads", type=_positive, default=usable_cores(), metavar="N", help="CPU threads (default: all cores)"
     )
     parser.add_argument(
         "--repeat", type=_positive, default=5, metavar="N", help="measured runs of each side (default: %(default)s)"
@@ -86,7 +90,7 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; 0 when done, 2 for a wrong argument, 1 when a side failed or the sides disagree."""
+    """Measure and print. Return 0; 2 for a wrong argument; 1 if a side failed or the outputs of the sides differ."""
     try:
         _check_outputs(args)
         with tempfile.TemporaryDirectory(prefix="antiphon-bench-") as scratch:
@@ -118,7 +122,7 @@ def _measure(args: argparse.Namespace, setup: Setup) -> None:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """What would fail at the end fails now, before anything is measured."""
+    """Check the output files before anything is measured, so that writing does not fail at the end."""
     for flag in ("json", "plot", "profile"):
         path: Path | None = getattr(args, flag)
         if path is not None and not path.absolute().parent.is_dir():
@@ -145,18 +149,20 @@ def _setup(args: argparse.Namespace, scratch: Path) -> Setup:
         repeat=args.repeat,
         seconds=args.seconds,
     )
-    setup.bundle_subject.sources(len(setup.corpus.texts))  # one too long is found before anything is measured
+    setup.bundle_subject.sources(
+        len(setup.corpus.texts)
+    )  # raises for a sentence that is too long, before anything is measured
     return setup
 
 
 def _corpus(args: argparse.Namespace) -> Corpus:
     if args.recipe is not None:
         if args.source is not None:
-            raise BenchError("--recipe and --source: give one of them")
+            raise BenchError("--recipe and --source exclude each other: give one of them")
         return held_out(args.recipe, args.data)
     if args.source is None:
         if args.reference is not None:
-            raise BenchError(f"--reference {args.reference}: give its sources with --source")
+            raise BenchError(f"--reference {args.reference} needs --source with the sentences it translates")
         return everyday()
     return read_corpus(args.source, args.reference)
 
@@ -176,7 +182,7 @@ def _write(flag: str, path: Path, text: str) -> None:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
 
 

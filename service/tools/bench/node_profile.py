@@ -1,6 +1,6 @@
-"""Which nodes of the graphs take the time: ONNX Runtime's own profile of real steps, summed by operator.
+"""Time of each graph operator: ONNX Runtime's profile of real steps, summed by operator.
 
-Profiling slows each node down by the time it takes to write it down: shares, not speeds, are to be read off.
+Profiling adds the time of recording to each node. The shares are meaningful; the absolute times are too long.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.model.bundle.session import profiling
+from antiphon.service.tools.bench.drivers.static import translate_static
 from antiphon.service.tools.bench.setup import Setup, Subject
-from antiphon.service.tools.bench.static import translate_static
 
 ROWS = 64
 _NODE_SUFFIX = "_kernel_time"
 
 
 def profile_nodes(setup: Setup) -> str:
-    """One table for each graph of each model: operator, runs of its nodes, time and its share."""
+    """Return a table for each graph of each model: operator, number of node runs, time and share."""
     rows = max(setup.rows) if setup.rows else ROWS
     return "\n\n".join(
         f"{subject.name}, {part}, {rows} rows\n{summary(events)}"
@@ -32,7 +32,7 @@ def profile_nodes(setup: Setup) -> str:
 
 
 def summary(events: Sequence[Mapping[str, Any]]) -> str:
-    """Table of the node runs among a profile's events, most time first, and the time of whole runs."""
+    """Return a table of the node runs in a profile's events, longest time first, and the time of whole runs."""
     microseconds: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in events:
@@ -53,7 +53,7 @@ def summary(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _profiles(subject: Subject, setup: Setup, rows: int) -> dict[str, list[dict[str, Any]]]:
-    """Events of the encoder's and the decoder's session over one batch of `rows` sources."""
+    """Return the events of the encoder's and the decoder's session for one batch of `rows` sources."""
     with tempfile.TemporaryDirectory(prefix="antiphon-profile-") as folder:
         with profiling(Path(folder) / "session"):
             runner = setup.runner(subject, rows)
@@ -61,8 +61,8 @@ def _profiles(subject: Subject, setup: Setup, rows: int) -> dict[str, list[dict[
             runner, subject.sources(rows), rows=rows, max_new_tokens=subject.max_new_tokens, is_sorted=False
         )
         del runner
-        gc.collect()  # a session writes its profile down when it goes
+        gc.collect()  # a session writes its profile when it is destroyed
         profiles = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("session*.json")]
-    # Every target has many decoder steps and one encoder run.
+    # Every target has many decoder steps and one encoder run: the encoder's profile has fewer runs.
     profiles.sort(key=lambda events: sum(event.get("name") == "model_run" for event in events))
     return dict(zip(("encoder", "decoder"), profiles, strict=True))

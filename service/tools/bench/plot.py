@@ -1,4 +1,4 @@
-"""Draws the decode section: tokens a second of both sides over the rows, and their ratios."""
+"""Plot of the decode section: tokens per second of both sides by number of rows, and their ratios."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.service.tools.bench.report import BenchError, Finding
 
 
 def plot_decode(path: Path, findings: Sequence[Finding], title: str) -> None:
-    """Write a PNG of two panels; findings of other sections are left out."""
+    """Write a PNG with two panels. Findings of other sections are ignored."""
     shown = [found for found in findings if found.name == "decode" and found.unit == "tokens/s" and found.ratio]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     speed, ratio = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""What a benchmark found, as numbers, as a table and as JSON. Knows medians and machines, not what was measured."""
+"""Findings of a benchmark as numbers, as a table and as JSON. Knows nothing about the individual sections."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class BenchError(Exception):
 
 
 class BenchFailure(Exception):
-    """What was measured did not do its work: outputs differ, or a process of the benchmark ended early."""
+    """A measured side failed: outputs differ, or a process of the benchmark ended early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One figure, and what it is compared with; None where there is nothing of the kind.
+    """One figure and its comparison. Absent values are None.
 
-    name: the section. case: what of it. rows: sequences together.
-    antiphon, ctranslate2: medians, in `unit`. baseline: the same of another side of our own, where there is one.
-    against: what stands beside antiphon, with the settings it ran at.
-    ratio: median of the ratios of neighbouring runs, antiphon over the other; of latencies and memory, less is better.
+    name: the section. case: the measured case of that section. rows: number of sequences that run together.
+    antiphon, ctranslate2: medians, in `unit`. baseline: median of another side that is not CTranslate2.
+    against: name of the other side, with its settings.
+    ratio: median of the ratios of neighbouring runs, antiphon over the other. For latency and memory, less is better.
     equal_outputs: share of requests for which both sides gave the same tokens.
     """
 
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """One run: tokens, end tokens included, and the seconds they took, by the wall and of this process's CPU."""
+    """Speed of one run: tokens, end tokens included; wall-clock seconds; and CPU seconds of this process."""
 
     num_tokens: int
     seconds: float
@@ -55,17 +55,17 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What findings are about; see Finding. is_twin: the other side is CTranslate2."""
+    """Subject of findings; see Finding for the fields. is_ctranslate2: the other side is CTranslate2."""
 
     name: str
     case: str
     rows: int
     against: str
-    is_twin: bool = False
+    is_ctranslate2: bool = False
     equal_outputs: float | None = None
 
     def finding(self, pairs: Sequence[tuple[float, float]], unit: str, *, digits: int = 1) -> Finding:
-        """Medians of pairs of neighbouring figures, (antiphon, other) each, and of their ratios."""
+        """Return medians of pairs (antiphon, other) of neighbouring figures, and the median of their ratios."""
         theirs = round(statistics.median(other for _, other in pairs), digits)
         ratios = [ours / other for ours, other in pairs if other]
         return Finding(
@@ -73,8 +73,8 @@ class Case:
             case=self.case,
             rows=self.rows,
             antiphon=round(statistics.median(ours for ours, _ in pairs), digits),
-            ctranslate2=theirs if self.is_twin else None,
-            baseline=None if self.is_twin else theirs,
+            ctranslate2=theirs if self.is_ctranslate2 else None,
+            baseline=None if self.is_ctranslate2 else theirs,
             against=self.against,
             ratio=round(statistics.median(ratios), 3) if ratios else None,
             unit=unit,
@@ -83,7 +83,7 @@ class Case:
 
 
 def compare(case: Case, pairs: Sequence[tuple[Speed, Speed]], unit: str = "tokens/s") -> list[Finding]:
-    """Findings of runs that alternated, (antiphon, other) each: by the wall, and by CPU time where both know theirs."""
+    """Return findings of alternating runs (antiphon, other): by wall clock, and by CPU time if both sides have it."""
     wall = [(ours.num_tokens / ours.seconds, theirs.num_tokens / theirs.seconds) for ours, theirs in pairs]
     cpu = [
         (ours.num_tokens / ours.cpu_s, theirs.num_tokens / theirs.cpu_s)
@@ -94,7 +94,7 @@ def compare(case: Case, pairs: Sequence[tuple[Speed, Speed]], unit: str = "token
 
 
 def share_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Share of requests whose targets are the same on both sides."""
+    """Return the share of requests whose targets are the same on both sides."""
     return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
@@ -103,7 +103,7 @@ _RIGHT = (2, 3, 4, 5, 7)
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """The findings in aligned columns, one a line, under a heading."""
+    """Return the findings as a table with a heading and aligned columns, one finding per line."""
     lines = [_HEADING, *(_cells(finding) for finding in findings)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADING))]
     return "\n".join(
@@ -116,7 +116,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def to_json(findings: Sequence[Finding], threads: int) -> str:
-    """One object {machine, commit, sections}; commit is null outside a checkout."""
+    """Return a JSON object {machine, commit, sections}; commit is null outside a git checkout."""
     described = {
         "machine": machine(threads),
         "commit": _commit(),
@@ -126,7 +126,7 @@ def to_json(findings: Sequence[Finding], threads: int) -> str:
 
 
 def machine(threads: int) -> str:
-    """Processor, cores, threads used and the versions of both runtimes, in one line."""
+    """Describe the machine in one line: processor, cores, threads in use, and versions of both runtimes."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():

@@ -1,4 +1,4 @@
-"""What is translated: lines of a file, a recipe's held-out part, or everyday sentences that are always at hand."""
+"""Sources of a benchmark: lines of a file, the held-out part of a recipe's data, or built-in everyday sentences."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Ids = list[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Sentences in a fixed random order, with their references where they are known.
+    """Sentences in a fixed random order, with their references if they are known.
 
-    is_tokenised: the text is tokenised already, so that scoring must not do it again.
+    is_tokenised: the text is already tokenised, so that scoring must not tokenise it again.
     """
 
     texts: tuple[str, ...]
@@ -33,14 +33,14 @@ class Corpus:
 
 
 def everyday() -> Corpus:
-    """The sentences that are always at hand."""
+    """Return the built-in sentences."""
     return _shuffled([(text, None) for text in EVERYDAY])
 
 
 def read_corpus(source: Path, reference: Path | None) -> Corpus:
-    """Lines of a file, and their references line by line; blank sources are left out.
+    """Read the lines of a file and their references, line by line. Blank sources are skipped.
 
-    Raises BenchError naming --source or --reference.
+    Raises BenchError, which names --source or --reference.
     """
     sources = _read("--source", source)
     references = [None] * len(sources) if reference is None else _read("--reference", reference)
@@ -53,7 +53,7 @@ def read_corpus(source: Path, reference: Path | None) -> Corpus:
 
 
 def held_out(name: str, data: Path | None) -> Corpus:
-    """The part of a recipe's data that is held out for tests, each source once. Raises BenchError naming --recipe."""
+    """Return the held-out test part of a recipe's data, each source once. Raises BenchError, which names --recipe."""
     from antiphon.model.training.corpus import load_corpus
     from antiphon.model.training.recipe import RecipeError, load_recipe
 
@@ -68,12 +68,12 @@ def held_out(name: str, data: Path | None) -> Corpus:
 
 
 def repeat(texts: Sequence[str], count: int | None) -> list[str]:
-    """As many texts as asked for, from the first one on, over and over; None takes each once."""
+    """Return `count` texts, repeated in a cycle from the first one; None returns each once."""
     return list(itertools.islice(itertools.cycle(texts), len(texts) if count is None else count))
 
 
 def _shuffled(pairs: Sequence[tuple[str, str | None]], *, is_tokenised: bool = False) -> Corpus:
-    """Files of sentences are often sorted by length, which no traffic is."""
+    """Shuffle the pairs: files of sentences are often sorted by length, and traffic is not."""
     shuffled = list(pairs)
     random.Random(_ORDER_SEED).shuffle(shuffled)
     references = tuple(reference for _, reference in shuffled if reference is not None)
@@ -85,7 +85,7 @@ def _shuffled(pairs: Sequence[tuple[str, str | None]], *, is_tokenised: bool = F
 
 
 def tokenize(texts: list[str], tokenizer: Tokenizer, text: TextFormat, max_source_len: int) -> list[Ids]:
-    """Source ids of each text as the model reads it. Raises BenchError where one is too long for the model."""
+    """Return the source ids of each text, as the model reads it. Raises BenchError if one is too long for the model."""
     sources = encode_sources(tokenizer, text, texts)
     longest = max(range(len(sources)), key=lambda index: len(sources[index]))
     if len(sources[longest]) > max_source_len:

@@ -1,4 +1,4 @@
-"""Clocks, and runs that take turns so that a busy machine is busy for both sides."""
+"""Timing of one run, and alternation of two sides, so that a busy machine slows both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from antiphon.service.tools.bench.report import Speed
 
-# Threads of OpenMP look for work for a while after theirs is done; that is not to happen in the other side's time.
+# OpenMP threads spin for some time after their work has ended. This must not take time from the other side.
 SETTLE_S = 0.25
 
 A = TypeVar("A")
@@ -16,7 +16,7 @@ B = TypeVar("B")
 
 
 def timed(translate: Callable[[], Sequence[Sequence[int]]]) -> Speed:
-    """Run once; the tokens that came out, over the wall's seconds and this process's CPU's."""
+    """Run once; return the number of target tokens, the wall-clock seconds and the CPU seconds of this process."""
     started_s, cpu_started_s = time.perf_counter(), time.process_time()
     targets = translate()
     seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s
@@ -24,7 +24,7 @@ def timed(translate: Callable[[], Sequence[Sequence[int]]]) -> Speed:
 
 
 def alternate(ours: Callable[[], A], theirs: Callable[[], B], count: int) -> list[tuple[A, B]]:
-    """Run both sides `count` times, one after the other; who goes first changes every time."""
+    """Run both sides `count` times in turn. The side that runs first changes every time."""
     pairs = []
     for index in range(count):
         if index % 2:

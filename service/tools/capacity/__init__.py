@@ -1,1 +1,1 @@
-"""How many replicas, of what size: sizing from measurement, and what the autoscaler makes of a day."""
+"""Capacity planning: size and number of replicas from measurements, and simulation of the autoscaler over a day."""

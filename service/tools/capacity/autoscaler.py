@@ -1,8 +1,8 @@
-"""The algorithm of Kubernetes' HorizontalPodAutoscaler, as its documentation and its controller have it.
+"""The algorithm of Kubernetes' HorizontalPodAutoscaler, as in its documentation and its controller.
 
 https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/ (algorithm details; configurable scaling
-behavior), pkg/controller/podautoscaler/horizontal.go and replica_calculator.go, Kubernetes 1.33. Left out: pods that
-are not ready or have no metrics (they count for resource metrics alone), and metrics that cannot be had.
+behavior), pkg/controller/podautoscaler/horizontal.go and replica_calculator.go, Kubernetes 1.33. Not simulated: pods
+that are not ready or have no metrics (they matter for resource metrics only), and metrics that are unavailable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# The controller's own defaults: --horizontal-pod-autoscaler-tolerance, -sync-period.
+# Defaults of the controller: --horizontal-pod-autoscaler-tolerance, -sync-period.
 TOLERANCE = 0.1
 SYNC_PERIOD_S = 15.0
 
@@ -21,7 +21,7 @@ Select = Literal["Max", "Min", "Disabled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """At most so many pods, or percent of them, within a period."""
+    """Maximum change within a period, in pods or in percent of the pods."""
 
     kind: Literal["Pods", "Percent"]
     value: int
@@ -30,14 +30,14 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """One direction of `behavior`."""
+    """Rules of `behavior` for one direction, up or down."""
 
     window_s: float
     select: Select
     policies: tuple[Policy, ...]
 
 
-# What Kubernetes takes where `behavior` leaves a direction out.
+# Defaults of Kubernetes for a direction that `behavior` does not define.
 DEFAULT_UP = Rules(
     window_s=0,
     select="Max",
@@ -48,7 +48,7 @@ DEFAULT_DOWN = Rules(window_s=300, select="Max", policies=(Policy(kind="Percent"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """Bounds of the number of replicas, and how fast it may change."""
+    """Limits of the number of replicas, and of its rate of change."""
 
     min_replicas: int
     max_replicas: int
@@ -57,21 +57,21 @@ class Scaling:
 
 
 def desired_by_average(current: int, total: float, target: float) -> int:
-    """Replicas for an external metric with target AverageValue: ceil(total / target), unless within the tolerance."""
+    """Return replicas for an external metric with an AverageValue: ceil(total / target), except within tolerance."""
     if abs(total / (target * current) - 1) <= TOLERANCE:
         return current
     return math.ceil(total / target)
 
 
 def desired_by_ratio(current: int, value: float, target: float) -> int:
-    """Replicas for a metric averaged over pods, as CPU: ceil(current * value / target), unless within the tolerance."""
+    """Return replicas for a mean over pods, such as CPU: ceil(current * value / target), except within tolerance."""
     if abs(value / target - 1) <= TOLERANCE:
         return current
     return math.ceil(current * value / target)
 
 
 class Autoscaler:
-    """The controller's memory: what it wanted, and what it did, and when."""
+    """State of the controller: its recommendations and its changes, with their times."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
@@ -79,7 +79,10 @@ class Autoscaler:
         self._changes: list[tuple[float, int]] = []  # replicas added; below 0, taken away
 
     def decide(self, now_s: float, current: int, desired: Sequence[int]) -> int:
-        """Replicas from now on, where each metric desires so many: the most, stabilised, then slowed and bounded."""
+        """Return the new number of replicas from the number that each metric desires.
+
+        The largest number counts. It is stabilised, then limited by the policies and by the minimum and maximum.
+        """
         wanted = max(desired)
         stable = self._stabilised(now_s, current, wanted)
         decided = self._slowed(now_s, current, stable)
@@ -88,7 +91,7 @@ class Autoscaler:
         return decided
 
     def _stabilised(self, now_s: float, current: int, wanted: int) -> int:
-        """Up no further than the least, down no further than the most that was wanted within the window of each."""
+        """Limit a rise to the least, and a fall to the largest, recommendation within the window of its direction."""
         up, down = self._scaling.up.window_s, self._scaling.down.window_s
         self._wanted = [one for one in self._wanted if one[0] > now_s - max(up, down)] + [(now_s, wanted)]
         least = min(count for time_s, count in self._wanted if time_s > now_s - up or time_s == now_s)
@@ -104,7 +107,7 @@ class Autoscaler:
         return min(max(current, scaling.min_replicas), scaling.max_replicas)
 
     def _limit(self, now_s: float, current: int, rules: Rules, sign: int) -> int:
-        """As far as the policies of a direction let it go from where the period of each began."""
+        """Return the limit that the policies of a direction allow, counted from the start of the period of each."""
         if rules.select == "Disabled":
             return current
         reached = []
@@ -114,7 +117,8 @@ class Autoscaler:
                 reached.append(began + sign * policy.value)
             else:
                 part = began * (1 + sign * policy.value / 100)
-                # The controller rounds up on the way up and cuts off on the way down; 1e-9 for 80 * 0.9 and the like.
+                # The controller rounds up when it scales up and truncates when it scales down. 1e-9 corrects the
+                # rounding errors of products such as 80 * 0.9.
                 reached.append(math.ceil(part - 1e-9) if sign > 0 else math.floor(part + 1e-9))
         is_far = (rules.select == "Max") == (sign > 0)
         return max(reached) if is_far else min(reached)

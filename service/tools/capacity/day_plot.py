@@ -1,4 +1,4 @@
-"""Draws a simulated day, as a PNG. Needs matplotlib."""
+"""Plot of a simulated day, as PNG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WINDOW_S = 300.0
 
 
 def draw_day(found: list[tuple[str, Outcome]], curve: ServiceCurve) -> bytes:
-    """The rate with what the first case's replicas can do, replicas of the first and last case, waits of the first."""
+    """Plot the rate and capacity of the first case, the replicas of the first and last, and the waits of the first."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
     rate, replicas, waits = figure.subplots(3, 1, sharex=True)
     name, outcome = found[0]
     _draw_rate(rate, name, outcome, curve)
-    for label, other in found[:1] + found[-1:]:  # more would hide each other
+    for label, other in found[:1] + found[-1:]:  # more lines would hide each other
         hours = [sample.time_s / _HOUR_S for sample in other.samples]
         replicas.step(hours, [sample.replicas for sample in other.samples], where="post", label=label, linewidth=1)
     replicas.set(ylabel="replicas", ylim=(0, None))
@@ -46,7 +46,7 @@ def _draw_rate(axes: Axes, name: str, outcome: Outcome, curve: ServiceCurve) -> 
 
 
 def _draw_waits(axes: Axes, name: str, outcome: Outcome) -> None:
-    """p50 and p99 of waits and the refused, over five minutes each."""
+    """Plot median and 99th percentile of waits, and the rate of refusals, over windows of five minutes."""
     arrived_s, wait_s = np.array(outcome.answers.arrived_s), np.array(outcome.answers.wait_s)
     refused_s = np.array(outcome.answers.refused_s)
     window = (arrived_s // _WINDOW_S).astype(int)

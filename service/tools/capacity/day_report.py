@@ -1,4 +1,4 @@
-"""What a simulated day comes to: figures, and a table of them."""
+"""Figures of a simulated day, and a table of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _HEAD = ("", "refused", "wait p50", "p99", "answer p50", "p99", "too slow", "rep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """One day. Times in seconds, of answered requests; shares of all that came. slow: beyond the objective."""
+    """Figures of one day. Times are of answered requests, in seconds. Shares are of all requests.
+
+    slow_share: requests that were refused or took longer than the objective.
+    """
 
     name: str
     requests: int
@@ -34,7 +37,7 @@ class Figures:
 
 
 def figures_of(name: str, outcome: Outcome, objective_s: float) -> Figures:
-    """The figures of a day. objective_s: what an answer should take at most."""
+    """Compute the figures of a day. objective_s: maximum latency of a good answer."""
     answers = outcome.answers
     wait_s, latency_s = np.array(answers.wait_s), np.array(answers.latency_s)
     counts = np.array([sample.replicas for sample in outcome.samples])
@@ -61,7 +64,7 @@ def _percentile(values: Floats, percent: float) -> float:
 
 
 def as_text(figures: Sequence[Figures], traffic: Traffic, curve: ServiceCurve) -> str:
-    """A line for each day of the same traffic."""
+    """Return a table with a line for each day of the same traffic."""
     came = f"{figures[0].requests:,} requests in {traffic.duration_s / HOUR_S:g} h, {traffic.peak_per_s:,.1f}/s at most"
     can = f"a replica answers {curve.highest_per_s:,.1f}/s at most ({curve.origin})"
     rows = [_HEAD, *map(_row, figures)]

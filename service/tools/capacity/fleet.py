@@ -1,7 +1,7 @@
-"""Replicas of one Deployment through a day: they start, share the traffic, are scaled, drain and go.
+"""Simulation of a Deployment over a day: its replicas start, share the traffic, are scaled, drain and end.
 
-Time goes on in steps of the autoscaler's period. Within one, requests are spread over the replicas that clients know;
-at its end the autoscaler decides. Every request is simulated by itself.
+Time advances in steps of the autoscaler's period. Within a step, requests are spread over the replicas that clients
+know. At the end of a step the autoscaler decides. Every request is simulated individually.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from antiphon.service.tools.capacity.traffic import Floats, Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """What replicas live in.
+class Environment:
+    """Environment of the replicas.
 
-    start_s: from the decision to a pod's readiness. discovery_s: until all clients know a new replica (the server's
-    max_connection_age_s; 0 behind a proxy that watches endpoints). cache_of_full_rows: share of the cache blocks in use
-    while every row runs.
+    start_s: time from the decision to a pod's readiness. discovery_s: time until all clients know a new replica (the
+    server's max_connection_age_s; 0 behind a proxy that watches endpoints). cache_of_full_rows: share of the cache
+    blocks in use while every row runs.
     """
 
     start_s: float
@@ -35,7 +35,7 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The fleet at one moment. waiting, running: requests. cpu: share of the last period with anything to do."""
+    """State of the fleet at one moment. waiting, running: requests. cpu: busy share of the last period."""
 
     time_s: float
     rate: float
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """A simulated day: every answer, and the fleet at every step."""
+    """Result of a simulated day: every answer, and the state of the fleet at every step."""
 
     answers: Answers = field(default_factory=Answers)
     samples: list[Sample] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Outcome:
 
 
 class Fleet:
-    """Replicas as their Deployment, their clients and their autoscaler see them. scaled None keeps the first number."""
+    """Simulated replicas with their clients and their autoscaler. scaled: None keeps the initial number of replicas."""
 
     def __init__(
-        self, curve: ServiceCurve, limits: ReplicaLimits, surroundings: Surroundings, scaled: ScaledObject | None
+        self, curve: ServiceCurve, limits: ReplicaLimits, environment: Environment, scaled: ScaledObject | None
     ) -> None:
         self._curve = curve
         self._limits = limits
-        self._surroundings = surroundings
+        self._environment = environment
         self._scaled = scaled
         self._autoscaler = Autoscaler(scaled.scaling) if scaled is not None else None
         self.outcome = Outcome()
@@ -72,9 +72,9 @@ class Fleet:
         self._seen: Sample | None = None
 
     def run(self, traffic: Traffic, first: int, seed: int) -> Outcome:
-        """Live through traffic, beginning with so many replicas, all known to all."""
+        """Simulate the traffic with `first` replicas at the start, which all clients know."""
         rng = np.random.default_rng(seed)
-        self._replicas = [self._new(-self._surroundings.discovery_s) for _ in range(first)]
+        self._replicas = [self._new(-self._environment.discovery_s) for _ in range(first)]
         for now_s in np.arange(0, traffic.duration_s, SYNC_PERIOD_S).tolist():
             self._step(now_s, min(now_s + SYNC_PERIOD_S, traffic.duration_s), traffic, rng)
         return self.outcome
@@ -97,7 +97,7 @@ class Fleet:
             self._scale(end_s, self._autoscaler, self._scaled)
 
     def _spread(self, arrivals: Floats, now_s: float, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Which requests go to which replica: at random, as many clients that each take turns come out together."""
+        """Assign requests to replicas at random: the sum of many clients that each use round robin."""
         shares = np.array([self._known(one, now_s) for one in self._replicas])
         chosen = rng.choice(len(shares), len(arrivals), p=shares / shares.sum())
         return [np.flatnonzero(chosen == index) for index in range(len(shares))]
@@ -106,7 +106,7 @@ class Fleet:
         age_s = now_s - replica.ready_s
         if age_s < 0:
             return 0.0
-        return min(1.0, age_s / self._surroundings.discovery_s) if self._surroundings.discovery_s else 1.0
+        return min(1.0, age_s / self._environment.discovery_s) if self._environment.discovery_s else 1.0
 
     def _sample(self, end_s: float, length_s: float, rate: float, busy_s: Sequence[float]) -> None:
         used = [one.busy_s - before for one, before in zip(self._replicas, busy_s, strict=True)]
@@ -124,7 +124,7 @@ class Fleet:
         )
 
     def _scale(self, now_s: float, autoscaler: Autoscaler, scaled: ScaledObject) -> None:
-        """Decide on what was scraped a period ago, which is how old it may be, then scrape."""
+        """Decide from the metrics of the previous period, since scraped metrics can be that old; then scrape."""
         current = len(self._replicas)
         if self._seen is not None:
             desired = [self._desired(trigger, current, self._seen) for trigger in scaled.triggers]
@@ -137,13 +137,13 @@ class Fleet:
         if trigger.metric == "running":
             return desired_by_average(current, seen.running, trigger.target)
         if trigger.metric == "cache":
-            in_use = self._surroundings.cache_of_full_rows * seen.running / self._limits.max_rows
+            in_use = self._environment.cache_of_full_rows * seen.running / self._limits.max_rows
             return desired_by_average(current, in_use, trigger.target)
         return desired_by_ratio(current, seen.cpu, trigger.target)
 
     def _resize(self, now_s: float, count: int) -> None:
-        """Start replicas, or let the youngest drain: the first that Kubernetes takes."""
+        """Start replicas, or drain the youngest ones, which Kubernetes removes first."""
         for _ in range(count - len(self._replicas)):
-            self._replicas.append(self._new(now_s + self._surroundings.start_s))
+            self._replicas.append(self._new(now_s + self._environment.start_s))
         while len(self._replicas) > count:
             self._draining.append(self._replicas.pop())

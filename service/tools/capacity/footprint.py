@@ -1,7 +1,7 @@
-"""What one replica may come to hold resident, term by term: what its memory limit is made of.
+"""Maximum resident memory of one replica, term by term: the sum that its memory limit must cover.
 
-The model's own terms come from its bundle; those of the interpreter, of kernels and of a request are constants measured
-on the real server, which tests/deploy/test_footprint.py holds to it. Loads no graph.
+The terms of the model come from its bundle. The terms of the interpreter, of kernels and of a request are constants
+measured on the real server; tests/deploy/test_footprint.py checks them against it. Loads no graph.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ KIB, MIB = 1 << 10, 1 << 20
 # bundle and a Transformer base with 32,000 tokens: modules imported 90 and 90, sessions opened + 8 and + 8, ports
 # opened + 6 and + 7.
 RUNTIME_BYTES = 106 * MIB
-# tokenizer.json becomes objects: 9.6 MiB of 0.5, 32.6 of 1.9.
+# Objects made from tokenizer.json: 9.6 MiB for a file of 0.5 MiB, 32.6 MiB for 1.9 MiB.
 TOKENIZER_FACTOR = 20
-# The files are mapped and read whole; beside them kernels keep packed copies: 4.3 MiB of 9, 25 of 59.
+# The files are mapped and read completely. In addition, kernels keep packed copies: 4.3 MiB for 9 MiB, 25 for 59.
 PACKED_SHARE = 0.5
 # The allocator rounds up to one of eight sizes to a power of two (model/ops/native/counting_allocator.h)...
 ROUNDING = 1.125
-# ... and keeps so much of what was freed, at most, for the next run.
+# ... and keeps at most this much freed memory for the next run.
 ALLOCATOR_CACHE_BYTES = 64 * MIB
-# 1,088 requests at once, 64 running: 26 KB each on one connection beside their tokens, 19 more with one each.
+# 1,088 concurrent requests, 64 of them running: 26 KB each on one connection without their tokens; 19 KB more for each
+# separate connection.
 REQUEST_BYTES = 48 * KIB
-# An id is an int of 28 bytes in a list, 8 more; the message it came in holds it once again.
+# An id is an int of 28 bytes, with 8 bytes in its list; the received message holds it once more.
 SOURCE_TOKEN_BYTES = 40
-# What a stream holds of a token that its client has not read yet (docs/LIFECYCLE.md).
+# Memory of one token in a stream that its client has not read yet (docs/LIFECYCLE.md).
 UNREAD_TOKEN_BYTES = 40
-# malloc's fragments, stacks of threads, a scrape, attention maps (20 MB): 58 minutes of mixed traffic wandered by 10 %
-# (docs/reliability.md).
+# Fragmentation of malloc, stacks of threads, a scrape, attention maps (20 MB): resident memory varied by 10 % in 58
+# minutes of mixed traffic (docs/reliability.md).
 HEADROOM = 0.1
-# A limit is a round figure, never below the sum.
+# The limit is the sum, rounded up to a multiple of this.
 STEP_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """One part of the sum: what it is for, how it is computed, in bytes."""
+    """One part of the sum: its name, its formula and its bytes."""
 
     name: str
     formula: str
@@ -53,24 +54,24 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Everything one replica may hold, and the limit that covers it. num_blocks: of its cache; 0 without a decoder."""
+    """Maximum memory of one replica, and the limit that covers it. num_blocks: cache blocks; 0 without a decoder."""
 
     terms: tuple[Term, ...]
     num_blocks: int
 
     @property
     def sum_bytes(self) -> int:
-        """All terms, headroom included."""
+        """Return the sum of all terms, headroom included."""
         return sum(term.num_bytes for term in self.terms)
 
     @property
     def limit_bytes(self) -> int:
-        """The memory limit: the sum, rounded up."""
+        """Return the memory limit: the sum, rounded up."""
         return math.ceil(self.sum_bytes / STEP_BYTES) * STEP_BYTES
 
 
 def footprint_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Footprint:
-    """What a replica that serves these graphs by this plan may hold."""
+    """Return the maximum memory of a replica that serves these graphs with this plan."""
     need = need_of(bundle, graphs, plan)
     parts = [*_model_terms(bundle, need), *_workspace_terms(bundle, need, plan), *_request_terms(bundle, plan)]
     held = [Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES), *parts]
@@ -105,12 +106,12 @@ def _cache_formula(need: Need) -> str:
 
 
 def _workspace_terms(bundle: Bundle, need: Need, plan: ModelPlan) -> Sequence[Term]:
-    """Encoder and decoder run one after the other, so the larger of the two counts."""
+    """Return the larger workspace of encoder and decoder, which run one after the other, and the allocator's cache."""
     encoder, decoder = _encoder(bundle, need, plan), _decoder(bundle, plan)
     larger = max(encoder, decoder, key=lambda term: term.num_bytes)
     return [
         Term(name=larger.name, formula=f"{larger.formula} x {ROUNDING:g} rounding", num_bytes=larger.num_bytes),
-        Term(name="allocator", formula="freed blocks it keeps, at most", num_bytes=ALLOCATOR_CACHE_BYTES),
+        Term(name="allocator", formula="maximum of kept freed blocks", num_bytes=ALLOCATOR_CACHE_BYTES),
     ]
 
 
@@ -125,13 +126,13 @@ def _encoder(bundle: Bundle, need: Need, plan: ModelPlan) -> Term:
 
 
 def _decoder(bundle: Bundle, plan: ModelPlan) -> Term:
-    """Logits of every judged token of a step (Score), and the widest activations: 4 bytes each."""
+    """Return the workspace for logits of all scored tokens of a step (Score) and the widest activations, in float32."""
     model = bundle.manifest.model
     if not model.decoder_layers:
         return Term(name="decoder workspace", formula="no decoder", num_bytes=0)
     num_tokens = max(plan.max_num_seqs, plan.max_num_batched_tokens)
     width = model.vocab_size + model.d_ff + model.d_model
-    formula = f"({num_tokens:,} judged tokens x ({model.vocab_size:,} + {model.d_ff:,} + {model.d_model:,}) x 4)"
+    formula = f"({num_tokens:,} scored tokens x ({model.vocab_size:,} + {model.d_ff:,} + {model.d_model:,}) x 4)"
     return Term(name="decoder workspace", formula=formula, num_bytes=math.ceil(ROUNDING * num_tokens * width * 4))
 
 
@@ -142,7 +143,7 @@ def _request_terms(bundle: Bundle, plan: ModelPlan) -> Sequence[Term]:
         Term(
             name="requests",
             formula=f"({plan.max_num_seqs:,} running + {plan.max_queued_requests:,} waiting) x {REQUEST_BYTES:,} bytes,"
-            " a connection each",
+            " each with its own connection",
             num_bytes=num_requests * REQUEST_BYTES,
         ),
         Term(

@@ -1,12 +1,12 @@
-"""A sizing as a Kustomize component: resources, replicas and settings that go into any overlay."""
+"""Sizing as a Kustomize component: resources, replicas and settings for any overlay."""
 
 from __future__ import annotations
 
 from antiphon.service.tools.capacity.sizing import Sizing
 
 _COMPONENT = """\
-# How large a replica is, from measurement: cores, memory, cache blocks. Made by a command that shows its reasoning
-# (docs/CAPACITY.md); run it again instead of editing this file:
+# Size of a replica, from measurements: cores, memory, cache blocks. Made by a command that prints its formulas
+# (docs/CAPACITY.md). Run it again instead of editing this file:
 #   {command}
 apiVersion: kustomize.config.k8s.io/v1alpha1
 kind: Component
@@ -32,7 +32,7 @@ patches:
           spec:
             containers:
               - name: antiphon
-                # Requests equal limits: the pod is Guaranteed, and the last to be evicted.
+                # Requests equal limits, so that the pod has the class Guaranteed and is evicted last.
                 resources:
                   requests:
                     cpu: "{cores}"
@@ -44,7 +44,7 @@ patches:
 
 
 def component(sizing: Sizing, command: str) -> str:
-    """The component as YAML. command: what made it, for its reader."""
+    """Return the component as YAML. command: the command line that made it, for a comment."""
     literals = [f"      - ANTIPHON_{name.upper()}={value}" for name, value in sizing.settings.items()]
     replicas = f"\n        replicas: {sizing.replicas.planned}" if sizing.replicas is not None else ""
     return _COMPONENT.format(

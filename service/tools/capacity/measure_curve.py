@@ -1,9 +1,9 @@
-"""Measures one server's curve for `antiphon simulate`: answers a second with so many requests in service, closed loop.
+"""Measures the curve of one server for `antiphon simulate`: answers per second by number of concurrent requests.
 
     python -m antiphon.service.tools.capacity.measure_curve --target 127.0.0.1:50051 --seconds 10 --output curve.json
 
-So many callers each ask again as soon as they are answered, with the texts of `antiphon load`. Put it on other cores
-than the server's: it shares them otherwise, and the curve is of both together.
+The load is a closed loop: each caller sends its next request after the answer to the last one, with the texts of
+`antiphon load`. Run it on other cores than the server; otherwise the curve includes the work of both.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, metavar="HOST:PORT")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="of each number (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="duration for each number of callers (default: %(default)s)",
     )
-    parser.add_argument("--input", metavar="FILE", help="texts, one a line (default: those of antiphon load)")
+    parser.add_argument("--input", metavar="FILE", help="texts, one per line (default: those of antiphon load)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
@@ -69,7 +73,10 @@ async def _measure(arguments: argparse.Namespace, texts: Sequence[str]) -> tuple
 async def _closed_loop(
     client: AsyncClient, texts: Iterator[str], rows: int, seconds: float, options: Options
 ) -> tuple[list[int], float]:
-    """Tokens of every answer of a window after a warm-up, and its seconds: at least three answers a caller."""
+    """Return the number of tokens of each answer in a window after a warm-up, and the seconds of the window.
+
+    The window lasts until there are at least three answers per caller.
+    """
     begin_s = time.monotonic() + _WARM_UP_SHARE * seconds
     counted: list[int] = []
 
@@ -92,7 +99,7 @@ async def _closed_loop(
 
 
 def _quantiles(tokens: Sequence[int]) -> list[float]:
-    """Evenly spaced quantiles of the lengths over their mean: what one answer's work is, beside the mean one's."""
+    """Return evenly spaced quantiles of the lengths over their mean: the work of an answer relative to the mean."""
     ordered, mean = sorted(tokens), sum(tokens) / len(tokens)
     places = [(index + 0.5) / _NUM_QUANTILES for index in range(_NUM_QUANTILES)]
     return [round(ordered[int(place * len(ordered))] / mean, 4) for place in places]

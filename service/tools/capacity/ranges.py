@@ -1,4 +1,4 @@
-"""Types of command-line numbers that say their range when they are out of it."""
+"""Types of command-line numbers. A value out of range is refused with a message that contains the range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A whole number from low to high."""
+    """Return a reader of whole numbers from low to high."""
 
     def read(text: str) -> int:
         try:
@@ -22,7 +22,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """A number above low and at most high."""
+    """Return a reader of numbers above low and at most high."""
 
     def read(text: str) -> float:
         try:

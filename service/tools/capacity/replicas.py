@@ -1,4 +1,4 @@
-"""How many replicas a rate needs, from what one replica was measured to sustain. Pure arithmetic."""
+"""Number of replicas for a rate, from the rate that one replica sustains. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class CapacityError(Exception):
-    """Capacity cannot be planned as asked; the message names the flag or file, and what it must be."""
+    """Capacity cannot be planned; the message names the flag or file, and the allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceRate:
-    """Requests a second that one replica sustains, and how that is known."""
+    """Requests per second that one replica sustains, and the origin of this figure."""
 
     requests_per_s: float
     origin: str
@@ -23,11 +23,11 @@ class ServiceRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Requests a second in all, and what of them must survive what.
+    """Total requests per second, and the failures that must not reduce the rate.
 
-    utilisation: share of a replica's sustained rate that is planned with. spare: replicas that may be lost at once;
-    zones: over so many replicas are spread, and one of them may be lost with all of its replicas; 1 plans for none.
-    clients: processes that call, each connected to every replica. call_bytes: of a call on the wire, both ways.
+    utilisation: planned share of the rate that a replica sustains. spare: number of replicas that can fail at once.
+    zones: number of zones; one zone can fail with all of its replicas. 1: no zone can fail.
+    clients: client processes, each connected to every replica. call_bytes: bytes of a call in both directions.
     """
 
     requests_per_s: float
@@ -40,7 +40,7 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """How many to run (planned), how many of them may be lost at once, and how many carry the rate (needed)."""
+    """Number of replicas: needed for the rate, planned to run, and lost, which can fail at once."""
 
     needed: int
     planned: int
@@ -48,18 +48,18 @@ class Replicas:
 
 
 def replicas_for(demand: Demand, rate: ServiceRate) -> Replicas:
-    """Replicas to run so that those which are left after a loss still carry the rate within the utilisation."""
-    # A hair less, so that a rate which divides evenly is not rounded up by floating point.
+    """Return the number of replicas such that the rest after a failure carries the rate within the utilisation."""
+    # 1e-9 less, so that floating-point errors do not round up a rate that divides evenly.
     needed = max(1, math.ceil(demand.requests_per_s / (rate.requests_per_s * demand.utilisation) - 1e-9))
     if demand.zones == 1:
         return Replicas(needed=needed, planned=needed + demand.spare, lost=demand.spare)
-    # Spread evenly over z zones, the z - 1 that are left must hold all that are needed.
+    # Replicas are spread evenly over z zones. The remaining z - 1 zones must contain all needed replicas.
     a_zone = max(math.ceil(needed / (demand.zones - 1)), math.ceil((needed + demand.spare) / demand.zones))
     return Replicas(needed=needed, planned=demand.zones * a_zone, lost=a_zone)
 
 
 def read_load_result(path: Path) -> ServiceRate:
-    """The highest rate that `antiphon load --search --json` found. Raises CapacityError naming the file."""
+    """Read the highest rate that `antiphon load --search --json` found. Raises CapacityError, which names the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -74,11 +74,11 @@ def read_load_result(path: Path) -> ServiceRate:
 
 
 def _objective(found: dict[str, Any]) -> str:
-    """In words, what the rates of a search had to meet."""
+    """Describe the objective of a search in words."""
     runs = found.get("runs")
     objective = runs[0].get("objective") if isinstance(runs, list) and runs and isinstance(runs[0], dict) else None
     if not isinstance(objective, dict):
-        return "an objective it does not tell"
+        return "an unknown objective"
     names = {"ttft_s": "first token", "e2e_s": "whole answer"}
     bounds = [
         f"p99 of the {name} <= {1e3 * value:g} ms" for key, name in names.items() if (value := objective.get(key))

@@ -1,7 +1,7 @@
-"""Reads KEDA's ScaledObject as it is shipped, so that what is simulated is what is applied.
+"""Reader of KEDA's ScaledObject. The simulation reads the shipped file, so that it simulates what is deployed.
 
-KEDA makes a HorizontalPodAutoscaler of it, whose controller asks for each metric every 15 s; pollingInterval is how
-often KEDA itself asks, which decides only between none and one replica, and is what a cached answer's age comes from
+KEDA creates a HorizontalPodAutoscaler from it, whose controller queries each metric every 15 s. pollingInterval is the
+period of KEDA's own queries. They decide only between zero and one replica, and determine the age of cached answers
 (https://keda.sh/docs/latest/reference/scaledobject-spec/). Needs PyYAML.
 """
 
@@ -17,7 +17,7 @@ import yaml
 from antiphon.service.tools.capacity.autoscaler import DEFAULT_DOWN, DEFAULT_UP, Policy, Rules, Scaling
 from antiphon.service.tools.capacity.replicas import CapacityError
 
-# What can be simulated, by what a trigger's query asks for.
+# Simulated metrics, by the name of the metric in a trigger's query.
 METRICS = {
     "antiphon_num_requests_waiting": "waiting",
     "antiphon_num_requests_running": "running",
@@ -27,7 +27,7 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trigger:
-    """A metric with target AverageValue: waiting and running requests, cache use; CPU use, for contrast."""
+    """Metric with target AverageValue: "waiting" or "running" requests, "cache" use, or "cpu" use for comparison."""
 
     metric: str
     target: float
@@ -35,18 +35,18 @@ class Trigger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledObject:
-    """Bounds, behaviour and triggers."""
+    """Limits, behaviour and triggers of a ScaledObject."""
 
     scaling: Scaling
     triggers: tuple[Trigger, ...]
 
     def with_triggers(self, *triggers: Trigger) -> ScaledObject:
-        """The same with other triggers."""
+        """Return a copy with other triggers."""
         return replace(self, triggers=triggers)
 
 
 def read_scaled_object(path: Path) -> ScaledObject:
-    """The ScaledObject of a file. Raises CapacityError naming the field."""
+    """Read the ScaledObject of a file. Raises CapacityError, which names the field."""
     try:
         found = [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -64,7 +64,7 @@ def read_scaled_object(path: Path) -> ScaledObject:
 
 def _read(spec: Mapping[str, Any]) -> ScaledObject:
     behavior = spec.get("advanced", {}).get("horizontalPodAutoscalerConfig", {}).get("behavior", {})
-    # KEDA's defaults: none at least, 100 at most. Simulated is what happens from one replica on.
+    # KEDA's defaults: at least 0, at most 100. The simulation needs at least one replica.
     lowest, highest = int(spec.get("minReplicaCount", 0)), int(spec.get("maxReplicaCount", 100))
     if not 1 <= lowest <= highest:
         raise ValueError(f"minReplicaCount is {lowest}; it must be from 1 to maxReplicaCount, {highest}")

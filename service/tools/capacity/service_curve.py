@@ -1,4 +1,4 @@
-"""How fast one replica answers, by how many requests it has in hand: measured, and read between the measurements."""
+"""Speed of one replica by its number of running requests: measured points, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceCurve:
-    """Answers a second with so many requests in service, from 1 on; beyond the last point it stays as it is.
+    """Answers per second by number of running requests, from 1 on. Constant beyond the last point.
 
-    rows, answers_per_s: points, rows rising. work: quantiles, evenly spaced, of an answer's work over the mean one's.
-    origin: where and how it was measured.
+    rows, answers_per_s: the measured points, in order of rows. work: evenly spaced quantiles of the work of an answer,
+    relative to the mean. origin: machine and method of the measurement.
     """
 
     rows: tuple[int, ...]
@@ -30,11 +30,11 @@ class ServiceCurve:
 
     @property
     def highest_per_s(self) -> float:
-        """The most that one replica answers."""
+        """Return the highest number of answers per second of one replica."""
         return max(self.answers_per_s)
 
     def at(self, num_rows: int) -> float:
-        """Answers a second with so many requests in service; between two points on a straight line."""
+        """Return answers per second with num_rows running requests, interpolated linearly between two points."""
         if num_rows <= self.rows[0]:
             return self.answers_per_s[0] * num_rows / self.rows[0]
         points = zip(self.rows, self.answers_per_s, strict=True)
@@ -45,7 +45,7 @@ class ServiceCurve:
 
 
 def read_curve(path: Path) -> ServiceCurve:
-    """A curve as measure_curve.py writes it. Raises CapacityError naming the file and the field."""
+    """Read a curve that measure_curve.py wrote. Raises CapacityError, which names the file and the field."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:

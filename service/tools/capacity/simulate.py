@@ -1,6 +1,6 @@
-"""`antiphon simulate`: a day's traffic, the autoscaler as it is shipped, and what it comes to.
+"""`antiphon simulate`: the shipped autoscaler under the traffic of a day, with the resulting latencies and costs.
 
-Every request is simulated by itself, on replicas as fast as a measured one; docs/CAPACITY.md says what the model is.
+Every request is simulated individually, on replicas with the measured speed. docs/CAPACITY.md describes the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from antiphon.service.server.settings import ServerConfig
 from antiphon.service.tools.capacity.day_report import Figures, as_text, figures_of
-from antiphon.service.tools.capacity.fleet import Fleet, Outcome, Surroundings
+from antiphon.service.tools.capacity.fleet import Environment, Fleet, Outcome
 from antiphon.service.tools.capacity.ranges import number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError
 from antiphon.service.tools.capacity.scaled_object import ScaledObject, Trigger, read_scaled_object
@@ -24,7 +24,7 @@ from antiphon.service.tools.capacity.simulated_replica import ReplicaLimits
 from antiphon.service.tools.capacity.traffic import Burst, Traffic, day, read_traffic, steady
 
 EXIT_USER_ERROR = 2
-# For contrast: what else one might scale on.
+# Other thresholds, for comparison.
 _WAITING_TARGETS = (2, 5, 10)
 _CPU_TARGET = 0.8
 _HOUR_S = 3600.0
@@ -33,69 +33,86 @@ _HOUR_S = 3600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon simulate`."""
     parser.add_argument(
-        "--curve", type=Path, required=True, metavar="FILE", help="what one replica does, as measure_curve writes it"
+        "--curve", type=Path, required=True, metavar="FILE", help="speed of one replica, as measure_curve writes it"
     )
     parser.add_argument(
-        "--scaled-object", type=Path, metavar="FILE", help="KEDA's ScaledObject; without one nothing is scaled"
+        "--scaled-object",
+        type=Path,
+        metavar="FILE",
+        help="KEDA's ScaledObject; without it the number of replicas is constant",
     )
-    parser.add_argument("--compare", action="store_true", help="beside it: other thresholds, CPU, and a static fleet")
-    _add_traffic_flags(parser.add_argument_group("what comes"))
-    _add_surroundings_flags(parser.add_argument_group("what replicas live in"))
-    group = parser.add_argument_group("what is written")
+    parser.add_argument(
+        "--compare", action="store_true", help="also simulate other thresholds, CPU, and a static fleet"
+    )
+    _add_traffic_flags(parser.add_argument_group("traffic"))
+    _add_environment_flags(parser.add_argument_group("environment of the replicas"))
+    group = parser.add_argument_group("output")
     group.add_argument("--objective-s", type=number(0, 3600), default=1.0, metavar="S", help="(default: %(default)s)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the day, as PNG; needs matplotlib")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="plot the day, as PNG; needs matplotlib")
 
 
 def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     what = group.add_mutually_exclusive_group()
-    what.add_argument("--steady", type=number(0, 1e5), metavar="R", help="requests a second, all the time")
+    what.add_argument("--steady", type=number(0, 1e5), metavar="R", help="requests per second, constant")
     what.add_argument("--traffic", type=Path, metavar="FILE", help="CSV of time_s, requests_per_s, at even intervals")
     what.add_argument(
         "--peak",
         type=number(0, 1e5),
         metavar="R",
-        help="requests a second at the peak of a day (default: 4 replicas' most)",
+        help="requests per second at the peak of a day (default: the maximum of 4 replicas)",
     )
     group.add_argument(
         "--noise",
         type=number(-1e-9, 2),
         default=0.1,
         metavar="D",
-        help="deviation of its logarithm (default: %(default)s)",
+        help="standard deviation of the rate's logarithm (default: %(default)s)",
     )
     group.add_argument("--burst-at-h", type=number(-1e-9, 24), default=15.0, metavar="H", help="(default: %(default)s)")
     group.add_argument(
         "--burst-min", type=number(-1e-9, 1440), default=10.0, metavar="M", help="(default: %(default)s)"
     )
     group.add_argument(
-        "--burst-factor", type=number(0, 100), default=2.0, metavar="X", help="times the rate (default: %(default)s)"
+        "--burst-factor",
+        type=number(0, 100),
+        default=2.0,
+        metavar="X",
+        help="factor on the rate (default: %(default)s)",
     )
-    group.add_argument("--hours", type=number(0, 24), default=24.0, metavar="H", help="so much of it (default: all)")
+    group.add_argument("--hours", type=number(0, 24), default=24.0, metavar="H", help="simulated hours (default: all)")
     group.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="(default: %(default)s)")
 
 
-def _add_surroundings_flags(group: argparse._ArgumentGroup) -> None:
+def _add_environment_flags(group: argparse._ArgumentGroup) -> None:
     fields = ServerConfig.model_fields
     group.add_argument(
-        "--replicas", type=whole(1, 10_000), metavar="N", help="at first, or always (default: minReplicaCount, or 1)"
+        "--replicas",
+        type=whole(1, 10_000),
+        metavar="N",
+        help="initial number of replicas (default: minReplicaCount, or 1)",
     )
     group.add_argument(
-        "--start-s", type=number(-1e-9, 3600), default=20.0, metavar="S", help="until a new pod is ready (default: 20)"
+        "--start-s",
+        type=number(-1e-9, 3600),
+        default=20.0,
+        metavar="S",
+        help="time until a new pod is ready (default: 20)",
     )
     group.add_argument(
         "--discovery-s",
         type=number(-1e-9, 86_400),
         default=300.0,
         metavar="S",
-        help="until all clients know it, ANTIPHON_MAX_CONNECTION_AGE_S; 0 behind a proxy (default: %(default)s)",
+        help="time until all clients know a new pod, ANTIPHON_MAX_CONNECTION_AGE_S; 0 behind a proxy "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--cache-of-full-rows",
         type=number(0, 1),
         default=1.0,
         metavar="U",
-        help="share of the cache blocks that max_num_seqs usual requests hold (default: all)",
+        help="share of the cache blocks that max_num_seqs typical requests use (default: all)",
     )
     for flag, kind in (
         ("--max-num-seqs", whole(1, 4096)),
@@ -104,12 +121,12 @@ def _add_surroundings_flags(group: argparse._ArgumentGroup) -> None:
     ):
         default = fields[flag[2:].replace("-", "_")].default
         group.add_argument(
-            flag, type=kind, default=default, metavar="N", help="as of the server (default: %(default)s)"
+            flag, type=kind, default=default, metavar="N", help="as in the server (default: %(default)s)"
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate; returns the exit code."""
+    """Simulate, print the table and return the exit code."""
     try:
         curve = read_curve(arguments.curve)
         scaled = None if arguments.scaled_object is None else read_scaled_object(arguments.scaled_object)
@@ -127,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, scaled: ScaledObject | None) -> None:
     if arguments.compare and scaled is None:
-        raise CapacityError("--compare needs --scaled-object: what the others are compared with")
+        raise CapacityError("--compare needs --scaled-object, with which the others are compared")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise CapacityError(f"{flag} {path} cannot be written: it must name a file in a directory that exists")
@@ -153,13 +170,13 @@ def _traffic(arguments: argparse.Namespace, curve: ServiceCurve) -> Traffic:
 def _simulated(
     arguments: argparse.Namespace, curve: ServiceCurve, scaled: ScaledObject | None, traffic: Traffic
 ) -> Iterator[tuple[str, Outcome]]:
-    """The ScaledObject's own day first, then those to compare."""
+    """Simulate the ScaledObject first, then the cases to compare with it."""
     limits = ReplicaLimits(
         max_rows=arguments.max_num_seqs,
         max_waiting=arguments.max_queued_requests,
         max_wait_s=arguments.max_queue_time_s,
     )
-    surroundings = Surroundings(
+    environment = Environment(
         start_s=arguments.start_s,
         discovery_s=arguments.discovery_s,
         cache_of_full_rows=arguments.cache_of_full_rows,
@@ -167,13 +184,13 @@ def _simulated(
     first = arguments.replicas or (1 if scaled is None else scaled.scaling.min_replicas)
     for name, one, count in _cases(arguments, curve, scaled, traffic, first):
         print(f"antiphon simulate: {name}", file=sys.stderr)
-        yield name, Fleet(curve, limits, surroundings, one).run(traffic, count, arguments.seed)
+        yield name, Fleet(curve, limits, environment, one).run(traffic, count, arguments.seed)
 
 
 def _cases(
     arguments: argparse.Namespace, curve: ServiceCurve, scaled: ScaledObject | None, traffic: Traffic, first: int
 ) -> Iterator[tuple[str, ScaledObject | None, int]]:
-    """Name, what scales, and replicas at first."""
+    """Yield each case: its name, its ScaledObject (None if static) and its initial number of replicas."""
     if scaled is None:
         yield f"static, {first}", None, first
         return

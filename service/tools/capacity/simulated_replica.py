@@ -1,8 +1,8 @@
-"""One replica under a simulation: a bounded queue before rows that share what the replica can do.
+"""One simulated replica: a bounded queue, and rows that share the capacity of the replica.
 
-Rows share it as continuous batching does: each step brings every row one token, so a request's progress depends on how
-many run beside it (processor sharing with a rate of its own for every number of rows). Between two moments at which
-somebody looks, a replica depends on no other, so each is run by itself. Knows no wall clock.
+Rows share the capacity as in continuous batching: each step gives every row one token, so the progress of a request
+depends on the number of running requests (processor sharing with a separate rate for every number of rows). Replicas
+do not depend on each other within a step of the simulation, so each one runs alone. Knows no wall clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from antiphon.service.tools.capacity.service_curve import ServiceCurve
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaLimits:
-    """Bounds of a replica, as the server has them: rows, requests that wait, their longest expected wait in seconds."""
+    """Limits of a replica, as in the server: rows, waiting requests, and maximum expected wait in seconds."""
 
     max_rows: int
     max_waiting: int
@@ -27,7 +27,7 @@ class ReplicaLimits:
 
 @dataclass(slots=True)
 class Answers:
-    """What became of requests: of each answered one when it came, how long it waited, how long all took. In seconds."""
+    """Results of requests, in seconds: arrival, wait and latency of answered requests; arrival of refused ones."""
 
     arrived_s: array[float] = field(default_factory=lambda: array("d"))
     wait_s: array[float] = field(default_factory=lambda: array("d"))
@@ -36,33 +36,33 @@ class Answers:
 
 
 class SimulatedReplica:
-    """Its rows, its queue and its clock; what becomes of requests goes to `answers`, which replicas may share."""
+    """Rows, queue and clock of a replica. Writes the results of requests to `answers`, which replicas can share."""
 
     def __init__(self, curve: ServiceCurve, limits: ReplicaLimits, answers: Answers, ready_s: float) -> None:
         self.ready_s = ready_s
-        self.busy_s = 0.0  # with at least one request in service
+        self.busy_s = 0.0  # time with at least one running request
         self._limits = limits
         self._answers = answers
-        # Progress of each row a second, in mean answers, by the number of rows.
+        # Progress of each row per second, in mean answers, by the number of rows.
         self._speeds = [0.0, *(curve.at(rows) / rows for rows in range(1, limits.max_rows + 1))]
         self._most_per_s = curve.at(limits.max_rows)
         self._now_s = ready_s
-        self._progress = 0.0  # of a row that has been there from the start
-        self._running: list[tuple[float, float, float]] = []  # a heap: progress at its end, arrival, start
+        self._progress = 0.0  # of a row that has run since the start
+        self._running: list[tuple[float, float, float]] = []  # heap of (progress at the end, arrival, start)
         self._waiting: deque[tuple[float, float]] = deque()  # arrival, work
 
     @property
     def num_running(self) -> int:
-        """Requests in service."""
+        """Return the number of running requests."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Return the number of waiting requests."""
         return len(self._waiting)
 
     def run(self, arrivals: Iterable[tuple[float, float]], until_s: float) -> None:
-        """Live until a moment, with requests that come before it: when each comes, in order, and its work."""
+        """Simulate until until_s. arrivals: (time, work) of every request before that moment, in order of time."""
         for arrival_s, work in arrivals:
             self._advance(arrival_s)
             if len(self._running) < self._limits.max_rows:

@@ -1,4 +1,4 @@
-"""`antiphon size`: requests, limits, settings and replicas for a bundle and a rate, with the reasoning."""
+"""`antiphon size`: resource requests, limits, settings and replicas for a bundle and a rate, with every formula."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BUNDLE",
         help="directory of the exported model (default: the English-German one)",
     )
-    _add_demand_flags(parser.add_argument_group("what comes"))
+    _add_demand_flags(parser.add_argument_group("demand"))
     _add_replica_flags(parser.add_argument_group("one replica, as in antiphon serve"))
-    group = parser.add_argument_group("what is written")
+    group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument("--kustomize", type=Path, metavar="FILE", help="write a Kustomize component; - prints it")
 
 
 def _add_demand_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--rate", type=number(0, 1e9), metavar="R", help="requests a second in all, at the peak")
+    group.add_argument("--rate", type=number(0, 1e9), metavar="R", help="total requests per second, at the peak")
     rate = group.add_mutually_exclusive_group()
     rate.add_argument(
         "--load-result",
         type=Path,
         metavar="FILE",
-        help="what one replica sustains: JSON of `antiphon load --search` against one with as many cores",
+        help="rate that one replica sustains: JSON of `antiphon load --search` against one with the same cores",
     )
     rate.add_argument("--requests-per-s", type=number(0, 1e9), metavar="R", help="the same, as a number")
     group.add_argument(
@@ -50,39 +50,43 @@ def _add_demand_flags(group: argparse._ArgumentGroup) -> None:
         type=number(0, 1),
         default=0.7,
         metavar="U",
-        help="share of that to plan with (default: %(default)s)",
+        help="share of that rate to plan with (default: %(default)s)",
     )
     group.add_argument(
-        "--spare", type=whole(0, 1000), default=1, metavar="N", help="replicas that may be lost (default: %(default)s)"
+        "--spare",
+        type=whole(0, 1000),
+        default=1,
+        metavar="N",
+        help="number of replicas that can fail (default: %(default)s)",
     )
     group.add_argument(
         "--zones",
         type=whole(1, 100),
         default=1,
         metavar="Z",
-        help="zones, of which one may be lost (default: %(default)s, none may)",
+        help="number of zones, of which one can fail (default: %(default)s, no zone can fail)",
     )
     group.add_argument(
         "--clients",
         type=whole(1, 1_000_000),
         default=20,
         metavar="N",
-        help="processes that call (default: %(default)s)",
+        help="number of client processes (default: %(default)s)",
     )
     group.add_argument(
         "--call-bytes",
         type=whole(1, 1 << 30),
-        # Measured by a proxy that counted: everyday sentences, streamed, 100 bytes in and 420 out on HTTP/2.
+        # Measured with a counting proxy: everyday sentences, streamed over HTTP/2, 100 bytes in and 420 out.
         default=520,
         metavar="N",
-        help="bytes of a call both ways (default: %(default)s, a sentence of ten tokens, streamed)",
+        help="bytes of a call in both directions (default: %(default)s, a streamed sentence of ten tokens)",
     )
     for side in ("source", "target"):
         group.add_argument(
             f"--{side}-tokens",
             type=whole(1, 1_048_576),
             metavar="N",
-            help=f"length that few {side}s exceed, for the cache (default: the model's longest)",
+            help=f"length that few {side}s exceed, for the cache (default: the model's maximum)",
         )
 
 
@@ -99,7 +103,7 @@ def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a sizing; returns the exit code."""
+    """Print a sizing and return the exit code."""
     try:
         sizing = _sized(arguments)
         if arguments.kustomize is not None:
@@ -125,8 +129,8 @@ def _rate(arguments: argparse.Namespace) -> ServiceRate | None:
         return ServiceRate(requests_per_s=arguments.requests_per_s, origin="--requests-per-s")
     if arguments.rate is not None:
         raise CapacityError(
-            "--rate needs to know what one replica sustains: --requests-per-s, or --load-result with what "
-            "`antiphon load --search --objective-p99-ms 250 --duration 30 --json FILE` wrote of one with as many cores"
+            "--rate needs the rate that one replica sustains: --requests-per-s, or --load-result with a file that "
+            "`antiphon load --search --objective-p99-ms 250 --duration 30 --json FILE` wrote for the same cores"
         )
     return None
 
@@ -164,7 +168,7 @@ def _plan(arguments: argparse.Namespace) -> ModelPlan:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """The command line that makes the same component, its paths as they were given."""
+    """Return the command line that makes the same component, with the paths as they were given."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = vars(parser.parse_args([]))

@@ -1,4 +1,4 @@
-"""How a sizing reads: every number with its formula, for people; plain data for programs."""
+"""Report of a sizing: text with the formula of every number, and plain data for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from antiphon.service.tools.capacity.sizing import Sizing
 
 Row = tuple[str, str, str]
 
-# Of one replica with one model: samples of a scrape and its bytes, uncompressed.
+# Number of samples and of uncompressed bytes in one scrape of a replica with one model.
 SCRAPE_SAMPLES = 1082
 SCRAPE_BYTES = 127_000
 SCRAPE_INTERVAL_S = 15  # deploy/components/monitoring/servicemonitor.yaml
@@ -18,7 +18,7 @@ SAMPLE_BYTES = 2
 
 
 def as_text(sizing: Sizing) -> str:
-    """One replica, how many of them, and all together."""
+    """Return a text about one replica, the number of replicas and their total."""
     sections = [("one replica, memory", _memory(sizing)), ("one replica, settings", _settings(sizing))]
     if sizing.replicas is not None:
         sections += [("replicas", _replicas(sizing)), ("all together", _fleet(sizing))]
@@ -26,12 +26,12 @@ def as_text(sizing: Sizing) -> str:
     for title, rows in sections:
         lines += ["", title, *_columns(rows)]
     if sizing.replicas is None:
-        lines += ["", "For replicas, say how many requests come: --rate, with --load-result or --requests-per-s."]
+        lines += ["", "For the number of replicas give --rate, with --load-result or --requests-per-s."]
     return "\n".join(lines)
 
 
 def as_json(sizing: Sizing) -> dict[str, Any]:
-    """The same as plain data; memory in bytes."""
+    """Return the sizing as plain data; memory in bytes."""
     footprint, replicas = sizing.footprint, sizing.replicas
     return {
         "model": sizing.bundle.manifest.name,
@@ -60,11 +60,11 @@ def _memory(sizing: Sizing) -> list[Row]:
 def _settings(sizing: Sizing) -> list[Row]:
     settings = sizing.settings
     why = {
-        "threads": "as many as cores",
+        "threads": "number of cores",
         "max_num_seqs": "rows that decode together",
-        "max_num_batched_tokens": "bounds the workspace of a step",
+        "max_num_batched_tokens": "limits the workspace of a step",
         "max_queued_requests": _queue(sizing),
-        "max_queued_tokens": "source tokens that wait",
+        "max_queued_tokens": "waiting source tokens",
         "kv_cache_blocks": sizing.blocks_formula,
     }
     rows = [(name, f"{value:,}", why[name]) for name, value in settings.items()]
@@ -73,7 +73,7 @@ def _settings(sizing: Sizing) -> list[Row]:
 
 def _queue(sizing: Sizing) -> str:
     if sizing.rate is None:
-        return "requests that wait; beyond, they are refused"
+        return "waiting requests; further ones are refused"
     drain_s = sizing.plan.max_queued_requests / sizing.rate.requests_per_s
     return f"drained in {drain_s:.1f} s at {sizing.rate.requests_per_s:,.1f} requests/s"
 
@@ -87,15 +87,15 @@ def _replicas(sizing: Sizing) -> list[Row]:
     if demand.zones > 1:
         planned = f"{demand.zones} zones of {replicas.lost}; without one, {replicas.planned - replicas.lost} are left"
     else:
-        planned = f"{replicas.needed} + {demand.spare} that may be lost"
+        planned = f"{replicas.needed} + {demand.spare} that can fail"
     carried = replicas.planned * rate.requests_per_s
     return [
         ("requests/s", f"{demand.requests_per_s:,g}", "--rate"),
         ("of one", f"{rate.requests_per_s:,.1f}", rate.origin),
-        ("utilisation", f"{demand.utilisation:g}", "planned: the rest is for bursts while new ones start"),
+        ("utilisation", f"{demand.utilisation:g}", "planned; the rest is for bursts while new replicas start"),
         ("needed", f"{replicas.needed:,}", needed),
         ("replicas", f"{replicas.planned:,}", planned),
-        ("load", f"{demand.requests_per_s / carried:.2f}", "of what they sustain together, when all are there"),
+        ("load", f"{demand.requests_per_s / carried:.2f}", "of the rate that all replicas sustain together"),
     ]
 
 
@@ -111,7 +111,7 @@ def _fleet(sizing: Sizing) -> list[Row]:
 
 
 def _around(sizing: Sizing, count: int) -> list[Row]:
-    """What replicas cost beside themselves: network, connections, Prometheus."""
+    """Return further costs of the replicas: network, connections, Prometheus."""
     assert sizing.demand is not None
     rate, clients, call_bytes = sizing.demand.requests_per_s, sizing.demand.clients, sizing.demand.call_bytes
     series = count * SCRAPE_SAMPLES

@@ -1,4 +1,4 @@
-"""One sizing: a bundle, a plan and perhaps a rate in; a replica's resources, its settings and how many of them out."""
+"""Sizing from a bundle, a plan and an optional rate: resources and settings of a replica, and number of replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from antiphon.service.tools.capacity.replicas import CapacityError, Demand, Repl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Tokens that few sources and answers exceed; None is the model's longest."""
+    """Lengths in tokens that few sources and targets exceed. None is the maximum of the model."""
 
     source: int | None
     target: int | None
@@ -23,7 +23,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """What `antiphon size` found. plan: with the settings to serve by. replicas: None where no rate was given."""
+    """Result of `antiphon size`. plan: includes the settings to serve with. replicas: None if no rate was given."""
 
     bundle: Bundle
     plan: ModelPlan
@@ -36,12 +36,12 @@ class Sizing:
 
     @property
     def memory(self) -> str:
-        """Request and limit of memory, as Kubernetes reads it."""
+        """Return request and limit of memory, in the notation of Kubernetes."""
         return f"{self.footprint.limit_bytes // MIB}Mi"
 
     @property
     def settings(self) -> dict[str, int]:
-        """Settings of the server that the figures hold for."""
+        """Return the settings of the server for which the figures are valid."""
         plan = self.plan
         blocks = {"kv_cache_blocks": plan.kv_cache_blocks} if plan.kv_cache_blocks else {}
         return {
@@ -55,7 +55,7 @@ class Sizing:
 
 
 def open_profiled(path: Path) -> Bundle:
-    """A bundle that was profiled, where that can be. Raises CapacityError."""
+    """Load a bundle. Raises CapacityError if it has no memory profile, which every model with an encoder needs."""
     try:
         bundle = load_bundle(path)
         graphs = bundle.graph_set()
@@ -69,9 +69,9 @@ def open_profiled(path: Path) -> Bundle:
 
 
 def blocks_of(model: ModelConfig, num_rows: int, lengths: Lengths) -> tuple[int | None, str]:
-    """Cache blocks for rows of such lengths, never fewer than one longest sequence takes, and how they are computed.
+    """Return the number of cache blocks for num_rows rows of these lengths, and its formula.
 
-    None without a decoder.
+    The number is at least that of one sequence of maximum length. None without a decoder.
     """
     if not model.decoder_layers:
         return None, "no decoder, no cache"
@@ -87,7 +87,7 @@ def blocks_of(model: ModelConfig, num_rows: int, lengths: Lengths) -> tuple[int 
 
 
 def size(bundle: Bundle, plan: ModelPlan, lengths: Lengths, demand: Demand | None, rate: ServiceRate | None) -> Sizing:
-    """Size a replica, and where there is a demand, their number. The cache is by the lengths."""
+    """Size a replica and, if there is a demand, the number of replicas. The lengths determine the cache."""
     blocks, formula = blocks_of(bundle.manifest.model, plan.max_num_seqs, lengths)
     sized = replace(plan, kv_cache_blocks=blocks)
     return Sizing(

@@ -1,1 +1,1 @@
-"""Engines without the network: test sets scored, attention looked at."""
+"""Evaluation of models on test sets, with the engine and without the network."""

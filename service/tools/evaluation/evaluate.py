@@ -1,8 +1,9 @@
-"""`antiphon evaluate`: run a bundle's engine, or a checkpoint in PyTorch, on a test set, and score it.
+"""`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set and scores it.
 
-Opens what is scored; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score it, quality.py records.
+Opens models and test sets; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score them; quality.py
+records the scores.
 
-The bundle runs through the same engine as in the server, without the network. torch is imported for checkpoints only.
+A bundle runs in the same engine as in the server, without the network. torch is imported for checkpoints only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from antiphon.service.tools.evaluation.quality import record
 
 OneScore = TypeVar("OneScore", LabelScore, TextScore)
 
-# What --text goes without: options of translations and of labels.
+# Options of translations and labels, which --text excludes.
 _NOT_BESIDE_TEXT = (
     "recipe", "data", "source", "reference", "source_language", "target_language", "ctranslate2", "checkpoint",
     "output",
@@ -59,47 +60,52 @@ _USER_ERRORS = (EvaluationError, RecipeError, BundleError, TokenizerError, Graph
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `antiphon evaluate`."""
+    """Add the flags of `antiphon evaluate`."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="a bundle, or a checkpoint to run in PyTorch")
     parser.add_argument("--recipe", help="score the held-out part of this recipe's data (with --data)")
-    parser.add_argument("--data", type=Path, help="folder that holds the files the recipe names")
+    parser.add_argument("--data", type=Path, help="folder of the recipe's data files")
     parser.add_argument("--part", choices=("test", "valid"), default="test", help="part of the recipe's data")
-    parser.add_argument("--source", type=Path, help="or: a file of sources, one a line, plain or .gz")
+    parser.add_argument("--source", type=Path, help="or: a file of sources, one per line, plain or .gz")
     parser.add_argument("--reference", type=Path, help="and its references, line by line")
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="or, of a decoder alone: a file to take the perplexity of, plain or .gz. A line is a text whose first "
-        "token (the begin token if the model has one there) is given and the others judged, long ones in windows "
-        "of the model's length; blank lines and single tokens are skipped",
+        help="or, for a decoder-only model: a file of texts whose perplexity is measured, plain or .gz. Each line is "
+        "a text. Its first token (the begin token if the model has one there) is given and the others are scored; "
+        "long texts are split into windows of the model's length; blank lines and single tokens are skipped",
     )
     for side in ("source", "target"):
         parser.add_argument(
-            f"--{side}-language", default="", metavar="CODE", help="of a bundle of several (default: the model's)"
+            f"--{side}-language",
+            default="",
+            metavar="CODE",
+            help="language, for a bundle of several (default: the model's)",
         )
     parser.add_argument(
-        "--precision", choices=("float32", "int8", "int4"), help="graphs of the bundle (default: int8 if held)"
+        "--precision", choices=("float32", "int8", "int4"), help="graphs of the bundle (default: int8 if it has them)"
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
-    parser.add_argument("--ctranslate2", action="store_true", help="for a checkpoint: also CTranslate2, same weights")
+    parser.add_argument(
+        "--ctranslate2", action="store_true", help="for a checkpoint: also run CTranslate2, same weights"
+    )
     parser.add_argument(
         "--record",
         action="store_true",
-        help="score every precision of a bundle, and write the scores into its manifest",
+        help="score every precision of a bundle and write the scores into its manifest",
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        help="with --record: what a bundle that translates was exported from, if it has no float32 graphs",
+        help="with --record: checkpoint from which a translation bundle was exported, if it has no float32 graphs",
     )
-    parser.add_argument("--output", type=Path, help="write the translations here, one a line")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a system instead of a table")
+    parser.add_argument("--output", type=Path, help="write the translations to this file, one per line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per system instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of `antiphon evaluate`; returns the exit code."""
+    """Run `antiphon evaluate` and return the exit code."""
     try:
         for option in ("threads", "rows"):
             if getattr(args, option) < 1:
@@ -130,17 +136,17 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
 
 
 def _labelling_recipe(args: argparse.Namespace) -> FineTuneRecipe | None:
-    """The recipe, if it is one of labels and not of translations."""
+    """Return the recipe if it trains labels and not translations."""
     recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
     return recipe if isinstance(recipe, FineTuneRecipe) else None
 
 
 def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
     if beside := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
-        raise EvaluationError(f"--text measures a decoder alone; leave out --{beside[0].replace('_', '-')}")
+        raise EvaluationError(f"--text measures decoder-only models; leave out --{beside[0].replace('_', '-')}")
     texts, bundle = _read(args.text), load_bundle(args.model)
     if (architecture := bundle.manifest.model.architecture) != "decoder":
-        raise EvaluationError(f"--text measures a decoder alone; {args.model} has architecture={architecture!r}")
+        raise EvaluationError(f"--text measures decoder-only models; {args.model} has architecture={architecture!r}")
 
     def score(precision: Precision | None) -> TextScore:
         runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
@@ -161,7 +167,9 @@ def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> list[L
     def score(precision: Precision | None) -> LabelScore:
         runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
         if not isinstance(runner, EncoderRunner):
-            raise EvaluationError(f"recipe {recipe.name!r} has task {recipe.task!r}; {args.model} is no encoder alone")
+            raise EvaluationError(
+                f"recipe {recipe.name!r} has task {recipe.task!r}; {args.model} is not an encoder-only model"
+            )
         return evaluate_labels(bundle, runner, recipe, args.data, args.part)
 
     scores = {precision: score(precision) for precision in _precisions(args, bundle)}
@@ -169,7 +177,7 @@ def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> list[L
 
 
 def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | None]:
-    """Which graphs to score: to record, all there are."""
+    """Return the precisions to score: all of the bundle's with --record, else the given one."""
     if not args.record:
         return [args.precision]
     if args.precision or args.checkpoint or args.output:
@@ -177,7 +185,7 @@ def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | No
     precisions = _held(bundle)
     if "float32" not in precisions:
         raise EvaluationError(
-            f"{args.model} has no float32 graphs to compare with; make it with --precision float32 as well"
+            f"{args.model} has no float32 graphs to compare with; export it also with --precision float32"
         )
     return [*precisions]
 
@@ -189,7 +197,7 @@ def _held(bundle: Bundle) -> list[Precision]:
 def _recorded(
     args: argparse.Namespace, bundle: Bundle, scores: dict[Precision | None, OneScore], files: list[Path]
 ) -> list[OneScore]:
-    """The scores; written into the manifest where that is asked for."""
+    """Write the scores into the manifest if --record is given. Return them."""
     if args.record:
         measure, exact = scores["float32"].quality
         record(bundle, measure, {name: held.quality[1] for name, held in scores.items() if name}, exact, files)
@@ -209,11 +217,11 @@ def _test_set(args: argparse.Namespace) -> TestSet:
                 f"{args.source} has {len(sources)} lines, {args.reference} has {len(references)}; they must match"
             )
         return TestSet(pairs=list(zip(sources, references, strict=True)), is_tokenised=False)
-    raise EvaluationError("give --recipe with --data, or --source with --reference; of a decoder alone --text")
+    raise EvaluationError("give --recipe with --data, or --source with --reference; for a decoder-only model --text")
 
 
 def _first_references(pairs: Sequence[Pair]) -> list[Pair]:
-    """Each source once, with the first of its references."""
+    """Return each source once, with the first of its references."""
     return list(dict(reversed(pairs)).items())[::-1]
 
 
@@ -227,16 +235,16 @@ def _read(path: Path) -> list[str]:
 
 
 def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
-    """Score every precision of a bundle and write what it scores into the manifest. Nothing is written if one fails."""
+    """Score every precision of a bundle and write the scores into the manifest. Nothing is written if one fails."""
     if args.recipe or args.precision or args.output:
         raise EvaluationError("--record scores every precision on --source and --reference; leave out the rest")
     bundle = load_bundle(args.model)
     if bundle.manifest.model.architecture != "encoder-decoder":
-        raise EvaluationError(f"{args.model} translates nothing; --record takes --text, or --recipe of labels, for it")
+        raise EvaluationError(f"{args.model} does not translate; for it --record needs --text, or a --recipe of labels")
     precisions = _held(bundle)
     if "float32" not in precisions and args.checkpoint is None:
         raise EvaluationError(
-            f"{args.model} has no float32 graphs to compare with; --checkpoint names what it was exported from"
+            f"{args.model} has no float32 graphs to compare with; give the exported checkpoint with --checkpoint"
         )
     options = vars(args)
     scores = [
@@ -254,7 +262,7 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
 def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
     if (architecture := bundle.manifest.model.architecture) != "encoder-decoder":
-        raise EvaluationError(f"{args.model} is a model with architecture={architecture!r}, which translates nothing")
+        raise EvaluationError(f"{args.model} has architecture={architecture!r}, which does not translate")
     text = bundle.manifest.text
     languages = _languages(text, args)
     limit = bundle.manifest.model.max_source_len
@@ -295,25 +303,25 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
     systems: list[tuple[str, Decode]] = [("pytorch float32", decode)]
     with TemporaryDirectory() as folder:
         if args.ctranslate2:
-            systems += _twins(checkpoint, Path(folder), args)
+            systems += _ctranslate2_systems(checkpoint, Path(folder), args)
         return [
             score_system(name, system, reader, test_set, args.output if index == 0 else None)
             for index, (name, system) in enumerate(systems)
         ]
 
 
-def _twins(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
+def _ctranslate2_systems(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
     try:
         import ctranslate2
     except ModuleNotFoundError:
-        raise EvaluationError("--ctranslate2: it is not installed; run: pip install ctranslate2") from None
+        raise EvaluationError("--ctranslate2: CTranslate2 is not installed; run: pip install ctranslate2") from None
 
     from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
-    from antiphon.service.tools.bench.ctranslate2_model import save_twin, translate
+    from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
 
     assert isinstance(checkpoint, Checkpoint)
     try:
-        save_twin(checkpoint, folder)
+        save_ctranslate2_model(checkpoint, folder)
     except CheckpointError as error:
         raise EvaluationError(f"--ctranslate2: {error}") from None
 

@@ -1,6 +1,6 @@
-"""`antiphon evaluate` of an encoder that labels: accuracy of texts, or F1 of entities, of a fine-tuning recipe's data.
+"""`antiphon evaluate` for encoders with labels: accuracy of texts, or F1 of entities, on a fine-tuning recipe's data.
 
-The bundle runs through the same engine as in the server, without the network.
+The bundle runs in the same engine as in the server, without the network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from antiphon.service.tools.evaluation.offline import answer_all
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelScore:
-    """One system on one test set. value: accuracy of texts, or F1 of entities, whose precision and recall follow."""
+    """Score of one system on a test set. value: accuracy of texts, or F1 of entities with its precision and recall."""
 
     system: str
     measure: str
@@ -38,12 +38,12 @@ class LabelScore:
 
     @property
     def quality(self) -> tuple[Measure, float]:
-        """What a manifest records of it."""
+        """Return the measure and the value that a manifest records."""
         return ("accuracy" if self.measure == "accuracy" else "f1"), self.value
 
     @property
     def row(self) -> str:
-        """The score on one line."""
+        """Return the score as one line."""
         parts = "" if self.precision is None else f" (precision {self.precision:.4f}, recall {self.recall:.4f})"
         speed = self.texts / self.seconds
         return f"{self.system:<24} {self.measure} {self.value:.4f}{parts}  {self.texts} texts  {speed:,.0f} texts/s"
@@ -52,7 +52,7 @@ class LabelScore:
 def evaluate_labels(
     bundle: Bundle, runner: EncoderRunner, recipe: FineTuneRecipe, data: Path, part: Part
 ) -> LabelScore:
-    """Score a bundle on a part of a recipe's data. Raises RecipeError where it lacks the task's head."""
+    """Score a bundle on a part of a recipe's data. Raises RecipeError if the bundle lacks the head of the task."""
     labels = {head.task: head.labels for head in bundle.manifest.model.heads}.get(recipe.task)
     if labels is None:
         raise RecipeError(f"recipe {recipe.name!r} has task {recipe.task!r}; {bundle.path} has no head for it")
@@ -63,7 +63,7 @@ def evaluate_labels(
 
 
 class _Reading:
-    """Texts as a bundle reads them: cut to its length, as in training."""
+    """Reads texts with a bundle's tokenizer, cut to the model's length as in training, and scores its labels."""
 
     def __init__(self, bundle: Bundle, runner: EncoderRunner, labels: Sequence[str]) -> None:
         self._text = bundle.manifest.text
@@ -73,7 +73,7 @@ class _Reading:
         self._labels = labels
 
     def classify(self, items: Sequence[Labelled]) -> LabelScore:
-        """Accuracy of texts."""
+        """Measure the accuracy of texts."""
         asked = [(self._tokenizer.encode(item.text)[: self._room], (0,)) for item in items]
         found, seconds = self._ask(Task.CLASSIFY, asked)
         right = sum(self._best(readout)[0] == item.label for readout, item in zip(found, items, strict=True))
@@ -82,7 +82,7 @@ class _Reading:
         )
 
     def tag(self, items: Sequence[Tagged]) -> LabelScore:
-        """F1 of entities; a word takes the tag of its first token."""
+        """Measure F1 of entities. A word has the tag of its first token."""
         before = num_before(self._text)
         encodings = [self._tokenizer.encode_source(item.text) for item in items]
         ids = [encoding.ids[: self._room] for encoding in encodings]
@@ -111,7 +111,7 @@ class _Reading:
         return [self._labels[best] for best in readout.values.argmax(axis=1).tolist()]
 
     def _ask(self, task: Task, asked: Sequence[tuple[Sequence[int], tuple[int, ...]]]) -> tuple[list[Readout], float]:
-        """What the head says of each text, tokens and the positions to read, and the seconds it took."""
+        """Run the head on each text. asked: tokens of each text and the positions to read. Also return the seconds."""
         requests = []
         for index, (ids, picks) in enumerate(asked):
             source_ids, type_ids = fill(self._text, ids)

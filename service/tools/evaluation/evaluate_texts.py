@@ -1,4 +1,4 @@
-"""`antiphon evaluate --text` of a decoder alone: perplexity of texts, through the engine's Score.
+"""`antiphon evaluate --text` for decoder-only models: perplexity of texts, with Score requests to the engine.
 
 Knows texts, tokens and log-probabilities; evaluate.py opens bundles and prints.
 """
@@ -19,19 +19,19 @@ from antiphon.service.domain.tasks import Score
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.service.tools.evaluation.offline import answer_all
 
-# The first token of a text or window is given; the ones behind it are judged.
+# The first token of a text or window is given; the following ones are scored.
 SHORTEST = 2
 
 
 class NoTextError(ValueError):
-    """Texts in which there is no token to judge."""
+    """The texts contain no token to score."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextScore:
-    """One system on some texts. perplexity: exp of the mean negative log-likelihood of the tokens judged.
+    """Score of one system on a file. perplexity: exp of the mean negative log-likelihood of the scored tokens.
 
-    texts: those that were read; skipped: those too short; windows: the pieces that they were judged in.
+    texts: number of scored texts; skipped: number of texts that are too short; windows: number of scored windows.
     """
 
     system: str
@@ -44,12 +44,12 @@ class TextScore:
 
     @property
     def quality(self) -> tuple[Measure, float]:
-        """What a manifest records of it."""
+        """Return the measure and the value that a manifest records."""
         return "perplexity", self.perplexity
 
     @property
     def row(self) -> str:
-        """The score on one line."""
+        """Return the score as one line."""
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         return (
             f"{self.system:<24} perplexity {self.perplexity:.4f}  {self.tokens} tokens of {self.texts} texts{skipped}  "
@@ -58,7 +58,7 @@ class TextScore:
 
 
 def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> TextScore:
-    """Score a decoder alone on texts. Raises NoTextError where none has two tokens."""
+    """Score a decoder-only model on texts. Raises NoTextError if no text has two tokens."""
     encoded = [ids for ids in _read(bundle, texts) if len(ids) >= SHORTEST]
     pieces = [piece for ids in encoded for piece in windows(ids, bundle.manifest.model.max_target_len)]
     if not pieces:
@@ -80,15 +80,15 @@ def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> T
 
 
 def windows(ids: Sequence[int], longest: int) -> list[Sequence[int]]:
-    """Pieces of at most `longest` tokens, each beginning with the last token of the one before.
+    """Split ids into windows of at most `longest` tokens. Each window begins with the last token of the previous one.
 
-    Every token but the first is judged once, after what stands before it in its piece.
+    Every token except the first is scored once, after the tokens before it in its window.
     """
     return [ids[start : start + longest] for start in range(0, len(ids) - 1, longest - 1)]
 
 
 def _read(bundle: Bundle, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Tokens of each text with what its template puts before it; nothing behind, and none at all for blank lines."""
+    """Tokenise each text, with the template's tokens before it and none after it. A blank line has no tokens."""
     tokenizer, text = open_tokenizer(bundle.path, bundle.manifest.text), bundle.manifest.text
     before = num_before(text)
     filled = []

@@ -1,6 +1,6 @@
-"""`antiphon evaluate` of models that translate: decode a test set and score it with sacreBLEU.
+"""`antiphon evaluate` for models that translate: decodes a test set and scores it with sacreBLEU.
 
-Knows texts, ids and scores; what decodes them is given, and evaluate.py opens it.
+Knows texts, ids and scores. evaluate.py opens the systems and passes them as functions that decode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_LANGUAGES = RequestLanguages()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """One system on one test set. bleu and chrf are sacreBLEU's; tokens_per_s counts target tokens."""
+    """Score of one system on one test set. sacreBLEU computes bleu and chrf; tokens_per_s counts target tokens."""
 
     system: str
     bleu: float
@@ -44,7 +44,7 @@ class Score:
 
     @property
     def row(self) -> str:
-        """The score on one line."""
+        """Return the score as one line."""
         left_out = f", {self.too_long} too long" if self.too_long else ""
         return (
             f"{self.system:<24} BLEU {self.bleu:5.2f}  chrF {self.chrf:5.2f}  {self.sentences} sentences{left_out}  "
@@ -54,7 +54,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestSet:
-    """Sources with their references. is_tokenised: the text is tokenised already, so scoring must not do it again."""
+    """Sources with references. is_tokenised: the text is already tokenised; scoring must not tokenise it again."""
 
     pairs: list[Pair]
     is_tokenised: bool
@@ -62,7 +62,7 @@ class TestSet:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How one model's texts become ids and back; languages None: its default ones."""
+    """Conversion between texts and ids of one model. languages: None uses the model's default languages."""
 
     tokenizer: Tokenizer
     text: TextFormat
@@ -73,7 +73,7 @@ class Reader:
 async def run_engine(
     runner: AnyRunner, sources: Sequence[list[int]], languages: RequestLanguages = _NO_LANGUAGES
 ) -> list[list[int]]:
-    """Greedy target ids of sources as the model reads them, in their order, all asked for at once."""
+    """Submit all sources (ids as the model reads them) at once; return their greedy target ids, in order."""
     requests = [
         Generate(
             arrival=Arrival(request_id=str(index), arrival_s=0.0),
@@ -87,7 +87,7 @@ async def run_engine(
 
 
 def in_batches(sources: Sequence[list[int]], rows: int, decode: Decode) -> list[list[int]]:
-    """Decode in batches of neighbours in length; results in the order of the sources."""
+    """Decode in batches of sources of similar length. Return the results in the order of the sources."""
     order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
     results: dict[int, list[int]] = {}
     for start in tqdm(range(0, len(order), rows), unit="batch", disable=None):
@@ -97,10 +97,10 @@ def in_batches(sources: Sequence[list[int]], rows: int, decode: Decode) -> list[
 
 
 def score_system(system: str, decode: Decode, reader: Reader, test_set: TestSet, output: Path | None) -> Score:
-    """Decode a test set and score it; the translations go to `output`, one a line, where it is given."""
+    """Decode a test set and score it. Write the translations to `output`, one per line, unless it is None."""
     texts = [source for source, _ in test_set.pairs]
     encoded = encode_sources(reader.tokenizer, reader.text, texts, reader.languages)
-    # A source the model cannot take counts as an empty translation: leaving it out would flatter the score.
+    # A source that is too long counts as an empty translation: skipping it would improve the score.
     fitting = [index for index, ids in enumerate(encoded) if 0 < len(ids) <= reader.max_source_len]
     started = time.perf_counter()
     targets = decode([encoded[index] for index in fitting])

@@ -1,4 +1,4 @@
-"""Requests answered by an engine of their own, without the network: what `antiphon evaluate` measures."""
+"""Requests to an engine without the network, for `antiphon evaluate`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from antiphon.service.runtime.runners import AnyRunner
 
 
 async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: str) -> list[TokenEvent]:
-    """The event that ends each request's first output, in their order; all are asked at once.
+    """Submit all requests at once; return the last event of the first output of each, in order.
 
-    unit: what the progress bar counts. Raises what the engine refuses a request with.
+    unit: unit of the progress bar. Raises the error with which the engine refuses a request.
     """
     tokens = sum(request.num_source_tokens for request in requests)
-    # Twice what there is: the last quarter of a queue is kept for other clients.
+    # Twice the number of requests and tokens: the last quarter of a queue is reserved for other clients.
     config = EngineConfig(max_queued_requests=2 * len(requests) + 1, max_queued_tokens=2 * tokens + 1)
     engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
     engine.start()

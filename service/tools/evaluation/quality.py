@@ -1,6 +1,6 @@
-"""What each precision of a bundle scores on a file, written into its manifest beside the float32 model's score.
+"""Scores of the precisions of a bundle on a file, recorded in its manifest with the score of the float32 model.
 
-Knows manifests and numbers; evaluate.py makes them.
+Knows manifests and numbers; evaluate.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from antiphon.model.bundle.manifest import Bundle, Measure, Precision, Quality, 
 
 
 def file_name(paths: Sequence[Path]) -> str:
-    """The names of the files that a score is of, in their order: of translations sources, then references."""
+    """Return the names of the scored files, in order. For translations: sources, then references."""
     *others, last = (path.name for path in paths)
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """SHA-256 (hex) of the files' bytes, one behind the other."""
+    """Return the SHA-256 (hex) of the concatenated bytes of the files."""
     found = hashlib.sha256()
     for path in paths:
         found.update(path.read_bytes())
@@ -29,9 +29,9 @@ def digest(paths: Sequence[Path]) -> str:
 def record(
     bundle: Bundle, measure: Measure, scores: Mapping[Precision, float], float32: float, paths: Sequence[Path]
 ) -> None:
-    """Write what each precision scores, in place of what was recorded of the same measure and files; atomically.
+    """Write the score of each precision, atomically. It replaces earlier scores of the same measure and files.
 
-    float32: of the model whose weights these precisions round. Other entries and every file's hash stay.
+    float32: score of the model whose weights these precisions round. Other entries and all hashes stay unchanged.
     """
     name, sha256 = file_name(paths), digest(paths)
     added = tuple(

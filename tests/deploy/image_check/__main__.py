@@ -1,4 +1,4 @@
-"""Runs every check and prints what it found: `python -m tests.deploy.image_check`. Exit code 1 where one fails."""
+"""Runs every check and prints the results: `python -m tests.deploy.image_check`. Exit code 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHECKS: dict[str, Callable[[Given], None]] = {
 
 
 def main() -> int:
-    """Check, and print; returns the exit code."""
+    """Run the checks, print the results and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--image", default=f"localhost/antiphon:{_VERSION}")
     parser.add_argument("--bundle-image", default=f"localhost/antiphon-bundle:{_VERSION}")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _sized() -> tuple[int, dict[str, int]]:
-    """Bytes that `antiphon size` gives a replica of the shipped bundle, and the settings it counted with."""
+    """Return the memory limit of `antiphon size` for a replica of the shipped bundle, and its settings."""
     done = antiphon("size", "--json")
     if done.returncode:
         raise CheckError(done.stderr.decode())

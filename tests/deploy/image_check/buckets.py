@@ -1,4 +1,4 @@
-"""A bucket of this machine for the component bundle-s3: moto speaks S3, rclone fetches, as in the pod of a cluster."""
+"""A local bucket for the component bundle-s3: moto serves S3, and rclone downloads as in the pod of a cluster."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from tests.deploy.image_check.podman import PATIENCE_S, CheckError, Podman
 
-# The first address of podman's own network: this machine, as containers see it.
+# First address of podman's network: the address of this machine for containers.
 GATEWAY = "10.88.0.1"
 PATH = "models/antiphon/en-de/1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "a secret of nobody"}
 
 
 class Bucket:
-    """S3 with one bucket."""
+    """S3 server with one bucket."""
 
     def __init__(self, podman: Podman, rclone_image: str, endpoint: str) -> None:
         self._podman = podman
@@ -33,7 +33,7 @@ class Bucket:
         }
 
     def put(self, bundle: Path) -> None:
-        """Make the bucket hold a directory, and nothing else. Raises CheckError."""
+        """Replace the content of the bucket by a directory. Raises CheckError."""
         types = {"RCLONE_CONFIG_STORAGE_TYPE": "s3", "RCLONE_CONFIG_STORAGE_ENV_AUTH": "true"}
         given = [f"--env={name}={value}" for name, value in (self.settings | CREDENTIALS | types).items()]
         volume = f"--volume={bundle}:/from:ro"
@@ -41,7 +41,7 @@ class Bucket:
             self._podman.run("run", "--rm", *given, volume, self._image, "--config=/dev/null", *command)
 
     def aim(self, objects: list[dict[str, Any]], path: str = PATH) -> None:
-        """Let the rendered component fetch from here."""
+        """Configure the rendered component to download from this server."""
         for thing in objects:
             if thing["kind"] == "ConfigMap" and thing["metadata"]["name"].startswith("antiphon-bundle-s3"):
                 thing["data"].update(self.settings | {"RCLONE_CONFIG_BUNDLE_REMOTE": f"storage:{path}"})
@@ -49,11 +49,11 @@ class Bucket:
 
 @contextlib.contextmanager
 def bucket(podman: Podman, rclone_image: str, moto: Path) -> Iterator[Bucket]:
-    """Serve S3 on a free port of podman's network for as long as the context."""
+    """Serve S3 on a free port of podman's network within the context."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    # On every address: podman's own is there only while a container is.
+    # On every address, because podman's address exists only while a container runs.
     command = [str(moto), "--host", "0.0.0.0", "--port", str(port)]
     with (
         tempfile.NamedTemporaryFile("w") as log,

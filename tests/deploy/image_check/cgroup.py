@@ -1,4 +1,4 @@
-"""The memory that the kernel counted for a process and its neighbours of one control group, of version 1 or 2."""
+"""Memory that the kernel counts for the control group of a process, of version 1 or 2."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Of one control group, in bytes. peak_bytes: the most it ever held, the page cache included."""
+    """Memory of one control group, in bytes. peak_bytes: its maximum, page cache included."""
 
     limit_bytes: int
     peak_bytes: int
 
 
 def memory_of(pid: int) -> Memory:
-    """What the control group of a process holds. Raises OSError where the process or its files are gone."""
+    """Return the memory of the control group of a process. Raises OSError if the process or its files are gone."""
     groups = dict(line.split(":", 2)[1:] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines())
     if "memory" in groups:  # version 1
         folder = _ROOT / "memory" / groups["memory"].lstrip("/")

@@ -1,4 +1,4 @@
-"""What is in an image, and what must not be: compilers, package managers of Python, torch, caches."""
+"""Contents of an image, which must not include compilers, Python package managers, torch or caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.deploy.image_check.podman import CheckError, Podman
 
-# By the path of a file, from the root.
+# Matched with the path of a file from the root.
 FORBIDDEN = re.compile(
     r"""(^|/)( bin/(\S+-linux-gnu-)?(gcc|g\+\+|cc|c\+\+|c89|c99|clang|ld|as|make)(-\d+)? | cc1(plus)? | collect2
              | pip\d?(\.\d+)? | torch | setuptools | \.cache | apt/lists/.+ | .+\.pyi | .+\.deb )$""",
@@ -22,7 +22,7 @@ _MB = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """Of an image. files: bytes of each by its path. writable_by_others: files and directories. uncompiled: modules."""
+    """Contents of an image. files: bytes by path. writable_by_others: files and directories. uncompiled: modules."""
 
     files: dict[str, int]
     directories: frozenset[str]
@@ -30,12 +30,12 @@ class Contents:
 
     @property
     def forbidden(self) -> list[str]:
-        """Paths of what must not be there."""
+        """Return the paths of forbidden files."""
         return sorted(path for path in (*self.files, *self.directories) if FORBIDDEN.search(path))
 
     @property
     def uncompiled(self) -> list[str]:
-        """Modules of the server's environment without bytecode, which every start would compile again."""
+        """Return the modules of the server's environment without bytecode, which every start would compile again."""
         return [
             path
             for path in self.files
@@ -43,7 +43,7 @@ class Contents:
         ]
 
     def largest(self, number: int = 14) -> list[tuple[str, int]]:
-        """The parts that take most, with their bytes."""
+        """Return the largest parts, with their bytes."""
         sizes: collections.Counter[str] = collections.Counter()
         for path, size in self.files.items():
             sizes[_part(path)] += size
@@ -59,7 +59,7 @@ def contents_of(podman: Podman, image: str) -> Contents:
                 directories.add(entry.name)
             else:
                 files[entry.name] = entry.size
-            # The sticky bit of /tmp and the like means nothing on a root that is mounted for reading.
+            # The sticky bit of /tmp has no effect on a root that is mounted read-only.
             if not entry.issym() and entry.mode & 0o002 and not entry.mode & 0o1000 and not entry.ischr():
                 writable.append(entry.name)
             if entry.mode & 0o6000 and entry.isfile():
@@ -68,14 +68,14 @@ def contents_of(podman: Podman, image: str) -> Contents:
 
 
 def compressed_bytes(podman: Podman, image: str) -> int:
-    """What a registry stores and a node fetches: the layers, by gzip."""
+    """Return the compressed size of the layers, which a registry stores and a node downloads."""
     with tempfile.TemporaryDirectory() as folder:
         podman.run("push", "--quiet", "--compress", image, f"dir:{folder}")
         return sum(path.stat().st_size for path in Path(folder).iterdir())
 
 
 def forbid(contents: Contents) -> None:
-    """Raises CheckError for what should not be there, or is missing."""
+    """Raise CheckError for forbidden or missing files."""
     if contents.forbidden:
         raise CheckError(f"the image holds {', '.join(contents.forbidden[:10])}")
     if contents.uncompiled:
@@ -92,7 +92,7 @@ def _bytecode(path: str) -> str:
 
 
 def _part(path: str) -> str:
-    """Packages of Python by their name, the rest by its top."""
+    """Return the part of a path: a Python package by its name, other files by their top folder."""
     found = re.match(r"opt/antiphon/lib/python[\d.]+/site-packages/([^/]+?)(\.libs)?(/|$)", path)
     if found:
         return f"Python: {found[1]}"

@@ -1,4 +1,4 @@
-"""What is checked, and how a check fails."""
+"""Subject of the checks, and their error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.deploy.image_check.podman import CheckError, Podman
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """Images, what `antiphon size` says of a replica (memory in podman's spelling, variables), and streams at once."""
+    """Images, the size of a replica by `antiphon size` (memory in podman's notation, variables), and streams."""
 
     podman: Podman
     image: str
@@ -24,12 +24,12 @@ class Given:
 
 
 def expect(condition: object, message: str) -> None:
-    """Raises CheckError where something is not so."""
+    """Raise CheckError if a condition is false."""
     if not condition:
         raise CheckError(message)
 
 
 def share(memory: Memory) -> str:
-    """The peak beside the limit."""
+    """Describe the peak relative to the limit."""
     part = memory.peak_bytes / memory.limit_bytes
     return f"{megabytes(memory.peak_bytes)} of {megabytes(memory.limit_bytes)} ({part:.0%})"

@@ -1,4 +1,4 @@
-"""Plays rendered manifests: podman makes a pod of a Deployment, with its ConfigMap, volumes and init containers.
+"""Runs rendered manifests: podman creates a pod from a Deployment, with its ConfigMap, volumes and init containers.
 
 Podman is no cluster: it knows no gRPC probes, no preStop, no topology and no NetworkPolicy; those it leaves out.
 """
@@ -25,14 +25,14 @@ _PLAYED = ("Deployment", "ConfigMap", "Secret", "PersistentVolumeClaim")
 
 
 def rendered(kubectl: Path, overlay: Path) -> list[dict[str, Any]]:
-    """The objects of a Kustomize directory. Raises CalledProcessError."""
+    """Return the objects of a Kustomize directory. Raises CalledProcessError."""
     done = subprocess.run([kubectl, "kustomize", overlay], capture_output=True, text=True, check=True)
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
 def rendered_with(kubectl: Path, component: str, folder: Path) -> list[dict[str, Any]]:
-    """The base with one component."""
-    # kustomize takes only relative paths.
+    """Return the base with one component."""
+    # kustomize accepts only relative paths.
     base, added = (os.path.relpath(ROOT / "deploy" / name, folder) for name in ("base", f"components/{component}"))
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -45,13 +45,13 @@ def rendered_with(kubectl: Path, component: str, folder: Path) -> list[dict[str,
 
 
 def playable(objects: list[dict[str, Any]]) -> str:
-    """What podman can play of them: one replica, images of this machine."""
+    """Return the objects that podman can run: one replica, images of this machine."""
     kept = [thing for thing in objects if thing["kind"] in _PLAYED]
     for thing in kept:
         thing["metadata"].pop("namespace", None)
         if thing["kind"] == "Deployment":
             thing["spec"]["replicas"] = 1
-            # A Deployment's pods always restart; podman would then restart init containers that ended well (4.3).
+            # A Deployment's pods always restart. With that setting, podman restarts successful init containers (4.3).
             thing["spec"]["template"]["spec"]["restartPolicy"] = "Never"
             _adapt(thing["spec"]["template"]["spec"])
     return yaml.safe_dump_all(kept)
@@ -61,13 +61,13 @@ def _adapt(pod: dict[str, Any]) -> None:
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         if not container["image"].startswith("localhost/"):
             container["image"] = f"localhost/{container['image']}"
-        # Podman would publish them on this machine; the pod's own address is asked.
+        # Podman would publish the ports on this machine; the tests use the pod's address.
         container.pop("ports", None)
 
 
 @contextlib.contextmanager
 def secret(podman: Podman, name: str, values: Mapping[str, str]) -> Iterator[None]:
-    """A Secret for pods, as podman keeps it: the one of a manifest it could not read again (4.3)."""
+    """Create a Secret for pods with podman, which cannot read the one of a manifest (4.3)."""
     with tempfile.NamedTemporaryFile("w") as file:
         json.dump({key: base64.b64encode(value.encode()).decode() for key, value in values.items()}, file)
         file.flush()
@@ -80,7 +80,7 @@ def secret(podman: Podman, name: str, values: Mapping[str, str]) -> Iterator[Non
 
 @contextlib.contextmanager
 def playing(podman: Podman, manifest: str, folder: Path) -> Iterator[Container]:
-    """The container `antiphon` of a pod, which ends with the context, its volumes too."""
+    """Run a pod and yield its container `antiphon`. The end of the context removes the pod and its volumes."""
     path = folder / "played.yaml"
     path.write_text(manifest)
     try:
@@ -97,6 +97,6 @@ def playing(podman: Podman, manifest: str, folder: Path) -> Iterator[Container]:
 
 
 def pod_address(podman: Podman) -> str:
-    """Of all its containers: the infra container holds the network."""
+    """Return the address of the pod, which its infra container has."""
     infra = json.loads(podman.run("pod", "inspect", POD))["InfraContainerID"]
     return Container(podman, infra).address

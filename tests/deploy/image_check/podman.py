@@ -1,4 +1,4 @@
-"""Runs containers by podman, with everything taken away that Kubernetes' "restricted" level takes away, and more."""
+"""Containers in podman, without the privileges that Kubernetes' level "restricted" removes, and with fewer still."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.deploy.image_check.cgroup import Memory, memory_of
 PATIENCE_S = 180
 HARDENED = ("--read-only", "--read-only-tmpfs=false", "--cap-drop=all", "--security-opt=no-new-privileges")
 
-# What `podman kube play` has no flags for. runc and cgroupfs work without systemd; limits that a machine's root may not
-# raise are lowered to what it has.
+# Settings for which `podman kube play` has no flags. runc and cgroupfs work without systemd. Limits that this machine's
+# root cannot raise are lowered to the present ones.
 _CONTAINERS_CONF = """\
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=20000:20000"]
@@ -31,11 +31,11 @@ cgroup_manager = "cgroupfs"
 
 
 class CheckError(Exception):
-    """Something is not as it should be; the message says what."""
+    """A check failed; the message has the reason."""
 
 
 class Podman:
-    """The program, and the settings it is run with."""
+    """The podman program and its settings."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "containers.conf"
@@ -44,16 +44,16 @@ class Podman:
         self._folder = folder
 
     def run(self, *arguments: str) -> str:
-        """Run podman to its end; its output. Raises CheckError."""
+        """Run podman to its end and return its output. Raises CheckError."""
         done = self.attempt(*arguments)
         if done.returncode:
             raise CheckError(f"podman {' '.join(arguments)} failed: {done.stderr.strip()}")
         return done.stdout.strip()
 
     def attempt(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run podman to its end, however it ends."""
+        """Run podman to its end, with any exit code."""
         command = ["podman", *arguments]
-        # Where a container meets its memory limit, a file `oom` is left in the working directory.
+        # If a container reaches its memory limit, a file `oom` is written to the working directory.
         return subprocess.run(
             command,
             env=self._environment,
@@ -65,13 +65,13 @@ class Podman:
         )
 
     def inspect(self, name: str) -> dict[str, Any]:
-        """What podman knows of a container or an image."""
+        """Return podman's description of a container or an image."""
         found: dict[str, Any] = json.loads(self.run("inspect", name))[0]
         return found
 
     @contextlib.contextmanager
     def files(self, image: str) -> Iterator[subprocess.Popen[bytes]]:
-        """The files of an image as a tar archive on standard output."""
+        """Write the files of an image as a tar archive to standard output."""
         name = self.run("create", image)
         try:
             with subprocess.Popen(
@@ -83,7 +83,7 @@ class Podman:
 
 
 class Container:
-    """A container, from its start to its removal on leaving the context; known by its name or id."""
+    """Container, from its start to its removal at the end of the context; identified by its name or id."""
 
     def __init__(self, podman: Podman, name: str) -> None:
         self._podman = podman
@@ -100,14 +100,14 @@ class Container:
         settings: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> Self:
-        """Start the image without root, capabilities or anything to write to; memory: its limit, swap included."""
+        """Start the image without root, capabilities and writable files. memory: its limit, swap included."""
         limits = () if memory is None else (f"--memory={memory}", f"--memory-swap={memory}")
         variables = [f"--env={name}={value}" for name, value in (settings or {}).items()]
         return cls(podman, podman.run("run", "-d", *HARDENED, *limits, *variables, *options, image, *arguments))
 
     @property
     def pid(self) -> int:
-        """Of its first process, as this machine counts."""
+        """Return the id of its first process on this machine."""
         return int(self._state()["Pid"])
 
     @property
@@ -121,11 +121,11 @@ class Container:
         return done.stdout + done.stderr
 
     def memory(self) -> Memory:
-        """What its control group has counted."""
+        """Return the memory of its control group."""
         return memory_of(self.pid)
 
     def ready_after_s(self) -> float:
-        """Seconds from the start of its first process to the server's ready line. Raises CheckError."""
+        """Return seconds from the start of its first process to the server's ready line. Raises CheckError."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             for line in self._podman.attempt("logs", "--timestamps", self.name).stdout.splitlines():
@@ -145,7 +145,7 @@ class Container:
         return int(self._podman.run("wait", self.name))
 
     def stop(self) -> int:
-        """Tell it to leave, with the image's own signal, and not to start again; its exit code."""
+        """Stop it with the image's stop signal, without a restart; return its exit code."""
         self._podman.run("stop", "--time=60", self.name)
         return int(self._state()["ExitCode"])
 
@@ -154,7 +154,7 @@ class Container:
         return self._podman.attempt("exec", self.name, *command)
 
     def health(self) -> int:
-        """Run the image's own health check; its exit code."""
+        """Run the image's health check; return its exit code."""
         return self._podman.attempt("healthcheck", "run", self.name).returncode
 
     def _state(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Container:
 
 @contextlib.contextmanager
 def podman() -> Iterator[Podman]:
-    """Podman with settings of its own, which go with the context."""
+    """Yield podman with separate settings, which are removed at the end of the context."""
     with tempfile.TemporaryDirectory() as folder:
         yield Podman(Path(folder))
 
@@ -180,7 +180,7 @@ def _seconds_between(first: str, second: str) -> float:
 
 
 def _time(text: str) -> datetime.datetime:
-    """RFC 3339, whose nanoseconds Python does not read."""
+    """Read a time of RFC 3339 with nanoseconds, which Python cannot read."""
     date, _, rest = text.partition(".")
     digits = "".join(letter for letter in rest[:9] if letter.isdigit())
     zone = rest.lstrip("0123456789") or "Z"

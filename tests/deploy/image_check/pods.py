@@ -1,4 +1,4 @@
-"""Pods of rendered manifests, with bundles from elsewhere, and what a damaged one does."""
+"""Pods of rendered manifests with bundles from other places, and with damaged bundles."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Objects = list[dict[str, Any]]
 
 
 def check_overlay(given: Given) -> None:
-    """The Deployment of the overlay for CPUs, as it is rendered."""
+    """Check the rendered Deployment of the overlay for CPUs."""
     overlay = next(path for name in ("overlays/cpu", "base") if (path := ROOT / "deploy" / name).exists())
     _play(given, kube.rendered(_program("kubectl"), overlay), f"deploy/{overlay.relative_to(ROOT / 'deploy')}")
 
 
 def check_bundle_image(given: Given) -> None:
-    """A bundle that an init container brings out of its image."""
+    """Check a bundle that an init container copies from its image."""
     _play(given, _with("bundle-image"), "components/bundle-image")
 
 
 def check_bundle_pvc(given: Given) -> None:
-    """A bundle of a claim, which podman keeps as a volume of that name."""
+    """Check a bundle in a claim, which is a volume of that name in podman."""
     given.podman.run("volume", "create", "antiphon-bundle")
     try:
         # U: the volume belongs to the image's user, as fsGroup does it in fill.yaml.
@@ -41,7 +41,7 @@ def check_bundle_pvc(given: Given) -> None:
 
 
 def check_bundle_s3(given: Given) -> None:
-    """A bundle of a bucket; a path with nothing in it; and one whose weights were damaged there."""
+    """Check a bundle in a bucket, an empty path, and a bundle with damaged weights."""
     with (
         bucket(given.podman, given.rclone_image, _program("moto_server")) as s3,
         kube.secret(given.podman, "antiphon-bundle-s3", CREDENTIALS),
@@ -64,7 +64,7 @@ def check_bundle_s3(given: Given) -> None:
 
 
 def check_damaged(given: Given) -> None:
-    """A mounted bundle whose weights were damaged."""
+    """Check a mounted bundle with damaged weights."""
     with tempfile.TemporaryDirectory() as folder:
         damaged = _damage(_copy(Path(folder)))
         options = (f"--volume={damaged.parent}:/bundle:ro",)
@@ -95,7 +95,7 @@ def _play(given: Given, objects: Objects, title: str) -> None:
 
 
 def _failure(given: Given, objects: Objects) -> str:
-    """The exit code and last line of a server that cannot serve. Raises CheckError where it ends well."""
+    """Return the exit code and last line of a server that cannot serve. Raises CheckError if it exits with 0."""
     with (
         tempfile.TemporaryDirectory() as folder,
         kube.playing(given.podman, kube.playable(objects), Path(folder)) as container,
@@ -112,7 +112,7 @@ def _with(component: str) -> Objects:
 
 
 def _copy(folder: Path) -> Path:
-    """The shipped bundle, in a directory that everybody may read."""
+    """Copy the shipped bundle into a directory that every user can read."""
     path = folder / "bundle"
     shutil.copytree(BUNDLE, path)
     for entry in (folder, path, *path.iterdir()):
@@ -121,7 +121,7 @@ def _copy(folder: Path) -> Path:
 
 
 def _damage(bundle: Path) -> Path:
-    """Turn one bit of the weights; their file."""
+    """Flip one bit of the weights and return their file."""
     weights = next(bundle.glob("*.bin"))
     contents = bytearray(weights.read_bytes())
     contents[len(contents) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""One container, and two: what is in it, what it may do, how it starts, serves and leaves."""
+"""Checks of one and two containers: contents, privileges, start, service and shutdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.deploy.image_check.contents import compressed_bytes, contents_of, for
 from tests.deploy.image_check.given import Given, expect, share
 from tests.deploy.image_check.podman import Container
 
-# The delay is short, so that both halves of leaving are seen: served, then refused.
+# The delay is short, so that both phases of the shutdown occur: requests are served, then refused.
 DRAINING = {"ANTIPHON_DRAIN_DELAY_S": "1", "ANTIPHON_DRAIN_GRACE_S": "30"}
 _TOO_MUCH = "bytearray(1 << 30)"
 
 
 def check_contents(given: Given) -> None:
-    """What is in the image, and its size."""
+    """Check the contents and the size of the image."""
     contents = contents_of(given.podman, given.image)
     forbid(contents)
     facts = given.podman.inspect(given.image)
@@ -37,7 +37,7 @@ def check_contents(given: Given) -> None:
 
 
 def check_hardening(given: Given) -> None:
-    """What the running process may do."""
+    """Check the privileges of the running process."""
     with Container.start(given.podman, given.image, memory=given.memory, settings=given.settings) as container:
         container.ready_after_s()
         status = dict(
@@ -65,7 +65,7 @@ def check_hardening(given: Given) -> None:
 
 
 def check_starting(given: Given) -> None:
-    """The first second."""
+    """Check the first second of a container."""
     compiled = starts.ready_after_s(given.podman, given.image, given.memory, {})
     plain = starts.ready_after_s(given.podman, given.image, given.memory, starts.NO_BYTECODE)
     print(f"ready after {compiled:.2f} s, without bytecode after {plain:.2f} s (best of 3)")
@@ -80,7 +80,7 @@ def check_starting(given: Given) -> None:
 
 
 def check_limit(given: Given) -> None:
-    """Whether the memory limit is one."""
+    """Check that the memory limit is in effect."""
     codes = []
     for memory in (None, given.memory):
         options = ("--entrypoint=/opt/antiphon/bin/python",)
@@ -91,7 +91,7 @@ def check_limit(given: Given) -> None:
 
 
 def check_streams(given: Given) -> None:
-    """Many streams at once, and what memory they take."""
+    """Check many concurrent streams and their memory."""
     with Container.start(given.podman, given.image, memory=given.memory, settings=given.settings) as container:
         container.ready_after_s()
         target = f"{container.address}:50051"
@@ -105,7 +105,7 @@ def check_streams(given: Given) -> None:
 
 
 def check_leaving(given: Given) -> None:
-    """SIGTERM under load: nothing is lost."""
+    """Check that no call is lost after SIGTERM under load."""
     with contextlib.ExitStack() as stack:
         settings = {**given.settings, **DRAINING}
         leaver, other = (
@@ -125,7 +125,7 @@ def check_leaving(given: Given) -> None:
         tally = asyncio.run(traffic.while_one_leaves(targets, given.streams, alone, leave))
         code, took_s = leaver.exit_code(), time.monotonic() - began_s
         peak = other.memory()
-        print(f"two replicas, {given.streams} streams at once; one was told to leave, and left with exit code {code}")
+        print(f"two replicas, {given.streams} streams at once; one was stopped, and ended with exit code {code}")
         names = dict(zip(targets, ("the one that left", "the other"), strict=True))
         for target, name in names.items():
             refusals = ", ".join(f"{number} {key.split()[1]}" for key, number in tally.refused.items() if target in key)

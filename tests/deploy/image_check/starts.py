@@ -1,4 +1,4 @@
-"""The first second of a container: how long until it serves, and what a SIGTERM in it does."""
+"""First second of a container: time until it serves, and the effect of a SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from tests.deploy.image_check.podman import PATIENCE_S, Container, Podman
 
 MOMENTS_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-# How long a process that heard the signal may take to end; one that did not hear it would serve on.
+# Time for a process to end after the signal; a process that missed the signal would continue to serve.
 _HEARD_WITHIN_S = 5.0
 # Without it nothing is found compiled, as if the image had no bytecode: of the standard library neither.
 NO_BYTECODE = {"PYTHONPYCACHEPREFIX": "/nowhere"}
 
 
 def ready_after_s(podman: Podman, image: str, memory: str, settings: dict[str, str]) -> float:
-    """Seconds from the first process to the ready line, the best of three starts."""
+    """Return seconds from the first process to the ready line, the best of three starts."""
     times = []
     for _ in range(3):
         with Container.start(podman, image, memory=memory, settings=settings) as container:
@@ -53,7 +53,7 @@ def _name(file: Path) -> str:
 
 
 def _pid(file: Path) -> int:
-    """The first process, as soon as the runtime has written its number: before it is told to begin."""
+    """Return the first process as soon as the runtime has written its id, before it starts to run."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         if file.exists() and (text := file.read_text()).isdecimal() and _runs_image(int(text)):
@@ -63,7 +63,7 @@ def _pid(file: Path) -> int:
 
 
 def _runs_image(pid: int) -> bool:
-    """Whether the process is the image's own by now, and not the runtime that prepares it."""
+    """Return whether the process already runs the image's program, and not the runtime that prepares it."""
     try:
         return b"antiphon" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Streams to one replica, and to two of which one is told to leave: what became of each call."""
+"""Streams to one replica, and to two of which one is stopped, with the result of each call."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SOURCES = tuple(
 )
 """64 sentences, all different."""
 
-# A call that met a server in the moment it closed is CANCELLED by gRPC itself: nobody took it up.
+# gRPC itself answers CANCELLED to a call that reaches a server while it closes; no handler has started.
 _REFUSALS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-# Nothing is made again behind our back: every refusal is to be seen.
+# Without retries, so that every refusal is counted.
 _OPTIONS = (("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
 class Refused(Exception):
-    """The call was refused before anything came back: it may be made elsewhere."""
+    """The call was refused before any answer, so it can be sent to another replica."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of calls. answered: whole and right, by replica. lost: neither answered nor refused, and why."""
+    """Results of calls. answered: complete and correct, by replica. lost: neither answered nor refused, with reason."""
 
     answered: collections.Counter[str] = field(default_factory=collections.Counter)
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -46,7 +46,7 @@ class Tally:
 
 
 async def answers_alone(target: str) -> dict[str, str]:
-    """What the server answers to each source, asked for one after the other."""
+    """Return the server's answer to each source, requested one after the other."""
     async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
         return {source: await _answer(channel, source) for source in SOURCES}
 
@@ -59,7 +59,7 @@ async def answers_at_once(target: str, num_streams: int) -> list[tuple[str, str]
 
 
 async def is_same_in_a_crowd(target: str, num_streams: int, alone: dict[str, str]) -> bool:
-    """Whether 5 crowds of so many streams are answered as each source was alone."""
+    """Return whether 5 groups of concurrent streams get the same answers as each source alone."""
     rounds = [await answers_at_once(target, num_streams) for _ in range(5)]
     return all(alone[source] == text for answers in rounds for source, text in answers)
 
@@ -98,7 +98,7 @@ async def _ask(
     expected: dict[str, str],
     tally: Tally,
 ) -> None:
-    """One call: where it is refused, the next replica gets it."""
+    """Make one call; if a replica refuses it, send it to the next one."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         target = next(turns)
@@ -118,7 +118,7 @@ async def _ask(
 
 
 async def _answer(channel: grpc.aio.Channel, source: str) -> str:
-    """The whole answer of one stream. Raises Refused, AioRpcError."""
+    """Return the complete answer of one stream. Raises Refused, AioRpcError."""
     call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(text=source), timeout=PATIENCE_S)
     text, has_ended, has_begun = "", False, False
     try:

@@ -1,9 +1,11 @@
-"""Makes the models that a benchmark compares, in a process of its own: torch never enters the one that measures.
+"""Makes the models that a benchmark compares. Runs in its own process, so that the measuring process never loads torch.
 
-    python -m antiphon.service.tools.bench.make random PRESET FOLDER         FOLDER/checkpoint and FOLDER/bundle
-    python -m antiphon.service.tools.bench.make twin CHECKPOINT FOLDER       CTranslate2's form of a checkpoint, int8
+    python -m antiphon.service.tools.bench.make_models random PRESET FOLDER
+    python -m antiphon.service.tools.bench.make_models ctranslate2 CHECKPOINT FOLDER
 
-Needs torch, and CTranslate2 for a twin. Says on standard error what is in the way, in one line, and exits with 2.
+`random` writes FOLDER/checkpoint and FOLDER/bundle; `ctranslate2` converts a checkpoint to CTranslate2 in int8. Both
+need torch; `ctranslate2` also needs CTranslate2. On an error, prints the reason to standard error in one line and exits
+with 2.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from antiphon.model.transformer.transformer import Transformer
 VOCAB_SIZE = 32_000
 MAX_LEN = 256
 _SEED = 1
-# Of the decoder's products: small enough that the token fed last still shows in the hidden state six layers on.
+# Factor on the decoder's matrices: small enough that the last token still influences the hidden state six layers later.
 _GAIN = 0.25
 
 
 def main() -> int:
-    """Make what the arguments ask for; 0 when it lies there whole."""
+    """Make the model that the arguments name. Return 0 when its folder is complete."""
     kind, origin, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     torch.set_num_threads(1)
     try:
-        (_make_random if kind == "random" else _make_twin)(origin, work)
+        (_make_random if kind == "random" else _make_ctranslate2)(origin, work)
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     except (BundleError, CheckpointError, ExportError, LoweringError, VerificationError, ValueError) as error:
@@ -54,11 +56,11 @@ def main() -> int:
 
 
 def random_model(config: ModelConfig) -> Transformer:
-    """Seeded random weights whose greedy targets never end and do not settle on one token.
+    """Return a model with seeded random weights whose greedy targets never end and do not repeat one token.
 
-    With tied embeddings a random model repeats the token it was fed: its own embedding is what the hidden state
-    resembles most. Random signs in the last norm send it to another one, which context decides. The end token's
-    embedding is next to zero, so its logit is, and the best of all others is above.
+    With tied embeddings a random model repeats its input token, because the hidden state is closest to that token's
+    embedding. Random signs in the last norm select another token, which depends on the context. The embedding of the
+    end token is almost zero, so its logit is too, and the best of all other logits is higher.
     """
     torch.manual_seed(_SEED)
     model = Transformer(config).eval()
@@ -72,14 +74,14 @@ def random_model(config: ModelConfig) -> Transformer:
         for name, parameter in model.decoder.layers.named_parameters():
             if parameter.ndim == 2:
                 parameter.mul_(_GAIN)
-            elif name.endswith("bias"):  # zero as they come: one that is left out would not show
+            elif name.endswith("bias"):  # initially zero: an omitted bias would not change the output
                 parameter.add_(0.02 * torch.randn_like(parameter))
         model.decoder.embedding.weight[config.eos_id] *= 0.01
     return model
 
 
 def pair_tokenizer(vocab_size: int) -> Tokenizer:
-    """A vocabulary of exactly that size at once, without training: single bytes, then pairs of them."""
+    """Build a tokenizer of exactly vocab_size tokens without training: single bytes, then pairs of bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     singles = [*SPECIAL_TOKENS, *alphabet]
     pairs = [(a, b) for a in alphabet for b in alphabet][: vocab_size - len(singles)]
@@ -97,14 +99,14 @@ def _make_random(preset_name: str, folder: Path) -> None:
     path = folder / "checkpoint"
     save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=pair_tokenizer(VOCAB_SIZE))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own
+        warnings.simplefilter("ignore")  # warnings of torch's exporter
         export_bundle(load_checkpoint(path), folder / "bundle", precisions=("int8",), name=f"random-{preset_name}")
 
 
-def _make_twin(checkpoint: str, folder: Path) -> None:
-    from antiphon.service.tools.bench.ctranslate2_model import save_twin
+def _make_ctranslate2(checkpoint: str, folder: Path) -> None:
+    from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model
 
-    save_twin(load_checkpoint(Path(checkpoint)), folder, quantization="int8")
+    save_ctranslate2_model(load_checkpoint(Path(checkpoint)), folder, quantization="int8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Section `poisson`: requests of mixed lengths that arrive at random times, and how long each waits.
+"""Section `poisson`: latency of requests of mixed lengths that arrive as a Poisson process.
 
-Ours is the engine with its streams; CTranslate2 stands behind a batcher, the usual way to serve it, whose window,
-largest batch and workers are the best of a sweep. Waits count from the scheduled time. CTranslate2 gives a batch's
-answers when the batch is done: its first token comes with the last.
+Antiphon runs its engine and streams. CTranslate2 runs behind a batcher, which is the usual way to serve it; the
+batcher's window, largest batch and workers are the best ones of a search. Latencies count from the scheduled arrival.
+CTranslate2 returns the answers of a batch when the whole batch has ended, so its first token arrives with the last.
 
-Sentences end where they end. Random models never do, and CTranslate2 takes one limit for a batch: there every target
-has 16 tokens, a short sentence's, over sources of 5 to 60.
+Targets of sentences end at their end token. Targets of random models never end, and CTranslate2 has one limit for a
+whole batch: with random models every target has 16 tokens, as a short sentence has, and sources have 5 to 60.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ import uvloop
 from antiphon.load.arrivals import poisson_arrivals
 from antiphon.load.percentiles import percentile
 from antiphon.load.search import highest_rate
-from antiphon.service.tools.bench.arrivals import Waits, offer
-from antiphon.service.tools.bench.batcher import Batcher, BatcherConfig
-from antiphon.service.tools.bench.offline import Offline
+from antiphon.service.tools.bench.ctranslate2.reference import (
+    CTranslate2Reference,
+    CTranslate2Settings,
+    Prompt,
+    layouts,
+    prompts_of,
+)
+from antiphon.service.tools.bench.drivers.arrivals import Waits, offer
+from antiphon.service.tools.bench.drivers.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.report import Case, Finding
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
 from antiphon.service.tools.bench.timing import alternate
-from antiphon.service.tools.bench.twin import Prompt, Twin, TwinSettings, layouts, prompts_of
 
 ROWS = 64
 LIMIT_S = 0.25
@@ -43,11 +49,11 @@ _WINDOWS_S = (0.005, 0.010)
 _MAX_BATCHES = (8, 16, 32, 64)
 _RANDOM_TARGET_LEN = 16
 _SHORTEST, _LONGEST = 5, 60
-# The search ends within 4 %: 60^(1 / 2^7) = 1.03.
+# Precision of the search for the highest rate is 4 %: 60^(1 / 2^7) = 1.03.
 _STEPS = 7
-_LOWEST, _HIGHEST = 0.02, 1.2  # of the rate with everything waiting from the start
+_LOWEST, _HIGHEST = 0.02, 1.2  # share of the rate with all requests queued at the start
 _MAX_SEARCHES = 3
-# A run is given up so long after its last arrival: far beyond the limit, so it has failed by then.
+# A run is abandoned this long after its last arrival. The time is far beyond the limit, so the run has failed by then.
 _PATIENCE_S = 4.0
 _SEED = 4
 
@@ -57,27 +63,27 @@ Run = Callable[[Sequence[float]], Waits]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What arrives: sources in a cycle, and the bound of every target."""
+    """Requests of a run: sources, repeated in a cycle, and the maximum length of every target."""
 
     sources: list[Ids]
     max_new_tokens: int
 
 
 def poisson(setup: Setup) -> list[Finding]:
-    """Every model that has a twin."""
-    return [found for subject in setup.twinned() for found in _poisson_subject(subject, setup)]
+    """Measure every model that CTranslate2 can run."""
+    return [found for subject in setup.with_ctranslate2() for found in _poisson_subject(subject, setup)]
 
 
 def _poisson_subject(subject: Subject, setup: Setup) -> list[Finding]:
-    work, twin = _work(subject, setup.num_sentences), Twin(subject.twin_folder)
+    work, reference = _work(subject, setup.num_sentences), CTranslate2Reference(subject.ctranslate2_folder)
     runner = setup.runner(subject, ROWS)
     with Offline(runner, rows=ROWS) as offline:
         translate = partial(
             offline.translate, work.sources, concurrency=len(work.sources), max_new_tokens=work.max_new_tokens
         )
         our_capacity = len(work.sources) / min(_seconds(translate) for _ in range(3))
-        their_capacity, (settings, batcher) = _best_batcher(twin, work, setup)
-        ours, theirs = partial(_run_ours, offline, work), partial(_run_theirs, twin, work, settings, batcher)
+        their_capacity, (settings, batcher) = _best_batcher(reference, work, setup)
+        ours, theirs = partial(_run_ours, offline, work), partial(_run_theirs, reference, work, settings, batcher)
         searches = alternate(
             lambda: _search(ours, our_capacity, setup.seconds),
             lambda: _search(theirs, their_capacity, setup.seconds),
@@ -93,7 +99,7 @@ def _poisson_subject(subject: Subject, setup: Setup) -> list[Finding]:
 def _findings(
     name: str, against: str, rate: float, searches: Sequence[tuple[float, float]], waits: Sequence[tuple[Waits, Waits]]
 ) -> list[Finding]:
-    case = partial(Case, name="poisson", rows=ROWS, against=against, is_twin=True)
+    case = partial(Case, name="poisson", rows=ROWS, against=against, is_ctranslate2=True)
     findings = [case(case=f"{name}, highest rate with p99 <= 250 ms").finding(searches, "requests/s")]
     for what, seconds_of in (("latency", attrgetter("last_s")), ("TTFT", attrgetter("first_s"))):
         for percent in _PERCENTS:
@@ -132,9 +138,13 @@ def _run_ours(offline: Offline, work: Work, arrivals: Sequence[float]) -> Waits:
 
 
 def _run_theirs(
-    twin: Twin, work: Work, settings: TwinSettings, config: BatcherConfig, arrivals: Sequence[float]
+    reference: CTranslate2Reference,
+    work: Work,
+    settings: CTranslate2Settings,
+    config: BatcherConfig,
+    arrivals: Sequence[float],
 ) -> Waits:
-    translator = twin.translator(settings.workers, settings.threads)
+    translator = reference.translator(settings.workers, settings.threads)
     prompts = prompts_of(work.sources)
 
     def translate(batch: Sequence[Prompt]) -> Sequence[Any]:
@@ -156,23 +166,29 @@ def _run_theirs(
         return runner.run(run())
 
 
-def _best_batcher(twin: Twin, work: Work, setup: Setup) -> tuple[float, tuple[TwinSettings, BatcherConfig]]:
-    """CTranslate2's requests a second with everything waiting, and the batcher with the least p95 at 0.6 of that."""
+def _best_batcher(
+    reference: CTranslate2Reference, work: Work, setup: Setup
+) -> tuple[float, tuple[CTranslate2Settings, BatcherConfig]]:
+    """Return CTranslate2's capacity and its best settings.
+
+    The capacity is requests per second with all requests queued at the start. The settings are those of CTranslate2 and
+    its batcher with the least 95th percentile of latency at 0.6 of the capacity.
+    """
     prompts = prompts_of(work.sources)
     candidates = [
-        TwinSettings(workers=workers, threads=threads, max_batch_size=size)
+        CTranslate2Settings(workers=workers, threads=threads, max_batch_size=size)
         for (workers, threads), size in product(layouts(setup.threads), _MAX_BATCHES)
     ]
     seconds = []
     for settings in candidates:
-        twin.translate(prompts[:2], settings, max_new_tokens=2)
-        seconds.append(twin.translate(prompts, settings, work.max_new_tokens)[0].seconds)
+        reference.translate(prompts[:2], settings, max_new_tokens=2)
+        seconds.append(reference.translate(prompts, settings, work.max_new_tokens)[0].seconds)
     capacity = len(prompts) / min(seconds)
     arrivals = poisson_arrivals(0.6 * capacity, setup.seconds / 4, _SEED)
     waits = {}
     for settings, window_s in product(candidates, _WINDOWS_S):
         config = BatcherConfig(workers=settings.workers, max_batch=settings.max_batch_size, window_s=window_s)
-        waits[settings, config] = percentile(_run_theirs(twin, work, settings, config, arrivals).last_s, 95)
+        waits[settings, config] = percentile(_run_theirs(reference, work, settings, config, arrivals).last_s, 95)
         print(
             f"antiphon bench:   {settings}, window {window_s * 1e3:.0f} ms: p95 {waits[settings, config] * 1e3:.0f} ms",
             file=sys.stderr,

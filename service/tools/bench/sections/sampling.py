@@ -1,8 +1,8 @@
-"""Section `sampling`: what filters cost beside temperature alone, and how long another caller waits meanwhile.
+"""Section `sampling`: cost of logits warpers against temperature alone, and the wait of another caller meanwhile.
 
-One request has as many samples as there are rows, all of them as long as the model allows, over one source. Its steps
-hold every row, so its tokens a second are those of a step. The other caller asks for one short greedy answer after
-another until the same request, with every filter, has ended.
+One request over one source has as many samples as there are rows, and all have the maximum length. Every step contains
+every row, so the request's tokens per second are those of a step. The other caller asks for short greedy answers, one
+after another, until the same request with all filters has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from antiphon.service.domain.request import SamplingParams
-from antiphon.service.tools.bench.offline import Offline
+from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.report import Case, Finding, compare
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.timing import alternate, timed
@@ -24,7 +24,7 @@ _ANSWER_LEN = 4
 
 
 def sampling(setup: Setup) -> list[Finding]:
-    """Every model: tokens a second with each filter, and the other caller's wait."""
+    """Measure every model: tokens per second with each filter, and the wait of the other caller."""
     return [found for subject in setup.subjects() for found in _of(subject, setup)]
 
 
@@ -60,7 +60,7 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
 
 
 def filters_of(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Settings of each case beside the temperature, the heaviest last."""
+    """Return the settings of each case besides the temperature; the most expensive case comes last."""
     return {
         "top_k of half the tokens": {"top_k": vocab_size // 2},
         "top_p 0.99": {"top_p": 0.99},

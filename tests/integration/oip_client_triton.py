@@ -1,6 +1,7 @@
-"""Asks a server through the published tritonclient, unchanged, and prints what came back as JSON.
+"""Ask a server through the published tritonclient, unchanged, and print the answers as JSON.
 
-Run by test_faces.py with the Python of .venv-faces: TARGET MODEL, and texts as JSON on standard input.
+test_oip_clients.py runs this file with the Python of .venv-oip-clients. Arguments: TARGET MODEL. Standard input: texts
+as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def texts_of(result: Any, name: str = "text_output") -> list[str]:
 
 
 def described(client: Any, model: str) -> dict[str, Any]:
-    """What the server and the model say of themselves."""
+    """Return the metadata of the server and the model."""
     metadata = client.get_model_metadata(model)
     config = client.get_model_config(model).config
     return {
@@ -55,7 +56,7 @@ def described(client: Any, model: str) -> dict[str, Any]:
 
 
 def unary(client: Any, model: str, texts: list[str], ids: list[int]) -> dict[str, Any]:
-    """Whole answers, and what a wrong request gets."""
+    """Return complete answers, and the errors of invalid requests."""
     batch = client.infer(model, [texts_input(triton, texts)], request_id="batch", priority=2, timeout=60_000_000)
     wanted = [triton.InferRequestedOutput("text_output")]
     beams = client.infer(model, [texts_input(triton, texts)], outputs=wanted, parameters=OPTIONS)
@@ -86,7 +87,7 @@ def refusal(client: Any, model: str, inputs: list[Any], **options: Any) -> list[
 
 
 def streamed(client: Any, model: str, texts: list[str]) -> dict[str, Any]:
-    """Every text on one stream: its deltas and finish, and the errors that come by the way."""
+    """Send every text on one stream; return its deltas, its end and its errors."""
     responses: queue.Queue[Any] = queue.Queue()
     client.start_stream(callback=lambda result, error: responses.put((result, error)))
     for index, text in enumerate(texts):
@@ -116,7 +117,7 @@ def streamed(client: Any, model: str, texts: list[str]) -> dict[str, Any]:
 
 
 async def with_asyncio(target: str, model: str, texts: list[str]) -> dict[str, Any]:
-    """The asyncio client: a batch, and a stream for each text."""
+    """Use the asyncio client for a batch, and for a stream for each text."""
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         for index, text in enumerate(texts):
@@ -137,7 +138,7 @@ def shape_of(field: Any) -> list[Any]:
 
 
 def descriptors(file: Any) -> dict[str, dict[str, list[Any]]]:
-    """Number, type and label of every field of every message, and what the methods take and give."""
+    """Return number, type and label of every field of every message, and the message types of the methods."""
     found: dict[str, dict[str, list[Any]]] = {}
     messages = list(file.message_types_by_name.values())
     while messages:

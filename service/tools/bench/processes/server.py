@@ -1,4 +1,4 @@
-"""The real server and a real client as processes of their own, and what the system says of them."""
+"""The real server and a real client as child processes, with the server's memory as the system reports it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from antiphon.client import Source
 from antiphon.service.tools.bench.report import BenchFailure, Speed
 
 _READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
-# Far beyond what anything here takes: a bound for a benchmark that would otherwise hang.
+# Much longer than any normal run: turns a hang into an error.
 PATIENCE_S = 600
 
 
 class BenchServer:
-    """`antiphon serve` on free ports of the loopback, up and ready; ended on leaving the context.
+    """Ready `antiphon serve` process on free loopback ports. Leaving the context ends it.
 
-    ready_s: seconds from the start of the process to its ready line. Raises BenchFailure where that never comes.
+    ready_s: seconds from the start of the process to its ready line. Raises BenchFailure if the line never appears.
     """
 
     def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
@@ -44,11 +44,11 @@ class BenchServer:
         self.ready_s = time.perf_counter() - started_s
         if match is None:
             self._end()
-            raise BenchFailure("the server did not start; its own words are above")
+            raise BenchFailure("the server did not start; its error message is above")
         self.target = match["target"]
 
     def memory_mb(self, field: str) -> float:
-        """A field of /proc/PID/status, VmRSS or VmHWM, in MB."""
+        """Return a field of /proc/PID/status of the server, VmRSS or VmHWM, in MB."""
         status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
         return int(status.partition(f"{field}:")[2].split()[0]) * 1024 / 1e6
 
@@ -70,21 +70,22 @@ class BenchServer:
 
 
 def run_client(target: str, sources: Sequence[Source], *, streams: int, max_new_tokens: int) -> tuple[Speed, list[str]]:
-    """Translate sources over `streams` concurrent streams, from a process of its own; how fast, and into what.
+    """Translate sources over `streams` concurrent streams in a child process. Return the speed and the translations.
 
     Raises BenchFailure when the client fails.
     """
-    command = (sys.executable, "-m", "antiphon.service.tools.bench.client", target, str(streams), str(max_new_tokens))
+    module = "antiphon.service.tools.bench.processes.client"
     ended = subprocess.run(
-        command, input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
+        (sys.executable, "-m", module, target, str(streams), str(max_new_tokens)),
+        input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
         env=_environment(),
     )  # fmt: skip
     if ended.returncode != 0:
-        raise BenchFailure("the client failed; its own words are above")
+        raise BenchFailure("the client failed; its error message is above")
     answer = json.loads(ended.stdout)
     return Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"]), answer["texts"]
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without any setting of a server."""
+    """Return this process's environment without the settings of a server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")}

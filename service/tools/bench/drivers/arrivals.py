@@ -1,4 +1,4 @@
-"""Open loop in one process: requests come when they come, whatever answers them, which is a coroutine function."""
+"""Open-loop load in one process: each request starts at its scheduled time. A coroutine function answers it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-# Answers the request of an index and returns when its first token came, by time.perf_counter.
+# Answers the request with an index and returns the time of its first token, by time.perf_counter.
 Ask = Callable[[int], Awaitable[float]]
 
 
@@ -15,7 +15,7 @@ Ask = Callable[[int], Awaitable[float]]
 class Waits:
     """Seconds from the scheduled arrival of each request to its first token and to its end.
 
-    Of a request that was given up both are what it had waited by then.
+    For an abandoned request, both values are the time until it was abandoned.
     """
 
     first_s: tuple[float, ...]
@@ -23,9 +23,9 @@ class Waits:
 
 
 async def offer(ask: Ask, arrivals: Sequence[float], *, patience_s: float) -> Waits:
-    """Ask at each arrival time. What is not answered `patience_s` after the last arrival is given up.
+    """Call ask at each arrival time. Abandon every request without an answer patience_s after the last arrival.
 
-    Waits count from the scheduled time: a loop that falls behind does not hide it.
+    Waits count from the scheduled time, so that a delay of the event loop is included.
     """
     start_s = time.perf_counter()
 

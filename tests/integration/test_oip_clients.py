@@ -1,6 +1,6 @@
-"""The published clients of the Open Inference Protocol, unchanged, get from a real server what our own client gets.
+"""Published clients of the Open Inference Protocol receive the same answers from a server as antiphon.client.
 
-They run in an environment of their own, .venv-faces, which `make test` prepares from requirements/faces.lock.
+They run unchanged, in .venv-oip-clients, which `make oip-clients` makes from requirements/oip-clients.lock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment, is_idle
 
 HERE = Path(__file__).parent
-PYTHON = HERE.parents[1] / ".venv-faces" / "bin" / "python"
+PYTHON = HERE.parents[1] / ".venv-oip-clients" / "bin" / "python"
 TEXTS = ["How are you?", "The house is small.", "We are going home now."]
 
 pytestmark = pytest.mark.skipif(
     not (PYTHON.exists() and (PYTHON.parents[1] / ".installed").exists()),
-    reason="the published clients are not there: `make faces` installs them, for Python before 3.14",
+    reason="the published clients are not installed; run `make oip-clients` with a Python before 3.14",
 )
 
 
@@ -37,7 +37,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def expected(server: ServerProcess) -> dict[str, Any]:
-    """What our own client gets."""
+    """Return the answers that antiphon.client receives."""
     beams = Options(max_new_tokens=12, beam_width=4)
     tokenizer = Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
     with Client(server.target) as client:
@@ -50,7 +50,7 @@ def expected(server: ServerProcess) -> dict[str, Any]:
 
 
 def report_of(script: str, server: ServerProcess, ids: list[int]) -> dict[str, Any]:
-    """Run a script in the clients' own environment."""
+    """Run a script with the Python of the published clients and return its report."""
     done = subprocess.run(
         [PYTHON, HERE / script, server.target, server.model],
         input=json.dumps({"texts": TEXTS, "ids": ids}),
@@ -67,28 +67,28 @@ def report_of(script: str, server: ServerProcess, ids: list[int]) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def triton(server: ServerProcess, expected: dict[str, Any]) -> dict[str, Any]:
-    return report_of("faces_triton.py", server, expected["ids"])
+    return report_of("oip_client_triton.py", server, expected["ids"])
 
 
 @pytest.fixture(scope="module")
 def kserve(server: ServerProcess, expected: dict[str, Any]) -> dict[str, Any]:
-    return report_of("faces_kserve.py", server, expected["ids"])
+    return report_of("oip_client_kserve.py", server, expected["ids"])
 
 
-def test_tritonclient_gets_the_answers_of_our_own_client(triton: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_tritonclient_receives_the_same_answers_as_our_client(triton: dict[str, Any], expected: dict[str, Any]) -> None:
     unary = triton["unary"]
     assert unary["batch"] == unary["async"] == triton["aio"]["batch"] == expected["greedy"]
     assert unary["beams"] == expected["beams"]
     assert (unary["by_ids"], unary["id"]) == (expected["answer_ids"], "batch")
 
 
-def test_tritonclient_streams_deltas_that_join_to_them(triton: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_tritonclient_streams_deltas_that_join_to_the_answers(triton: dict[str, Any], expected: dict[str, Any]) -> None:
     stream = triton["stream"]
     assert ["".join(deltas) for deltas in stream["deltas"]] == expected["greedy"]
     assert triton["aio"]["stream"] == expected["greedy"]
 
 
-def test_tritonclient_is_told_what_is_wrong(triton: dict[str, Any]) -> None:
+def test_tritonclient_receives_status_and_message_of_a_refusal(triton: dict[str, Any]) -> None:
     (range_status, range_message), (model_status, model_message) = triton["unary"]["refusals"]
     assert (range_status, model_status) == ("StatusCode.INVALID_ARGUMENT", "StatusCode.NOT_FOUND")
     assert range_message.startswith("parameters.top_p is 2.0")
@@ -97,7 +97,7 @@ def test_tritonclient_is_told_what_is_wrong(triton: dict[str, Any]) -> None:
     assert triton["stream"]["status"] == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_tritonclient_finds_server_and_model_described(triton: dict[str, Any], server: ServerProcess) -> None:
+def test_tritonclient_reads_metadata_of_server_and_model(triton: dict[str, Any], server: ServerProcess) -> None:
     described = triton["described"]
     assert (described["live"], described["ready"], described["model_ready"], described["other_ready"]) == (
         True, True, True, False,
@@ -109,13 +109,13 @@ def test_tritonclient_finds_server_and_model_described(triton: dict[str, Any], s
     assert triton["counted"][0] >= 5 * len(TEXTS)
 
 
-def test_cancelled_tritonclient_stream_leaves_nothing_running(triton: dict[str, Any], server: ServerProcess) -> None:
+def test_cancelled_tritonclient_stream_frees_its_sequence(triton: dict[str, Any], server: ServerProcess) -> None:
     assert is_idle(server.wait_for_metrics(is_idle))
     metrics = server.metrics()
     assert sum(value for name, value in metrics.items() if name.startswith("antiphon_cancellations_total")) >= 1
 
 
-def test_kserve_gets_the_answers_of_our_own_client(kserve: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_kserve_receives_the_same_answers_as_our_client(kserve: dict[str, Any], expected: dict[str, Any]) -> None:
     assert kserve["raw"] == ["raw", expected["greedy"], expected["answer_ids"]]
     assert kserve["typed"] == ["typed", expected["greedy"], expected["answer_ids"]]
     assert kserve["beams"] == expected["beams"]
@@ -123,7 +123,7 @@ def test_kserve_gets_the_answers_of_our_own_client(kserve: dict[str, Any], expec
     assert kserve["refusal"] == "NOT_FOUND"
 
 
-def test_contract_has_the_names_and_numbers_that_are_published(triton: dict[str, Any], kserve: dict[str, Any]) -> None:
+def test_contract_has_the_published_names_and_numbers(triton: dict[str, Any], kserve: dict[str, Any]) -> None:
     published = triton["descriptors"]
     messages: list[Any] = list(inference_pb2.DESCRIPTOR.message_types_by_name.values())
     while messages:

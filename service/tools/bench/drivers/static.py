@@ -1,8 +1,8 @@
-"""Static batches through the same graphs and the same sampler: the engine's own baseline.
+"""Static batches with the same graphs and the same sampler: the baseline of the engine.
 
-A batch is formed, encoded and decoded until its last row has ended; then the next one starts. In order of arrival that
-is what a server without continuous batching does. Sorted by length first, which live traffic cannot be, it is at its
-best: the rows of a batch end as nearly together as the sources allow.
+A batch is formed, encoded and decoded until its last row has ended; then the next batch starts. With batches in order
+of arrival, this is a server without continuous batching. Sorting by length first is impossible with live traffic, and
+gives static batches their best speed: the rows of a batch end at nearly the same step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from antiphon.service.tools.bench.sources import Ids
 def translate_static(
     runner: Runner, sources: Sequence[Ids], *, rows: int, max_new_tokens: int, is_sorted: bool
 ) -> list[Ids]:
-    """Greedy target ids of each source, in order, the end token included where it came.
+    """Return greedy target ids of each source, in order, with the end token if the target has one.
 
-    is_sorted: batches are formed of neighbours in length, not of neighbours in arrival.
+    is_sorted: batches contain sources of similar length; else sources in order of arrival.
     """
     order = list(range(len(sources)))
     if is_sorted:
@@ -38,7 +38,7 @@ def translate_static(
 
 
 class StaticBatch:
-    """Sources that are encoded together and decode together, greedily, in blocks of their own from block 0 on."""
+    """Sources that are encoded and greedily decoded together. Each has its own cache blocks, numbered from 0."""
 
     def __init__(self, runner: Runner, sources: Sequence[Ids], max_new_tokens: int) -> None:
         free, size = count(), runner.block_size
@@ -54,7 +54,7 @@ class StaticBatch:
         self._runner.encode(self._sources, self._cross)
 
     def step(self, token_ids: NDArray[np.int64], position: int) -> NDArray[np.int64]:
-        """Feed one token to each row at a position; their next tokens."""
+        """Feed one token to each row at a position; return the next token of each row."""
         rows = len(self._sources)
         each = np.arange(rows + 1, dtype=np.int32)
         batch = DecodeBatch(

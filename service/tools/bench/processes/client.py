@@ -1,9 +1,9 @@
-"""The client of the gRPC benchmark: a process of its own, so that its work is not done in the server's time.
+"""Client of the gRPC benchmark. It has its own process, so that its work does not slow the benchmark's process.
 
-    python -m antiphon.service.tools.bench.client TARGET STREAMS MAX_NEW_TOKENS < sources.json
+    python -m antiphon.service.tools.bench.processes.client TARGET STREAMS MAX_NEW_TOKENS < sources.json
 
-Sources are texts or lists of ids. Prints {num_tokens, seconds, texts}: target tokens, end tokens included, and the
-time from first request to last answer.
+Sources are texts or lists of ids. Prints {num_tokens, seconds, texts}: number of target tokens, end tokens included;
+time from the first request to the last answer; and the answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from antiphon.client import AsyncClient, Options, Source
 
 
 def main() -> None:
-    """Read the sources, stream them all, print what came back."""
+    """Read the sources, stream the answers to all of them and print the result."""
     target, streams, max_new_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     sources = json.load(sys.stdin)
     json.dump(uvloop.run(_translate(target, sources, streams, Options(max_new_tokens=max_new_tokens))), sys.stdout)

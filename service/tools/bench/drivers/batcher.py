@@ -1,4 +1,4 @@
-"""What stands before a library without continuous batching: requests are collected for a moment and go as one batch."""
+"""Batcher for a library without continuous batching: collects requests for a short time and runs them as one batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatcherConfig:
-    """workers: batches that may run at once. window_s: how long the oldest request waits for company."""
+    """workers: maximum number of concurrent batches. window_s: time that the oldest request waits for others."""
 
     workers: int
     max_batch: int
@@ -24,10 +24,10 @@ class BatcherConfig:
 
 
 class Batcher(Generic[Item, Answer]):
-    """Answers requests in batches; use it as a context within one event loop.
+    """Answers requests in batches. Use it as a context manager within one event loop.
 
-    A batch leaves when a worker is free and either max_batch requests wait or the oldest has waited for the window.
-    run: answers one batch, in order; blocks, in a thread of its own.
+    A batch starts when a worker is free and either max_batch requests wait or the oldest has waited for window_s.
+    run: answers one batch, in order. It may block, since it runs in its own thread.
     """
 
     def __init__(self, run: Callable[[Sequence[Item]], Sequence[Answer]], config: BatcherConfig) -> None:
@@ -40,7 +40,7 @@ class Batcher(Generic[Item, Answer]):
         self._batches: set[asyncio.Task[None]] = set()
 
     async def ask(self, item: Item) -> Answer:
-        """The answer to one request."""
+        """Return the answer to one request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._waiting.append((loop.time(), item, future))
@@ -56,7 +56,7 @@ class Batcher(Generic[Item, Answer]):
             task.add_done_callback(self._batches.discard)
 
     async def _fill(self) -> None:
-        """Wait until a batch may leave."""
+        """Wait until a batch can start."""
         loop = asyncio.get_running_loop()
         while len(self._waiting) < self._config.max_batch:
             left_s = self._waiting[0][0] + self._config.window_s - loop.time() if self._waiting else None

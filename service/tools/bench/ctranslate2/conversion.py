@@ -1,6 +1,6 @@
-"""The same weights as a CTranslate2 model: the live reference for quality and speed.
+"""Conversion of a checkpoint to a CTranslate2 model with the same weights: the live reference for quality and speed.
 
-Token strings of the twin are token ids in decimal, so that both engines are compared on ids alone.
+The tokens of the converted model are token ids in decimal, so that both engines are compared on ids alone.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ _ACTIVATIONS = {
 }
 
 
-def save_twin(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
-    """Write a CTranslate2 model directory; quantization None keeps float32, "int8" is CTranslate2's own.
+def save_ctranslate2_model(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
+    """Write a CTranslate2 model directory. quantization: None keeps float32; "int8" uses CTranslate2's quantisation.
 
-    Takes encoder-decoders with absolute positions or T5's; raises CheckpointError naming the field for others.
+    Accepts encoder-decoders with absolute positions or T5's relative ones. Raises CheckpointError, which names the
+    field, for other models.
     """
-    spec = twin_specification(checkpoint)
+    spec = ctranslate2_specification(checkpoint)
     spec.validate()
     spec.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
     spec.save(str(folder))
 
 
-def twin_specification(checkpoint: Checkpoint) -> transformer_spec.TransformerSpec:
-    """The twin before it is validated, quantised and written. Raises CheckpointError as `save_twin`."""
+def ctranslate2_specification(checkpoint: Checkpoint) -> transformer_spec.TransformerSpec:
+    """Return the CTranslate2 model before validation, quantisation and writing.
+
+    Raises CheckpointError as `save_ctranslate2_model` does.
+    """
     config = checkpoint.config
     taken: dict[str, tuple[object, ...]] = {
         "architecture": ("encoder-decoder",), "positions": ("sinusoidal", "learned", "t5_relative"),
@@ -46,7 +50,7 @@ def twin_specification(checkpoint: Checkpoint) -> transformer_spec.TransformerSp
     for field, values in taken.items():
         if getattr(config, field) not in values:
             held = " and ".join(map(repr, values))
-            raise CheckpointError(f"{field}={getattr(config, field)!r} has no CTranslate2 twin here; {held} has")
+            raise CheckpointError(f"{field}={getattr(config, field)!r} cannot be converted to CTranslate2; {held} can")
     spec = transformer_spec.TransformerSpec.from_config(
         (config.encoder_layers, config.decoder_layers),
         config.num_heads,
@@ -70,7 +74,7 @@ def twin_specification(checkpoint: Checkpoint) -> transformer_spec.TransformerSp
 def translate(
     translator: ctranslate2.Translator, sources: Sequence[Sequence[int]], **options: object
 ) -> list[list[int]]:
-    """Target ids of sources (end token included), by the twin; greedy unless options say otherwise."""
+    """Translate sources (end token included) with CTranslate2 and return target ids; greedy by default."""
     settings: dict[str, Any] = {"beam_size": 1, "max_batch_size": 32, **options}
     results = translator.translate_batch([[str(i) for i in source] for source in sources], **settings)
     return [[int(token) for token in result.hypotheses[0]] for result in results]
@@ -146,4 +150,4 @@ def _fill_norm(spec: Any, norm: nn.Module) -> None:
 
 
 def _array(tensor: Tensor) -> Any:
-    return tensor.detach().float().numpy().copy()  # quantising scales it in place
+    return tensor.detach().float().numpy().copy()  # quantisation scales the array in place

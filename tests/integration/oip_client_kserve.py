@@ -1,6 +1,7 @@
-"""Asks a server through the published kserve client, unchanged, and prints what came back as JSON.
+"""Ask a server through the published kserve client, unchanged, and print the answers as JSON.
 
-Run by test_faces.py with the Python of .venv-faces: TARGET MODEL, and texts as JSON on standard input.
+test_oip_clients.py runs this file with the Python of .venv-oip-clients. Arguments: TARGET MODEL. Standard input: texts
+as JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Section `decode`: target tokens a second at some numbers of rows, the whole engine against CTranslate2.
+"""Section `decode`: target tokens per second at several numbers of rows, the whole engine against CTranslate2.
 
-Ours is schedule, encode, decode, sample and stream, over requests that all wait from the start, so that every row is
-busy until the last ones run out. The other side is CTranslate2 with all of the same sources at once; see twin.py.
+Antiphon schedules, encodes, decodes, samples and streams. All requests are queued at the start, so that every row is
+in use until the last requests. CTranslate2 receives all of the same sources at once; see ctranslate2/reference.py.
 """
 
 from __future__ import annotations
@@ -10,66 +10,75 @@ from collections.abc import Sequence
 from functools import partial
 
 from antiphon.service.runtime.runner import Runner
-from antiphon.service.tools.bench.offline import Offline
-from antiphon.service.tools.bench.quality import bleu
+from antiphon.service.tools.bench.bleu import bleu
+from antiphon.service.tools.bench.ctranslate2.reference import (
+    CTranslate2Reference,
+    CTranslate2Settings,
+    decode_candidates,
+    prompts_of,
+)
+from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, compare, share_equal
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
 from antiphon.service.tools.bench.timing import alternate, timed
-from antiphon.service.tools.bench.twin import Twin, TwinSettings, decode_candidates, prompts_of
 
 ROWS = (1, 8, 32, 64, 128)
-# Requests of one run are so many times the rows, and at least so many: a run must outlast its ends.
+# Requests of one run: a multiple of the rows, and at least a minimum, so that start and end of a run matter little.
 _RANDOM_FILLS, _MIN_RANDOM = 4, 16
 _SENTENCE_FILLS, _MIN_SENTENCES = 12, 64
 
 
 def decode(setup: Setup) -> list[Finding]:
-    """Every model at every number of rows, and the quality of both sides where references are known."""
+    """Measure every model at every number of rows, and the quality of both sides if references are known."""
     findings = []
-    for subject in setup.twinned():
+    for subject in setup.with_ctranslate2():
         rows = setup.rows or ROWS
-        twin, runner = Twin(subject.twin_folder), setup.runner(subject, max(rows))
-        findings += [found for count in rows for found in _at_rows(subject, runner, twin, count, setup)]
+        reference, runner = CTranslate2Reference(subject.ctranslate2_folder), setup.runner(subject, max(rows))
+        findings += [found for count in rows for found in _at_rows(subject, runner, reference, count, setup)]
         if subject.corpus is not None and subject.corpus.references is not None:
-            findings.append(_quality(subject, runner, twin, max(rows), setup.threads))
+            findings.append(_quality(subject, runner, reference, max(rows), setup.threads))
     return findings
 
 
-def settings_for(subject: Subject, twin: Twin, rows: int, threads: int) -> TwinSettings:
-    """CTranslate2's best settings for `rows` rows of a model.
+def settings_for(subject: Subject, reference: CTranslate2Reference, rows: int, threads: int) -> CTranslate2Settings:
+    """Return CTranslate2's best settings for `rows` rows of a model.
 
-    Found on what is measured; targets of one length show it as well in one batch for each worker.
+    The search runs the measured work. If all targets have one length, one batch for each worker is enough for it.
     """
     if subject.is_endless:
         sources, mean_len = subject.sources(rows * threads if rows > 1 else 4), None
     else:
         sources = subject.sources(num_requests(subject, rows))
         mean_len = sum(map(len, sources)) / len(sources)
-    return twin.best(decode_candidates(rows, threads, mean_len), prompts_of(sources), subject.max_new_tokens)
+    return reference.best(decode_candidates(rows, threads, mean_len), prompts_of(sources), subject.max_new_tokens)
 
 
 def num_requests(subject: Subject, rows: int) -> int:
-    """Requests of one run."""
+    """Return the number of requests of one run."""
     if subject.is_endless:
         return max(_RANDOM_FILLS * rows, _MIN_RANDOM)
     return max(_SENTENCE_FILLS * rows, _MIN_SENTENCES)
 
 
-def _at_rows(subject: Subject, runner: Runner, twin: Twin, rows: int, setup: Setup) -> list[Finding]:
+def _at_rows(
+    subject: Subject, runner: Runner, reference: CTranslate2Reference, rows: int, setup: Setup
+) -> list[Finding]:
     sources, limit = subject.sources(num_requests(subject, rows)), subject.max_new_tokens
-    settings = settings_for(subject, twin, rows, setup.threads)
+    settings = settings_for(subject, reference, rows, setup.threads)
     with Offline(runner, rows=rows) as offline:
         ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=limit)
-        theirs = partial(twin.translate, prompts_of(sources), settings, limit)
+        theirs = partial(reference.translate, prompts_of(sources), settings, limit)
         equal = _share_equal(subject, ours(), theirs()[1], runner.eos_id)
         pairs = alternate(lambda: timed(ours), lambda: theirs()[0], setup.repeat)
-    case = Case(name="decode", case=_case(subject), rows=rows, against=str(settings), is_twin=True, equal_outputs=equal)
+    case = Case(
+        name="decode", case=_case(subject), rows=rows, against=str(settings), is_ctranslate2=True, equal_outputs=equal
+    )
     return compare(case, pairs)
 
 
 def _share_equal(subject: Subject, ours: Sequence[Ids], theirs: Sequence[Ids], eos_id: int) -> float:
-    """Share of equal outputs. Raises BenchFailure where a side has not done all of the work."""
+    """Return the share of equal outputs. Raises BenchFailure if a side has not done all of the work."""
     if subject.is_endless:
         for side, targets in (("antiphon", ours), ("CTranslate2", theirs)):
             if odd := {len(target) for target in targets} - {subject.max_new_tokens}:
@@ -83,22 +92,22 @@ def _case(subject: Subject) -> str:
     return f"{subject.name}, " + (f"{subject.max_new_tokens} tokens each" if subject.is_endless else "sentences")
 
 
-def _quality(subject: Subject, runner: Runner, twin: Twin, rows: int, threads: int) -> Finding:
-    """BLEU of both sides, each source once."""
+def _quality(subject: Subject, runner: Runner, reference: CTranslate2Reference, rows: int, threads: int) -> Finding:
+    """Measure BLEU of both sides; each source is translated once."""
     corpus = subject.corpus
     assert corpus is not None
     sources, limit = subject.sources(len(corpus.texts)), subject.bundle.manifest.model.max_target_len
-    settings = settings_for(subject, twin, rows, threads)
+    settings = settings_for(subject, reference, rows, threads)
     with Offline(runner, rows=rows) as offline:
         ours = offline.translate(sources, concurrency=len(sources), max_new_tokens=limit)
-    _, theirs = twin.translate(prompts_of(sources), settings, limit)
+    _, theirs = reference.translate(prompts_of(sources), settings, limit)
     scores = [bleu([subject.tokenizer.decode(target) for target in targets], corpus) for targets in (ours, theirs)]
     case = Case(
         name="decode",
         case=f"{subject.name}, quality of {len(sources)} sentences",
         rows=rows,
         against=str(settings),
-        is_twin=True,
+        is_ctranslate2=True,
         equal_outputs=_share_equal(subject, ours, theirs, runner.eos_id),
     )
     return case.finding([(scores[0], scores[1])], "BLEU", digits=2)

@@ -1,8 +1,8 @@
-"""CTranslate2 with the same weights on the same cores, at the best settings it has for the work at hand.
+"""CTranslate2 with the same weights on the same cores, at its best settings for the measured work.
 
-Owns its settings and their sweep. Where a rule is open it is read in CTranslate2's favour: it is given all sources at
-once and may sort them by length, prompts are converted before the clock runs, and its settings are chosen for each
-section and number of rows by a run of that very work.
+Owns these settings and the search for the best ones. In cases of doubt the comparison favours CTranslate2: it receives
+all sources at once and may sort them by length, prompts are converted before the clock starts, and its settings are
+chosen for each section and number of rows by a run of the same work.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from antiphon.service.tools.bench.isa import VARIABLE
+from antiphon.service.tools.bench.ctranslate2.isa import VARIABLE
 from antiphon.service.tools.bench.report import Speed
 
 Prompt = list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TwinSettings:
-    """How CTranslate2 runs: workers of some threads each, and how it cuts what it is given into batches.
+class CTranslate2Settings:
+    """Settings of CTranslate2: its workers, the threads of each worker, and the size of its batches.
 
-    batch_type: whether max_batch_size counts examples or, padding included, tokens.
-    is_lone: sources are handed over one by one, each after the answer to the last: one row, whatever the workers.
+    batch_type: unit of max_batch_size: "examples", or "tokens" with padding included.
+    is_lone: sources are sent one by one, each after the answer to the previous one. One row runs at a time, for any
+        number of workers.
     """
 
     workers: int
@@ -44,36 +45,37 @@ class TwinSettings:
 
 
 def layouts(threads: int) -> list[tuple[int, int]]:
-    """Every (workers, threads of each) that uses exactly so many threads."""
+    """Return every pair (workers, threads of each worker) whose product is `threads`."""
     return [(threads // each, each) for each in range(1, threads + 1) if threads % each == 0]
 
 
-def decode_candidates(rows: int, threads: int, mean_len: float | None) -> list[TwinSettings]:
-    """Settings to try for decoding `rows` rows; mean_len of the sources, None where all have one length.
+def decode_candidates(rows: int, threads: int, mean_len: float | None) -> list[CTranslate2Settings]:
+    """Return the settings to try for decoding `rows` rows.
 
-    With several workers a batch may have `rows` rows in each of them, which is more than we have, or `rows` in all.
+    mean_len: mean length of the sources; None if all have the same length. With several workers, two batch sizes are
+    tried: `rows` rows in each worker, which is more than Antiphon runs, and `rows` rows in total.
     """
     if rows == 1:
-        return [TwinSettings(workers=w, threads=t, max_batch_size=1, is_lone=True) for w, t in layouts(threads)]
+        return [CTranslate2Settings(workers=w, threads=t, max_batch_size=1, is_lone=True) for w, t in layouts(threads)]
     candidates = []
     for workers, each in layouts(threads):
         for size in sorted({rows, -(-rows // workers)}):
-            candidates.append(TwinSettings(workers=workers, threads=each, max_batch_size=size))
+            candidates.append(CTranslate2Settings(workers=workers, threads=each, max_batch_size=size))
             if mean_len is not None:
                 tokens = max(1, round(size * mean_len))
                 candidates.append(
-                    TwinSettings(workers=workers, threads=each, max_batch_size=tokens, batch_type="tokens")
+                    CTranslate2Settings(workers=workers, threads=each, max_batch_size=tokens, batch_type="tokens")
                 )
     return candidates
 
 
-def encode_candidates(rows: int, threads: int, lengths: Sequence[int]) -> list[TwinSettings]:
-    """Settings to try for encoding `rows` sources: whole, or cut into ever smaller batches of like lengths."""
+def encode_candidates(rows: int, threads: int, lengths: Sequence[int]) -> list[CTranslate2Settings]:
+    """Return the settings to try for encoding `rows` sources: in one batch, or in smaller batches of similar length."""
     sizes = [size for shift in range(8) if (size := rows >> shift)]
     total = max(lengths) * rows
     budgets = [total >> shift for shift in range(1, 7) if total >> shift >= max(lengths)]
     return [
-        TwinSettings(workers=workers, threads=each, max_batch_size=size, batch_type=batch_type)
+        CTranslate2Settings(workers=workers, threads=each, max_batch_size=size, batch_type=batch_type)
         for workers, each in layouts(threads)
         for batch_type, held in (("examples", sizes), ("tokens", budgets))
         for size in held
@@ -81,23 +83,23 @@ def encode_candidates(rows: int, threads: int, lengths: Sequence[int]) -> list[T
 
 
 def prompts_of(sources: Iterable[Sequence[int]]) -> list[Prompt]:
-    """Tokens of a twin: its vocabulary is ids in decimal."""
+    """Convert source ids to tokens of the CTranslate2 model, whose vocabulary is ids in decimal."""
     return [[str(index) for index in source] for source in sources]
 
 
-class Twin:
-    """The CTranslate2 model in a folder, in int8; a translator for each layout, kept once loaded."""
+class CTranslate2Reference:
+    """CTranslate2 model in a folder, run in int8. Keeps one loaded translator for each layout."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._translators: dict[tuple[int, int], Any] = {}
 
     def translate(
-        self, prompts: Sequence[Prompt], settings: TwinSettings, max_new_tokens: int
+        self, prompts: Sequence[Prompt], settings: CTranslate2Settings, max_new_tokens: int
     ) -> tuple[Speed, list[list[int]]]:
-        """Target ids of each source, end tokens left out, and how fast they came (end tokens counted).
+        """Translate prompts, greedily or with settings.beam_size beams. Return the speed and the best target of each.
 
-        Greedy, or the best of settings.beam_size beams.
+        The speed counts end tokens; the target ids do not include them.
         """
         translator = self.translator(settings.workers, settings.threads)
         parts = [[prompt] for prompt in prompts] if settings.is_lone else [prompts]
@@ -113,8 +115,10 @@ class Twin:
         num_tokens = sum(min(len(target) + 1, max_new_tokens) for target in targets)
         return Speed(num_tokens=num_tokens, seconds=seconds), targets
 
-    def best(self, candidates: Sequence[TwinSettings], prompts: Sequence[Prompt], max_new_tokens: int) -> TwinSettings:
-        """The fastest of several settings on these prompts: the better of two runs each, after a short warm-up."""
+    def best(
+        self, candidates: Sequence[CTranslate2Settings], prompts: Sequence[Prompt], max_new_tokens: int
+    ) -> CTranslate2Settings:
+        """Return the fastest settings on these prompts: the better of two runs each, after a short warm-up."""
         speeds = {}
         for settings in candidates:
             self.translate(prompts[:2], settings, max_new_tokens=2)
@@ -124,7 +128,7 @@ class Twin:
         return max(speeds, key=speeds.__getitem__)
 
     def translator(self, workers: int, threads: int) -> Any:
-        """The translator of a layout."""
+        """Return the translator of a layout; load it on first use."""
         import ctranslate2
 
         key = (workers, threads)

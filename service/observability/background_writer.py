@@ -1,6 +1,6 @@
-"""Hands things from the event loop to a thread that does something slow with them, many at a time; never waits for it.
+"""Queue from the event loop to a thread that writes items in batches. The event loop never waits for the thread.
 
-Knows nothing of what it carries. What the thread cannot keep up with is dropped, and whoever asked is told.
+Knows nothing about the items. An item that arrives while the queue is full is dropped, and a callback counts it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class Outlet(Generic[_T]):
-    """A bounded queue and the thread that empties it. take: gets the oldest, at most max_batch of them.
+class BackgroundWriter(Generic[_T]):
+    """Bounded queue and the thread that empties it.
 
-    gather_s: how long the first of a batch waits for others: one waking for all. on_drop: told of each that is dropped.
+    write: called in the thread with the oldest items, at most max_batch of them. on_drop: called for each dropped item.
+    gather_s: time that the first item of a batch waits for others, so that the thread wakes once for all of them.
     """
 
     def __init__(
         self,
         name: str,
-        take: Callable[[list[_T]], None],
+        write: Callable[[list[_T]], None],
         *,
         on_drop: Callable[[], None],
         gather_s: float,
         max_waiting: int = 4096,
         max_batch: int = 256,
     ) -> None:
-        self._take = take
+        self._write = write
         self._on_drop = on_drop
         self._gather_s = gather_s
         self._max_waiting = max_waiting
@@ -44,7 +45,7 @@ class Outlet(Generic[_T]):
         self._thread.start()
 
     def put(self, item: _T) -> None:
-        """Hand something over; at once."""
+        """Add an item to the queue, or drop it if the queue is full. Does not block."""
         if len(self._waiting) >= self._max_waiting:
             self._on_drop()
             return
@@ -53,7 +54,7 @@ class Outlet(Generic[_T]):
             self._has_some.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread take what waits, for at most so long, and end; whether it did. Blocks."""
+        """Write the queued items for at most timeout_s seconds, then end. Return True if the thread ended. Blocks."""
         self._is_closing.set()
         self._has_some.set()
         self._thread.join(timeout_s)
@@ -63,14 +64,14 @@ class Outlet(Generic[_T]):
         while not self._is_closing.is_set() or self._waiting:
             self._has_some.wait()
             self._is_closing.wait(self._gather_s)
-            self._has_some.clear()  # before looking: what comes from now on sets it again
+            self._has_some.clear()  # before the queue is read: an item that comes later sets the event again
             while self._waiting:
-                self._hand_on([self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))])
+                self._write_batch([self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))])
             if self._is_closing.is_set():
                 self._has_some.set()
 
-    def _hand_on(self, batch: list[_T]) -> None:
+    def _write_batch(self, batch: list[_T]) -> None:
         try:
-            self._take(batch)
-        except Exception:  # whatever it was, what comes later is still to be taken
-            log.exception("%d things could not be passed on", len(batch))
+            self._write(batch)
+        except Exception:  # later batches must still be written
+            log.exception("%d items could not be written", len(batch))

@@ -1,4 +1,4 @@
-"""The engine without a network: as many requests at once as asked for, each followed by the next."""
+"""The engine without a network. Keeps a constant number of requests in the engine: each one is followed by the next."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.runner import Runner
 
-# The server sets the same: the event loop must not keep the interpreter from the engine for several steps.
+# Same value as in the server: the event loop must not hold the interpreter lock for several steps of the engine.
 _SWITCH_INTERVAL_S = 0.001
 
 A = TypeVar("A")
 
 
 class Offline:
-    """A running engine and an event loop, as in a server; ended on leaving the context.
+    """Running engine and an event loop, as in a server. Leaving the context stops both.
 
-    rows: sequences that run together.
+    rows: maximum number of sequences that run together.
     """
 
     def __init__(self, runner: Runner, *, rows: int) -> None:
@@ -41,25 +41,26 @@ class Offline:
     def translate(
         self, sources: Sequence[Sequence[int]], *, concurrency: int, max_new_tokens: int, beam_width: int = 1
     ) -> list[list[int]]:
-        """Target ids of each source, in order, the end token included where it came; greedy, or the best of beams.
+        """Return the target ids of each source, in order, with the end token if the target has one.
 
-        concurrency: requests that wait or run at any time.
+        Greedy if beam_width is 1, else the best beam. concurrency: number of requests that wait or run at any time.
         """
         params = SamplingParams(max_new_tokens=max_new_tokens, beam_width=beam_width)
         return self._loop.run(self._translate(sources, concurrency, params))
 
     def run(self, work: Coroutine[Any, Any, A]) -> A:
-        """Run a coroutine in the event loop that the streams belong to."""
+        """Run a coroutine in the event loop of the streams."""
         return self._loop.run(work)
 
     def sample(self, source: Sequence[int], params: SamplingParams) -> list[list[int]]:
-        """Target ids of each sample of one request."""
+        """Return the target ids of each sample of one request."""
         return self._loop.run(self._sample(source, params))
 
     async def waits_beside(self, source: Sequence[int], params: SamplingParams, max_new_tokens: int) -> list[float]:
-        """Seconds to the first token of short greedy requests, one after another, while one with `params` runs.
+        """Return seconds to the first token of short greedy requests while a long request with `params` runs.
 
-        The short ones come from another caller, from the first token of the long request to its end; from within `run`.
+        Another caller sends the short requests one after another, from the first token of the long request to its end.
+        Call it from within `run`.
         """
         stream, waits = self._submit("long", source, params), []
         await anext(stream)
@@ -70,14 +71,15 @@ class Offline:
         return waits
 
     async def waits_alone(self, source: Sequence[int], max_new_tokens: int) -> list[float]:
-        """Seconds to the first token of one short greedy request, as the only number of a list; from within `run`."""
+        """Return seconds to the first token of one short greedy request, as a list of one. Call it within `run`."""
         started_s = time.perf_counter()
         return [await self.first_token_s("short", source, max_new_tokens, client="short") - started_s]
 
     async def first_token_s(self, name: str, source: Sequence[int], max_new_tokens: int, *, client: str = "") -> float:
-        """Stream one request to its end, from within `run`; when its first token came, by time.perf_counter.
+        """Stream one request to its end; return the time of its first token, by time.perf_counter.
 
-        name: of no other request under way. Cancelled, it ends the request.
+        name: must differ from the names of all running requests. Cancellation of this call cancels the request. Call it
+        from within `run`.
         """
         stream = self._submit(name, source, SamplingParams(max_new_tokens=max_new_tokens), client=client)
         first_s = None
@@ -107,7 +109,7 @@ class Offline:
 
     async def _translate_one(self, name: str, source: Sequence[int], params: SamplingParams) -> TokenEvent:
         stream = self._submit(name, source, params)
-        event, *_ = await stream.collect()  # of several outputs the best
+        event, *_ = await stream.collect()  # the best output comes first
         _raise_error(event)
         return event
 

@@ -1,4 +1,4 @@
-"""Sections about our own parts: `engine` beside static batches, `grpc_overhead` beside the engine, `startup`."""
+"""Sections without CTranslate2: `engine` against static batches, `grpc_overhead` against the engine, `startup`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import partial
 
 from antiphon.client import Source
 from antiphon.service.runtime.runner import Runner
-from antiphon.service.tools.bench.offline import Offline
+from antiphon.service.tools.bench.drivers.offline import Offline
+from antiphon.service.tools.bench.drivers.static import translate_static
+from antiphon.service.tools.bench.processes.server import BenchServer, run_client
 from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, compare
-from antiphon.service.tools.bench.server import BenchServer, run_client
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
-from antiphon.service.tools.bench.static import translate_static
 from antiphon.service.tools.bench.timing import alternate, timed
 
 ENGINE_ROWS = (32,)
-# Static batches, of `rows` each, that one run of the engine section is worth.
+# Number of static batches in one run of the engine section; each has `rows` sources.
 _NUM_BATCHES = 12
 STREAMS = 64
 _RANDOM_FILLS = 4
 
 
 def engine(setup: Setup) -> list[Finding]:
-    """The bundle's engine, with everything waiting from the start, against static batches of as many rows."""
+    """Measure the engine, with all requests queued at the start, against static batches of the same number of rows."""
     findings = []
     for rows in setup.rows or ENGINE_ROWS:
         subject = setup.bundle_subject
@@ -33,7 +33,7 @@ def engine(setup: Setup) -> list[Finding]:
         targets = translate_static(runner, sources, rows=rows, max_new_tokens=limit, is_sorted=True)
         findings += _against_static(runner, setup, (rows, limit), "sentences", sources)
         length = statistics.median_high(map(len, targets))
-        # Sources that do not end before, so that a limit makes all targets equally long.
+        # Sources whose targets are at least `length` long: with that limit all targets have the same length.
         lasting = [source for source, target in zip(sources, targets, strict=True) if len(target) >= length]
         repeated = (lasting * (len(sources) // len(lasting) + 1))[: len(sources)]
         findings += _against_static(runner, setup, (rows, length), f"{length} tokens each", repeated)
@@ -43,7 +43,7 @@ def engine(setup: Setup) -> list[Finding]:
 def _against_static(
     runner: Runner, setup: Setup, shape: tuple[int, int], case: str, sources: Sequence[Ids]
 ) -> list[Finding]:
-    """shape: rows, and the bound of every target."""
+    """Compare the engine with static batches. shape: number of rows, and maximum length of every target."""
     rows, limit = shape
     static = partial(translate_static, runner, sources, rows=rows, max_new_tokens=limit)
     arriving, sorted_first = partial(static, is_sorted=False), partial(static, is_sorted=True)
@@ -62,12 +62,12 @@ def _against_static(
 
 
 def grpc_overhead(setup: Setup) -> list[Finding]:
-    """What a client gets over concurrent streams, against the engine alone with as many requests under way."""
+    """Measure a client with concurrent streams against the engine alone with the same number of requests."""
     return [found for subject in setup.subjects() for found in _over_grpc(subject, setup)]
 
 
 def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
-    """The client sends texts, or ids where there is no text; it has a process of its own, on the same cores."""
+    """Measure one model. The client sends texts, or ids for random models, from its own process on the same cores."""
     limit = subject.max_new_tokens
     sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
     asked: Sequence[Source] = sources if subject.is_endless else subject.texts(setup.num_sentences)
@@ -87,7 +87,7 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
 
 
 def startup(setup: Setup) -> list[Finding]:
-    """Seconds to the ready line, and memory resident then and after a load."""
+    """Measure seconds to the ready line, and resident memory at that time, after load and at its peak."""
     subject = setup.bundle_subject
     texts, limit = subject.texts(setup.num_sentences), subject.max_new_tokens
     ready_s = []

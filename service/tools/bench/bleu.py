@@ -1,4 +1,4 @@
-"""How good translations are: BLEU, where references are known."""
+"""BLEU: quality of translations against references."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from antiphon.service.tools.bench.sources import Corpus
 
 
 def bleu(hypotheses: Sequence[str], corpus: Corpus) -> float:
-    """sacreBLEU of translations of all the corpus's sentences, in its order. Raises BenchError without sacreBLEU."""
+    """Return the sacreBLEU score of translations of all sentences of a corpus, in its order.
+
+    Raises BenchError if sacreBLEU is not installed.
+    """
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ModuleNotFoundError:

@@ -1,9 +1,12 @@
-"""Which vector instructions CTranslate2 is fastest with here. By itself it takes AVX2 even where AVX-512 is.
+"""Choice of the vector instructions with which CTranslate2 is fastest on this machine.
 
-    python -m antiphon.service.tools.bench.isa FOLDER THREADS
+CTranslate2 takes AVX2 by default, even where the processor has AVX-512.
 
-Prints tokens a second of a short greedy run with what CT2_FORCE_CPU_ISA says. The variable is read once a process, so
-each choice is tried in one of its own, and set in this one before CTranslate2 is first loaded.
+    python -m antiphon.service.tools.bench.ctranslate2.isa FOLDER THREADS
+
+Prints tokens per second of a short greedy run with the instructions that CT2_FORCE_CPU_ISA names. CTranslate2 reads the
+variable once per process. Each choice is therefore tried in its own process, and the best one is set in this process
+before CTranslate2 is loaded.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ VARIABLE = "CT2_FORCE_CPU_ISA"
 _CHOICES = ("AVX2", "AVX512")
 _ROUNDS = 2
 _PATIENCE_S = 120
-# Of one timed run: rows, source and target tokens. Ids that every vocabulary has.
+# Size of one timed run: rows, source tokens and target tokens. Every vocabulary has the ids of _IDS.
 _ROWS, _SOURCE_LEN, _TARGET_LEN = 16, 30, 16
 _IDS = range(4, 90)
 
 
 def choose_isa(folder: Path, threads: int) -> None:
-    """Set CT2_FORCE_CPU_ISA to the faster choice for the model in a folder; a value that is set already stays."""
+    """Set CT2_FORCE_CPU_ISA to the faster choice for the model in a folder. Keep a value that is already set."""
     if VARIABLE in os.environ or not _has_avx512():
         return
     rounds = [{isa: _speed(isa, folder, threads) for isa in _CHOICES} for _ in range(_ROUNDS)]
@@ -34,11 +37,11 @@ def choose_isa(folder: Path, threads: int) -> None:
     if best[chosen]:
         os.environ[VARIABLE] = chosen
         found = ", ".join(f"{isa} {speed:,.0f}" for isa, speed in best.items())
-        print(f"antiphon bench:   CTranslate2's instructions: {found} tokens/s; taking {chosen}", file=sys.stderr)
+        print(f"antiphon bench:   instructions of CTranslate2: {found} tokens/s; using {chosen}", file=sys.stderr)
 
 
 def main() -> None:
-    """Measure in this process."""
+    """Measure in this process and print tokens per second."""
     import ctranslate2
 
     translator = ctranslate2.Translator(sys.argv[1], device="cpu", compute_type="int8", intra_threads=int(sys.argv[2]))
@@ -55,8 +58,8 @@ def main() -> None:
 
 
 def _speed(isa: str, folder: Path, threads: int) -> float:
-    """Tokens a second; 0 where CTranslate2 refuses."""
-    command = (sys.executable, "-m", "antiphon.service.tools.bench.isa", str(folder), str(threads))
+    """Return tokens per second, or 0 if CTranslate2 refuses these instructions."""
+    command = (sys.executable, "-m", "antiphon.service.tools.bench.ctranslate2.isa", str(folder), str(threads))
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False, env={**os.environ, VARIABLE: isa}
     )

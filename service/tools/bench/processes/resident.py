@@ -1,11 +1,11 @@
-"""One side of the memory benchmark: loads, translates one batch, and says what was resident.
+"""One side of the memory benchmark: loads a model, translates one batch and reports its resident memory.
 
-    MODULE=antiphon.service.tools.bench.resident
+    MODULE=antiphon.service.tools.bench.processes.resident
     python -m $MODULE antiphon BUNDLE MAX_NEW_TOKENS THREADS < sources.json
     python -m $MODULE ctranslate2 FOLDER MAX_NEW_TOKENS WORKERS THREADS SIZE TYPE < sources.json
 
-Prints {loaded_mb, peak_mb}. The peak is VmHWM: getrusage's ru_maxrss would start from the parent's, which outlives
-exec. Imports one side only.
+Prints {loaded_mb, peak_mb}. The peak is VmHWM: ru_maxrss of getrusage would start from the parent's value, which
+survives exec. Imports only the libraries of its side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ids = list[int]
 
 
 def main() -> None:
-    """Run the side that is named first."""
+    """Run the side that the first argument names and print its memory."""
     side, folder, max_new_tokens, *settings = sys.argv[1:]
     sources = json.load(sys.stdin)
     run = _antiphon if side == "antiphon" else _ctranslate2
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def resident_mb(field: str) -> float:
-    """A field of this process's status, VmRSS or VmHWM, in MB."""
+    """Return a field of this process's status, VmRSS or VmHWM, in MB."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024 / 1e6
 
@@ -36,7 +36,7 @@ def _antiphon(folder: Path, sources: list[Ids], max_new_tokens: int, settings: l
     from antiphon.model.bundle.manifest import load_bundle
     from antiphon.service.runtime.runners import open_runner
     from antiphon.service.runtime.warm_up import warm_up
-    from antiphon.service.tools.bench.offline import Offline
+    from antiphon.service.tools.bench.drivers.offline import Offline
 
     (threads,) = settings
     rows = len(sources)

@@ -1,7 +1,8 @@
-"""Section `encode`: source tokens a second of one packed batch of mixed lengths, against CTranslate2.
+"""Section `encode`: source tokens per second of one packed batch of mixed lengths, against CTranslate2.
 
-CTranslate2 has no call that encodes and stops, so both sides also run one decoder step over all rows: it is told to
-translate into one token each, and ours feeds one token to every row. Its best way to cut the batch up is found first.
+CTranslate2 has no call that only encodes. Both sides therefore also run one decoder step over all rows: CTranslate2
+translates each source into one token, and Antiphon feeds one token to every row. The best batch size of CTranslate2 is
+found first.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from functools import partial
 import numpy as np
 
 from antiphon.service.runtime.runner import Runner
+from antiphon.service.tools.bench.ctranslate2.reference import CTranslate2Reference, encode_candidates, prompts_of
+from antiphon.service.tools.bench.drivers.static import StaticBatch
 from antiphon.service.tools.bench.report import Case, Finding, Speed, compare, share_equal
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
-from antiphon.service.tools.bench.static import StaticBatch
 from antiphon.service.tools.bench.timing import alternate
-from antiphon.service.tools.bench.twin import Twin, encode_candidates, prompts_of
 
 ROWS = 64
 SHORTEST, LONGEST = 5, 100
-# Batches of one run: one alone is over too soon to be timed well.
+# Batches of one run: a single batch is too short for a precise time.
 _BATCHES_A_RUN = 5
 _SEED = 3
 
 
 def encode(setup: Setup) -> list[Finding]:
-    """Every model that has a twin."""
-    return [found for subject in setup.twinned() for found in _encode_subject(subject, setup)]
+    """Measure every model that CTranslate2 can run."""
+    return [found for subject in setup.with_ctranslate2() for found in _encode_subject(subject, setup)]
 
 
 def _encode_subject(subject: Subject, setup: Setup) -> list[Finding]:
     sources = _sources(subject)
     prompts, num_tokens = prompts_of(sources), sum(map(len, sources))
-    twin, runner = Twin(subject.twin_folder), setup.runner(subject, ROWS)
-    settings = twin.best(encode_candidates(ROWS, setup.threads, [len(source) for source in sources]), prompts, 1)
-    ours, theirs = partial(_first_tokens, runner, sources), partial(twin.translate, prompts, settings, 1)
+    reference, runner = CTranslate2Reference(subject.ctranslate2_folder), setup.runner(subject, ROWS)
+    settings = reference.best(encode_candidates(ROWS, setup.threads, [len(source) for source in sources]), prompts, 1)
+    ours, theirs = partial(_first_tokens, runner, sources), partial(reference.translate, prompts, settings, 1)
     equal = share_equal([[i for i in target if i != runner.eos_id] for target in ours()], theirs()[1])
 
     def our_run() -> Speed:
@@ -52,14 +53,14 @@ def _encode_subject(subject: Subject, setup: Setup) -> list[Finding]:
 
     lengths = f"{min(map(len, sources))} to {max(map(len, sources))} tokens"
     case = Case(
-        name="encode", case=f"{subject.name}, {lengths}", rows=ROWS, against=str(settings), is_twin=True,
+        name="encode", case=f"{subject.name}, {lengths}", rows=ROWS, against=str(settings), is_ctranslate2=True,
         equal_outputs=equal,
     )  # fmt: skip
     return compare(case, alternate(our_run, their_run, setup.repeat), "source tokens/s")
 
 
 def _sources(subject: Subject) -> list[Ids]:
-    """Sentences where there are some, else random ids of lengths drawn once."""
+    """Return sentences if the model has some, else random ids of random lengths with a fixed seed."""
     if not subject.is_endless:
         return subject.sources(ROWS)
     rng = random.Random(_SEED)
@@ -68,7 +69,7 @@ def _sources(subject: Subject) -> list[Ids]:
 
 
 def _first_tokens(runner: Runner, sources: list[Ids]) -> list[Ids]:
-    """Encode all and feed every row its begin token."""
+    """Encode all sources, feed the begin token to every row and return the first token of each target."""
     batch = StaticBatch(runner, sources, max_new_tokens=1)
     batch.encode()
     drawn = batch.step(np.full(len(sources), runner.bos_id, np.int64), 0)

@@ -1,0 +1,1 @@
+"""Sections of `antiphon bench`: each measures one subject and returns its findings."""

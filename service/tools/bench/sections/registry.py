@@ -1,0 +1,31 @@
+"""Sections of `antiphon bench` by name, in the order in which they run. Each section is independent of the others.
+
+Runs of the two sides alternate, so that a busy machine slows both. Outputs are compared, so that a wrong answer does
+not count as a fast one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from antiphon.service.tools.bench.report import Finding
+from antiphon.service.tools.bench.sections.beams import beams
+from antiphon.service.tools.bench.sections.decode import decode
+from antiphon.service.tools.bench.sections.encode import encode
+from antiphon.service.tools.bench.sections.memory import memory
+from antiphon.service.tools.bench.sections.poisson import poisson
+from antiphon.service.tools.bench.sections.sampling import sampling
+from antiphon.service.tools.bench.sections.served import engine, grpc_overhead, startup
+from antiphon.service.tools.bench.setup import Setup
+
+SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
+    "decode": decode,
+    "beams": beams,
+    "sampling": sampling,
+    "encode": encode,
+    "poisson": poisson,
+    "memory": memory,
+    "grpc_overhead": grpc_overhead,
+    "engine": engine,
+    "startup": startup,
+}
