@@ -23,7 +23,7 @@ END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
 # Paths that stand for a file of the reader's, or for one that was here once: DECISIONS.md and CHANGELOG.md are history.
-EXAMPLES = {"model/checkpoints/families/NAME.py"}
+EXAMPLES = {"model/checkpoints/families/NAME.py", "model/ops/operators/NAME.py"}
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")
 
 
