@@ -21,6 +21,10 @@ INDENTED = re.compile(r"^    (?:\$ )?((?:\.venv/bin/)?antiphon (?:\\\n|.)*)$", r
 COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S* )*(?:\S*/)?antiphon (?P<subcommand>[a-z][a-z-]*)(?P<rest>.*)$")
 END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
+PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
+# Paths that stand for a file of the reader's, or for one that was here once: DECISIONS.md and CHANGELOG.md are history.
+EXAMPLES = {"model/checkpoints/families/NAME.py", "model/ops/operators/NAME.py"}
+HISTORY = ("CHANGELOG.md", "DECISIONS.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -44,6 +48,12 @@ def _anchors(document: Path) -> frozenset[str]:
     """The headings of a document as links name them: lower case, words joined by hyphens, punctuation left out."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.M)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
+@pytest.mark.parametrize("document", [one for one in DOCUMENTS if one.name not in HISTORY], ids=lambda path: path.name)
+def test_paths_of_documents_exist(document: Path) -> None:
+    paths = set(PATH.findall(document.read_text(encoding="utf-8"))) - EXAMPLES
+    assert not sorted(path for path in paths if not (ROOT / path).exists())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
