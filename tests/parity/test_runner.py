@@ -14,7 +14,7 @@ from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.export.verify import TOLERANCES, compare
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import Draw
-from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.runtime.native_runner import NativeRunner
 from tests.batches import Choice, Tables, batch_of, choices_of
 

@@ -6,8 +6,8 @@ import pytest
 
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.admission import admit, limits_of
-from antiphon.service.engine.scheduler import EncodeBudget
+from antiphon.service.engine.scheduling.admission import admit, limits_of
+from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from tests.fakes import FakeRunner, request_of, source_of
 

@@ -22,7 +22,7 @@ from antiphon.model.bundle.manifest import (
 )
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
-from antiphon.service.engine.block_pool import BlockPool
+from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.runtime.runner import DecodeBatch
 from antiphon.service.runtime.runners import open_runner
