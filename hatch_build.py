@@ -1,4 +1,4 @@
-"""What the wheel, the editable install and `make stubs` build: protobuf stubs and the native library.
+"""Builds protobuf stubs and the native library, for the wheel, the editable install and `make stubs`.
 
 Both are written beside their sources, where the checkout imports them from, and are never committed. Run as a
 script it builds them in place. Knows nothing of the Makefile, and imports nothing of antiphon.

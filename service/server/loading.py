@@ -168,7 +168,7 @@ def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
 
 
 def _encode_budget(bundle: Bundle, plan: ModelPlan) -> EncodeBudget | None:
-    """What encoding may work in. Raises StartupError where that would not do for any source."""
+    """Return the memory budget of encoding. Raises StartupError if no source fits it."""
     budget = encode_budget(bundle, bundle.graph_set(plan.precision), plan)
     if budget is not None and not budget.fits(1, 1):
         raise StartupError(

@@ -134,7 +134,7 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
 
 
 def eager_logits(model: Transformer, source: Sequence[int]) -> LogitsOf:
-    """What PyTorch computes after a target, whole and alone."""
+    """Return the logits of PyTorch after a target, computed whole and alone."""
     with torch.inference_mode():
         cross_kv = model.project_memory(model.encode(torch.tensor([source])))
 
@@ -188,7 +188,7 @@ class CountPenalties(LogitsProcessor):
 
 
 def expected(logits_of: LogitsOf, request: Request, config: ModelConfig) -> list[tuple[list[int], float | None]]:
-    """What transformers' `generate` gives for a request: ids without what ended them, and the scores of a search."""
+    """Return the output of transformers' `generate`: ids without end tokens, and the scores of a search."""
     params, room = request.params, config.max_target_len - len(request.prefix_ids)
     permitted = [*params.allowed_ids, config.eos_id]
     found = generate(

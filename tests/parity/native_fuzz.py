@@ -108,7 +108,7 @@ def at_end_of_page(array: Array) -> Array:
 
 
 def refusal(op_type: str, call: Call, rng: Rng, library: Path) -> str | None:
-    """What the operator says against the call; None when it ran."""
+    """Return the operator's error message; None if it ran."""
     arrays: Arrays = {
         name: at_end_of_page(array) if array is not None and rng.random() < 0.5 else array
         for name, array in call[0].items()

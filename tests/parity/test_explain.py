@@ -40,7 +40,7 @@ ODD: dict[str, object] = dict(d_model=72, head_dim=20, num_heads=3, d_ff=90, voc
 
 
 def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, torch.Tensor]:
-    """What each attention layer hands its output projection while `run` runs; later runs leave it as it is."""
+    """Return the input of each layer's output projection during `run`; later runs do not change it."""
     held: dict[str, torch.Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, given, name=name: held.update({name: given[0].detach()}))

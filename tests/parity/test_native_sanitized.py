@@ -36,7 +36,7 @@ def runtime(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """What a process needs to load the library: Python was not built for sanitizers, so their runtime comes first.
+    """Return the environment that loads the sanitizers' runtime first: Python was not built for sanitizers.
 
     The C++ library comes with it, because the runtime must find exceptions in it before ONNX Runtime throws one.
     """

@@ -109,7 +109,7 @@ def warp_of(held: Choices, row: int) -> Warp:
 
 
 def may_draw(values: Floats, warp: Warp, uniform: float, token: int) -> bool:
-    """Whether this draw is right for a number and limits next to the true ones."""
+    """Return whether a sample is right for a random number and limits close to the true ones."""
     for top_p, min_p, typical_p in itertools.product((1 - EDGE, 1, 1 + EDGE), repeat=3):
         near = replace(
             warp, top_p=warp.top_p * top_p, min_p=min(1.0, warp.min_p * min_p), typical_p=warp.typical_p * typical_p

@@ -1,4 +1,4 @@
-"""How weights are laid out for the native operators: there and back, padding, and each stored once."""
+"""Packed weights of the native operators: packing and unpacking, padding, and one copy of each."""
 
 from __future__ import annotations
 

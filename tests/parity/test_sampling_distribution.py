@@ -84,7 +84,7 @@ def produced(event: TokenEvent) -> tuple[int, ...]:
 
 
 def drawn(served: Served, params: SamplingParams, prefix: tuple[int, ...]) -> Counter[tuple[int, ...]]:
-    """How often each output of at most two tokens came."""
+    """Count each output of at most two tokens."""
     answers = answer(served.runner, requests_of(params, prefix))
     return Counter(produced(event) for events in answers.values() for event in events)
 
@@ -114,7 +114,7 @@ def probabilities(
 
 
 def p_value(counts: Mapping[Any, float], shares: Mapping[Any, float]) -> float:
-    """How likely counts at least this far from what is expected are, by Pearson's chi-square test.
+    """Return the p-value of the counts by Pearson's chi-square test.
 
     Cells expected fewer than five times count as one.
     """

@@ -1,1 +1,1 @@
-"""What the service promises under overload, faults and bad clients: short here, long by `make reliability`."""
+"""Promises of the service under overload, faults and bad clients: short here, long by `make reliability`."""

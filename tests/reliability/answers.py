@@ -1,4 +1,4 @@
-"""What any answer of the service must be, whatever was asked: one terminal event, and a refusal that says why."""
+"""Requirements of every answer: one terminal event, and a reason in every refusal."""
 
 from __future__ import annotations
 

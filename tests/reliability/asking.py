@@ -63,7 +63,7 @@ def _long(kind: int) -> Ask:
 
 
 async def references(client: AsyncClient, numbers: Iterable[int] = range(NUM_KINDS)) -> dict[int, Texts]:
-    """What each kind is answered when it is asked alone."""
+    """Return the answer to each kind of request when it is sent alone."""
     return {number: await whole(client, number) for number in numbers}
 
 
@@ -76,7 +76,7 @@ async def whole(client: AsyncClient, number: int, *, timeout_s: float | None = N
 
 @dataclass(slots=True)
 class Heard:
-    """What has come of a stream: text of each output, and how many messages."""
+    """Received part of a stream: text of each output, and the number of messages."""
 
     texts: defaultdict[int, str]
     messages: int = 0

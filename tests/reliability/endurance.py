@@ -34,7 +34,7 @@ MAX_UNDER_WAY = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How long, after which warm-up samples count, how many calls a second, and how often to look."""
+    """Durations of the run and its warm-up, calls per second, and interval of the samples."""
 
     duration_s: float
     warm_up_s: float
@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the server held so many seconds after the start."""
+    """Resources of the server at a time in seconds after the start."""
 
     time_s: float
     held: Footprint
@@ -130,7 +130,7 @@ def _is_no_larger(held: Footprint, than: Footprint) -> bool:
 
 
 def complaints(figures: dict[str, Any]) -> list[str]:
-    """What of the promises did not hold, in words; memory is judged by whoever ran long enough."""
+    """Return the broken promises in words. Memory counts only in runs that are long enough."""
     start, rest = figures["at_start"], figures["at_rest"]
     grown = [f"{name} grew from {start[name]} to {rest[name]}" for name in start if rest[name] > start[name]]
     return [*figures["wrong"], *grown]

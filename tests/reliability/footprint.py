@@ -1,4 +1,4 @@
-"""What a process holds: memory, threads and descriptors, as the kernel counts them."""
+"""Resources of a process: memory, threads and descriptors, as the kernel counts them."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def texts(data: bytes) -> None:
 
 
 def check_text(tokenizer: Tokenizer, text: str) -> None:
-    """What holds of every text, of byte-level BPE."""
+    """Invariants of byte-level BPE for every text."""
     ids = tokenizer.encode(text)
     assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
     assert tokenizer.min_tokens(text) <= len(ids)

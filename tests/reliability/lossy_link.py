@@ -52,7 +52,7 @@ class LossyLink:
         self._thread = threading.Thread(target=self._carry, name="lossy-link")
 
     def inside(self, namespace: str) -> tuple[str, ...]:
-        """What runs the command that follows it in one of the namespaces."""
+        """Return the command prefix that runs a command in one of the namespaces."""
         return ("ip", "netns", "exec", namespace)
 
     def __enter__(self) -> Self:

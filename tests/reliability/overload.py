@@ -42,7 +42,7 @@ SAMPLE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How long the overload and each probe of the search last, what is promised, and how long a request may queue."""
+    """Durations of the overload and of each probe, the objective, and the longest time in the queue."""
 
     overload_s: float
     probe_s: float

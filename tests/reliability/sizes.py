@@ -1,4 +1,4 @@
-"""How much each test does: little where CI runs it, all of it where a make target sets the variables."""
+"""Sizes of the tests: small in CI, full where a make target sets the variables."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class StallingProxy:
 
     @property
     def target(self) -> str:
-        """Where to connect to."""
+        """Return the address to connect to."""
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def stall(self) -> None:

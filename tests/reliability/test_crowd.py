@@ -45,7 +45,7 @@ def expected(server: ServerProcess) -> dict[int, Texts]:
 
 
 async def at_rest(server: ServerProcess) -> Footprint:
-    """What the server holds when nobody is there, once a crowd has been: threads that it keeps are started."""
+    """Return the server's resources at rest after a first crowd, when the threads that it keeps have started."""
     async with AsyncClient(server.target) as client:
         await asyncio.gather(*(streamed(client, number) for number in range(NUM_KINDS)))
     await asyncio.to_thread(server.wait_for_metrics, is_idle)

@@ -19,7 +19,7 @@ SHIFTS = {"just booted": None, "up for 30 years": 30 * 365 * 86_400}
 
 
 def shifted(seconds: int) -> tuple[str, ...]:
-    """What runs the command that follows it in a time namespace of its own."""
+    """Return the command prefix that runs a command in a time namespace of its own."""
     offset = str(seconds)
     return ("unshare", "--time", "--monotonic", offset, "--boottime", offset)
 

@@ -19,7 +19,7 @@ OVERLOAD = {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What came of the calls so far: counts by kind and outcome, and what was wrong, the first few in words."""
+    """Results of the calls so far: counts by kind and outcome, and the first few errors in words."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

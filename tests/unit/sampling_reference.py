@@ -22,7 +22,7 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 
 
 def reference_probabilities(logits: Logits, warp: Warp) -> NDArray[np.float64]:
-    """What transformers draws from, in float64."""
+    """Return the distribution that transformers samples from, in float64."""
     torch = pytest.importorskip("torch")
     warpers = pytest.importorskip("transformers.generation.logits_process")
     chain = warpers.LogitsProcessorList([warpers.TemperatureLogitsWarper(warp.temperature)])

@@ -28,7 +28,7 @@ def draw(logits: Logits, settings: list[Choice], positions: list[int] | None = N
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Control:
-    """What one request asks of transformers' processors."""
+    """Settings of one request for transformers' processors."""
 
     bias: dict[int, float]
     penalised: list[int]

@@ -1,4 +1,4 @@
-"""What the documents tell a reader to open or to type is there: links, headings, commands and their options."""
+"""Documents against the code: links, headings, paths, commands and their options exist."""
 
 from __future__ import annotations
 

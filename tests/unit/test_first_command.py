@@ -1,4 +1,4 @@
-"""What `antiphon serve` suggests to type first is something that its default model can do."""
+"""The first command that `antiphon serve` suggests works with its default model."""
 
 from __future__ import annotations
 

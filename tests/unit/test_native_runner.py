@@ -143,7 +143,7 @@ KINDS = (
 
 
 def judged(model: TinyModel, choices: Choices, ends: Sequence[tuple[int, int]] = ENDS) -> Draw:
-    """What NumPy chooses after the network recomputed; each end is a row and how many of its targets are read."""
+    """Return NumPy's samples after a recomputed pass; each end is a row and its number of targets."""
     logits = np.stack([model.logits(SOURCES[row], TARGETS[row][:end]) for row, end in ends])
     return choose(logits, choices, np.array([end - 1 for _, end in ends], np.int32))
 

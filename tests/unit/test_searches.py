@@ -57,7 +57,7 @@ class StopAt:
 
 
 def reference(bench: Bench, request: Generate) -> list[tuple[list[int], float | None]]:
-    """What transformers' `generate` gives for a request over the fake model's logits."""
+    """Return the output of transformers' `generate` for a request over the fake model's logits."""
     params = request.params
     model = Reference(
         lambda target: bench.runner.logits_after(request.source_ids, target), bos_id=BOS_ID, eos_id=EOS_ID

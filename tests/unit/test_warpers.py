@@ -1,4 +1,4 @@
-"""What tokens are drawn from against transformers' warpers, and the random numbers they are drawn with."""
+"""Distributions after our warpers against transformers' warpers, and the random numbers of sampling."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def read_option_flags(arguments: argparse.Namespace) -> Options:
 
 
 def is_about_option(message: str) -> bool:
-    """Whether a refusal is about an option, and so would come again for every text."""
+    """Return whether a refusal is about an option, so that every text would be refused."""
     return _OPTION.match(message) is not None
 
 

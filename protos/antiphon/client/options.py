@@ -15,7 +15,7 @@ EarlyStopping = Literal["heuristic", "first", "never"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How targets are chosen; None takes the model's default, which `Model.default_options` reports.
+    """Sampling controls of a request; None takes the model's default, which `Model.default_options` reports.
 
     docs/CONTROLS.md says in which order they act and which exclude each other.
 

@@ -22,7 +22,7 @@ MAX_STOP_STRING_LEN = 256
 
 
 class EarlyStopping(enum.Enum):
-    """When a beam search ends; the values are those of transformers' `early_stopping`."""
+    """Condition that ends a beam search; the values are those of transformers' `early_stopping`."""
 
     HEURISTIC = False  # no live beam, at its present length, scores better than the worst finished hypothesis
     FIRST = True  # beam_width hypotheses are finished

@@ -29,7 +29,7 @@ Parameters = Mapping[str, oip.InferParameter]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request's parameters came to.
+    """Parameters of a request, read as fields of antiphon.v1.
 
     message: of antiphon.v1, with the fields that they fill. timeout_s: seconds it may take; None is no limit.
     """
@@ -125,7 +125,7 @@ def _enum_value(enum: EnumDescriptor, name: str) -> int:
 
 
 def _prefix(enum: EnumDescriptor) -> str:
-    """What the names of an enum's values begin with."""
+    """Return the prefix of the names of an enum's values."""
     return enum.values[0].name.removesuffix("UNSPECIFIED")
 
 
