@@ -1,7 +1,7 @@
 """Translations from this project's PyTorch operators to nodes of an ONNX graph, one for one.
 
 `torch.onnx.export` takes `TRANSLATIONS` as its custom_translation_table and writes one node of domain `antiphon`
-wherever the model called an operator. A node keeps the name, operands and attributes of the call, with one
+at each place where the model called an operator. A node keeps the name, operands and attributes of the call, with one
 difference: an operator that returns a changed input, a cache, becomes a node that changes it in place. That node has
 no such output, and readers of the changed cache read the graph's own cache. One layer never reads the part of
 another, so the order of layers does not matter.

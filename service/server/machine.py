@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 OWN_FILES = 64
 """Descriptors reserved for other uses: graphs, libraries, listeners, logs (measured: about 25), scrapes, read files."""
-# The limit is not raised further: with so many connections another resource runs out.
+# Highest limit that is set. A server with more connections lacks another resource before it lacks descriptors.
 _MOST_FILES = 1_000_000
 # Files with the memory limit of a control group: version 2, version 1.
 _LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")

@@ -20,7 +20,7 @@ from tests.reliability.storm import Storm
 
 
 async def endless(target: str, count: int) -> None:
-    """Begin so many long streams and follow them, over and over."""
+    """Open a number of long streams and read them, again and again."""
 
     async def follow(client: AsyncClient, number: int, first: asyncio.Event) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Docstrings start with a verb or a noun phrase (CONTRIBUTING.md)."""
+"""Docstrings start with a verb or a noun phrase."""
 
 from __future__ import annotations
 

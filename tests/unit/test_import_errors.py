@@ -113,7 +113,7 @@ def test_settings_that_are_not_supported_are_named(
 def test_a_model_that_computes_something_else_than_the_original_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers uses a stored table of sinusoids, whatever its values are; our model computes the table."""
+    """transformers reads the table of sinusoids that a checkpoint stores; our model computes it."""
     save(tmp_path / "marian", "marian")
     tables = {f"model.{side}.embed_positions.weight": torch.zeros(40, 36) for side in ("encoder", "decoder")}
     change_tensors(tmp_path / "marian", lambda held: held.update(tables))

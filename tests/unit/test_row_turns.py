@@ -33,7 +33,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def samples_of(name: str, count: int, *, client: str = "many", length: int = 30) -> Request:
-    """A request of so many samples, each of so many tokens."""
+    """Return a request with a number of samples, each with the same number of tokens."""
     params = SamplingParams(
         max_new_tokens=length, ignore_eos=True, temperature=1.0, seed=len(name), num_return_sequences=count
     )

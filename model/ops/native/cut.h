@@ -95,7 +95,7 @@ class Cutter {
   static constexpr int kDigit = 11;  // bits
   static constexpr int64_t kBuckets = 1 << kDigit;  // their sums, 16 KiB, stay in the first cache
   static_assert(kBuckets == kRankBuckets, "ranks and digits share the sums");
-  static constexpr int64_t kFew = 64;  // up to so many entries, sorting is faster than counting
+  static constexpr int64_t kFew = 64;  // up to this number of entries, sorting is faster than counting
 
   // Writes the indices of one bucket's entries, rising, and returns their number. Tests sixteen at once: few match.
   static int64_t Members(const int32_t* buckets, int64_t count, int32_t wanted, int32_t* members) {

@@ -44,7 +44,7 @@ class QuantizedBuffer {
 // Quantises all rows of x, on this thread or, where there are many rows, on all threads.
 void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows);
 
-// Number of tasks to start for work that takes one thread about so many nanoseconds.
+// Number of tasks to start for work that one thread would do in about this many nanoseconds.
 size_t TasksFor(double nanoseconds);
 
 }  // namespace antiphon

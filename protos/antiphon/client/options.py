@@ -28,7 +28,7 @@ class Options:
     min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
     typical_p: sample from the locally typical tokens that reach this mass, (0, 1].
     seed: 0 to 2**64 - 1; the same seed gives the same tokens. None lets the server pick one, which it reports.
-    num_return_sequences: outputs: so many samples, or the best hypotheses of a beam search.
+    num_return_sequences: number of outputs: samples, or the best hypotheses of a beam search.
     beam_width: hypotheses kept alive by a beam search, 1 to 16; 1 is none.
     length_penalty: a hypothesis scores its log-probability over its length to this power, [-10, 10].
     early_stopping: when a beam search ends: "heuristic", at the "first" beam_width hypotheses, or "never" too early.

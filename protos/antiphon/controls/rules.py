@@ -1,7 +1,7 @@
-"""Combinations of controls that are refused: one rule a combination.
+"""Combinations of controls that are refused: one rule for each combination.
 
-A control counts as set where it differs from its default. What changes nothing is accepted: top_k, top_p and min_p
-keep the likeliest token whatever their values are, so a greedy request may set them.
+A control is set if it differs from its default. Controls without effect are accepted: top_k, top_p and min_p
+keep the likeliest token at every value, so a greedy request may set them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ LOOKAHEAD_STEPS = 4
 
 
 def may_run_short(runner: Runner, num_rows: int) -> bool:
-    """Return whether so many rows could need more blocks than there are."""
+    """Return whether num_rows rows could need more blocks than the pool has."""
     source_len = runner.max_source_len if runner.has_encoder else 0
     longest = blocks_of_longest(source_len, runner.max_target_len, runner.block_size)
     return runner.has_decoder and runner.num_blocks < num_rows * longest

@@ -102,5 +102,5 @@ class QueueBounds:
 
 
 def _is_reserved(taken: int, most: int) -> bool:
-    """Return whether the last of so many taken belongs to the fairness reserve of a bound."""
+    """Return whether slot number `taken` of `most` belongs to the fairness reserve."""
     return taken > most - most // RESERVED_SHARE

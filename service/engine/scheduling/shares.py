@@ -55,7 +55,7 @@ class Shares:
             self._fixed_rows[group.request.client] += num_rows
 
     def has_room(self, group: SequenceGroup, num_rows: int, num_blocks: int) -> bool:
-        """Return whether a group's caller stays within its share with so many more, or holds nothing yet."""
+        """Return whether a group's caller holds nothing, or stays within its share with these rows and blocks."""
         client = group.request.client
         is_within = self.rows[client] + num_rows <= self._num_rows
         return (is_within and self.blocks[client] + num_blocks <= self._num_blocks) or not self.rows[client]

@@ -52,7 +52,7 @@ async def answers_alone(target: str) -> dict[str, str]:
 
 
 async def answers_at_once(target: str, num_streams: int) -> list[tuple[str, str]]:
-    """Sources with their answers, of so many streams that are open together."""
+    """Return sources and answers of `num_streams` streams that are open at once."""
     async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
         sources = list(itertools.islice(itertools.cycle(SOURCES), num_streams))
         return list(zip(sources, await asyncio.gather(*(_answer(channel, source) for source in sources)), strict=True))
