@@ -12,7 +12,7 @@ from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served

@@ -25,8 +25,8 @@ from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.observability.call import Call
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.calls.resets import Resets

@@ -14,8 +14,8 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.scheduling.admission import limits_of
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.describe import describe
 from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Served

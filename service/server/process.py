@@ -24,10 +24,10 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.domain.errors import OverBudget
-from antiphon.service.observability.log_handler import is_log_behind
-from antiphon.service.observability.logs import configure_logging
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.process_metrics import add_process_metrics
+from antiphon.service.observability.logs.formats import configure_logging
+from antiphon.service.observability.logs.log_handler import is_log_behind
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.background import in_background, is_anything_left, running_beside
 from antiphon.service.rpc.calls.batches import free_failed_batches

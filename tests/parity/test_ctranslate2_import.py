@@ -42,8 +42,8 @@ from antiphon.model.transformer.greedy import greedy
 from antiphon.service.domain.request import EarlyStopping, SamplingParams, TokenEvent
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.runners import open_runner
 from antiphon.service.tools.bench.ctranslate2.conversion import (
     ctranslate2_specification,

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, request_of
 
 TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
 from antiphon.service.domain.request import FinishReason, SamplingParams
 from antiphon.service.engine.engine import Engine, EngineConfig
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, source_of, tokens_of
 from tests.unit.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 

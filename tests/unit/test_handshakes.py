@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, RetryPolicy, ServerError
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server import admin, listener

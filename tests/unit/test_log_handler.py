@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.observability.log_handler import BackgroundHandler
+from antiphon.service.observability.logs.log_handler import BackgroundHandler
 from tests.disks import disk_of
 
 # A bound for a test that would otherwise hang.

@@ -14,7 +14,7 @@ import pytest
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.access_log import fields_of
 from antiphon.service.observability.call import Call, enter_call
-from antiphon.service.observability.logs import configure_logging, rfc3339, where_of
+from antiphon.service.observability.logs.formats import configure_logging, rfc3339, where_of
 from antiphon.service.observability.trace_context import Sampler, TraceContext, read_trace_parent
 
 SECRET = "Geheimnis"

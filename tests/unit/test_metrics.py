@@ -18,9 +18,9 @@ from antiphon.model.ops.workspace import Workspace
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
 from antiphon.service.domain.request import FinishReason, Timing
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import CacheUse, Metrics
-from antiphon.service.observability.workspace_by_length import KINDS, LENGTHS
+from antiphon.service.observability.metrics.engine_metrics import CacheUse, Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.workspace_by_length import KINDS, LENGTHS
 from antiphon.service.runtime.runner import EncodeReport
 
 REPORT = EncodeReport(

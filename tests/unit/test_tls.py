@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.calls.ports import serve_metrics
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.rpc.security.reload import FileProblem, Reloading

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.calls.background import running_beside
 from antiphon.service.rpc.calls.probes import LIVENESS, Probes
 from antiphon.service.rpc.v1.models import Served

@@ -12,7 +12,7 @@ import grpc.aio
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import AntiphonError, EngineFault
 from antiphon.service.observability.call import Call
-from antiphon.service.observability.logs import where_of
+from antiphon.service.observability.logs.formats import where_of
 from antiphon.service.observability.telemetry import Context
 from antiphon.service.rpc.calls.core_cancel import cancel_call
 from antiphon.service.rpc.calls.deadline import remaining_s

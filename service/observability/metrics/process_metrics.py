@@ -7,7 +7,7 @@ from importlib import metadata
 
 from prometheus_client import CollectorRegistry, GCCollector, Info, PlatformCollector, ProcessCollector
 
-from antiphon.service.observability.model_families import PREFIX
+from antiphon.service.observability.metrics.model_families import PREFIX
 
 _PACKAGES = {"version": "antiphon", "onnxruntime": "onnxruntime", "grpcio": "grpcio", "protobuf": "protobuf"}
 

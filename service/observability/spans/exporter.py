@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from antiphon.service.observability.background_writer import BackgroundWriter
 from antiphon.service.observability.call import Call
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.span_tree import SpanTree
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.spans.span_tree import SpanTree
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from antiphon.service.observability.histogram import CountedHistogram
+from antiphon.service.observability.metrics.histogram import CountedHistogram
 
 PREFIX = "antiphon_"
 MODEL_LABEL = "model_name"

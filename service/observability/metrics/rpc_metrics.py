@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter
 
 from antiphon.service.domain.errors import Status, refusal_reasons
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 
 
 class RpcMetrics:

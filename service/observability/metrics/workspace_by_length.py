@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from antiphon.service.observability.workspace_families import WorkspaceFamilies
+from antiphon.service.observability.metrics.workspace_families import WorkspaceFamilies
 from antiphon.service.runtime.runner import EncodeReport
 
 # In tokens. Each bound is twice the one before, so memory that grows with T² quadruples.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from antiphon.model.bundle.manifest import MemoryFit
-from antiphon.service.observability.workspace_by_length import WorkspaceByLength
-from antiphon.service.observability.workspace_families import WorkspaceFamilies
+from antiphon.service.observability.metrics.workspace_by_length import WorkspaceByLength
+from antiphon.service.observability.metrics.workspace_families import WorkspaceFamilies
 from antiphon.service.runtime.runner import EncodeReport
 
 

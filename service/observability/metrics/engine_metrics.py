@@ -18,8 +18,8 @@ from antiphon.model.ops.workspace import Workspace
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import refusal_reasons
 from antiphon.service.domain.request import ANSWERED, FinishReason, Priority, Task, Timing
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.workspace_metrics import WorkspaceMetrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.workspace_metrics import WorkspaceMetrics
 from antiphon.service.runtime.runner import EncodeReport
 
 STAGES = ("waiting", "encoding", "running")

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TextIO
 
 from antiphon.service.observability.call import current_call
-from antiphon.service.observability.log_handler import BackgroundHandler
+from antiphon.service.observability.logs.log_handler import BackgroundHandler
 
 _PLAIN = re.compile(r"[!#-<>-~]+")  # visible ASCII but " and =
 _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode

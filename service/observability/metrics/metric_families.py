@@ -1,7 +1,7 @@
 """Names, help texts and buckets of all metrics. Metrics that vLLM has too have the same meaning.
 
-Metrics of one model have the label model_name, as vLLM's families have. Its engine reports them through `metrics.py`,
-and they are removed with the model. No label grows with traffic.
+Metrics of one model have the label model_name, as vLLM's families have. Its engine reports them through
+`engine_metrics.py`, and they are removed with the model. No label grows with traffic.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from antiphon.service.observability.arena_metrics import ArenaMetrics
-from antiphon.service.observability.model_families import MODEL_LABEL, PREFIX, ModelFamilies
-from antiphon.service.observability.workspace_families import WorkspaceFamilies
+from antiphon.service.observability.metrics.arena_metrics import ArenaMetrics
+from antiphon.service.observability.metrics.model_families import MODEL_LABEL, PREFIX, ModelFamilies
+from antiphon.service.observability.metrics.workspace_families import WorkspaceFamilies
 
 # These models take 2-10 ms per token on a CPU.
 TOKEN_BUCKETS_S = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.service.observability.model_families import ModelFamilies
+from antiphon.service.observability.metrics.model_families import ModelFamilies
 
 WORKSPACE_BUCKETS_BYTES = tuple(4**power * 1024 for power in range(3, 13))  # 64 KiB to 16 GiB
 # Measured over predicted bytes. Not their difference, because OpenMetrics allows no buckets below 0.
