@@ -28,8 +28,8 @@ from antiphon.service.observability.call import Call
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.probes import Probes
-from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.rpc.v1.attention_maps import Explains
 from antiphon.service.rpc.v1.handlers import Calls

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from antiphon.service.domain.errors import BadBundle, InvalidArgument
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.client_waits import ClientWaits
 from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.server.control import Control
 from antiphon.service.server.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.service.server.memory import MemoryBudget

@@ -31,13 +31,13 @@ from antiphon.service.observability.metrics.process_metrics import add_process_m
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.background import in_background, is_anything_left, running_beside
 from antiphon.service.rpc.calls.batches import free_failed_batches
-from antiphon.service.rpc.calls.client_wait_metrics import WaitMetrics
-from antiphon.service.rpc.calls.client_waits import ClientWaits, WaitLimits
-from antiphon.service.rpc.calls.ports import PortError, check_port, serve_metrics
+from antiphon.service.rpc.calls.connections.ports import PortError, check_port, serve_metrics
+from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.probes import Health, Probes
-from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.calls.rpc import CallLimits
 from antiphon.service.rpc.calls.standard_services import UnknownMethods, standard_handlers
+from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, WaitLimits
 from antiphon.service.rpc.oip import servicer as oip
 from antiphon.service.rpc.oip.servicer import OpenInferenceServicer
 from antiphon.service.rpc.security.file_metrics import FileMetrics

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from antiphon.service.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
-from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage, Wait
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, Stage, Wait
 from tests.waits import client_waits
 
 

@@ -14,7 +14,7 @@ from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.metrics.process_metrics import add_process_metrics
 from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
-from antiphon.service.rpc.calls.client_wait_metrics import WaitMetrics
+from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server.settings import ServerConfig
 from tests.waits import client_waits

@@ -18,7 +18,7 @@ from wsgiref.simple_server import WSGIServer
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from antiphon.service.rpc.calls.ports import MAX_SCRAPES, serve_metrics
+from antiphon.service.rpc.calls.connections.ports import MAX_SCRAPES, serve_metrics
 from tests.certificates import Authority
 
 # Far beyond what anything here takes: a bound for a test that would otherwise hang.

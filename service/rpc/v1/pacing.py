@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from antiphon.service.domain.errors import AntiphonError
 from antiphon.service.observability.call import REQUEST_ID_KEY, Call, current_call
-from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage, Wait
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, Stage, Wait
 
 
 class Pacing:

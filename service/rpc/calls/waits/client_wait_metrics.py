@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, Stage
 
 
 class WaitMetrics:

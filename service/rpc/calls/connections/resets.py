@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from antiphon.service.rpc.calls.background import in_background, let_go
-from antiphon.service.rpc.calls.disconnect import disconnect
+from antiphon.service.rpc.calls.connections.disconnect import disconnect
 
 log = logging.getLogger(__name__)
 

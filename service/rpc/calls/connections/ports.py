@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from antiphon.service.rpc.calls.scrapes import Scrapes
+from antiphon.service.rpc.calls.connections.scrapes import Scrapes
 
 MAX_SCRAPES = 16
 """Most connections to the metrics port at once. Each takes a file descriptor and a thread."""

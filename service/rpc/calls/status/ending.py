@@ -14,9 +14,9 @@ from antiphon.service.domain.errors import AntiphonError, EngineFault
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.logs.formats import where_of
 from antiphon.service.observability.telemetry import Context
-from antiphon.service.rpc.calls.core_cancel import cancel_call
-from antiphon.service.rpc.calls.deadline import remaining_s
-from antiphon.service.rpc.calls.refusal import Metadata, status_of
+from antiphon.service.rpc.calls.status.core_cancel import cancel_call
+from antiphon.service.rpc.calls.status.deadline import remaining_s
+from antiphon.service.rpc.calls.status.refusal import Metadata, status_of
 
 log = logging.getLogger(__name__)
 
