@@ -16,10 +16,10 @@ from antiphon.service.engine.scheduling.admission import limits_of
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.describe import describe
-from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Served
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer

@@ -42,10 +42,10 @@ from antiphon.service.rpc.oip import servicer as oip
 from antiphon.service.rpc.oip.servicer import OpenInferenceServicer
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.rpc.security.reload import FileProblem
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import SERVICE_NAME, Calls
-from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.server.access import Access
 from antiphon.service.server.admin import AdminServicer, build_admin_server
 from antiphon.service.server.connection_watch import ConnectionWatch, num_open_files

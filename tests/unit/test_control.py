@@ -21,8 +21,8 @@ from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, Mo
 from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.rpc.v1.pacing import Pacing
 from antiphon.service.server.control import Control
 from antiphon.service.server.loading import Shared, load
 from antiphon.service.server.memory import MemoryBudget

@@ -12,9 +12,9 @@ from antiphon.model.text.tokenizer import byte_bpe_format
 from antiphon.service.domain.combinations import Controls
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import SamplingParams
-from antiphon.service.rpc.v1.inputs import Inputs
-from antiphon.service.rpc.v1.languages import NO_LANGUAGES
-from antiphon.service.rpc.v1.long_texts import LongTexts
+from antiphon.service.rpc.v1.requests.inputs import Inputs
+from antiphon.service.rpc.v1.requests.languages import NO_LANGUAGES
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import tiny_tokenizer
 

@@ -17,7 +17,7 @@ from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavailable
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.server.loading import Shared, StartupError, load

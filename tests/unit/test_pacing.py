@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 
 from antiphon.service.domain.errors import SlowReader
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from tests.waits import client_waits
 
 

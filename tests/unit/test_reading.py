@@ -16,7 +16,7 @@ from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.reading import reading
+from antiphon.service.rpc.v1.answers.reading import reading
 from tests.fakes import FakeClock, FakeRunner, request_of, source_of
 
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
 from antiphon.service.server.loading import Shared, StartupError, load
 from antiphon.service.server.memory import MemoryBudget

@@ -13,7 +13,7 @@ from antiphon.service.domain.request import Arrival, Priority
 from antiphon.service.engine.engine import Engine
 from antiphon.service.observability.call import current_call
 from antiphon.service.rpc.calls.status.deadline import remaining_s
-from antiphon.service.rpc.v1.inputs import HasSource
+from antiphon.service.rpc.v1.requests.inputs import HasSource
 from antiphon.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]

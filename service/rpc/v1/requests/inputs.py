@@ -20,8 +20,8 @@ from antiphon.model.text.template import LanguageIds, fill, num_before
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.domain.combinations import Controls
 from antiphon.service.domain.errors import InvalidArgument, InWords
-from antiphon.service.rpc.v1.languages import NO_LANGUAGES, RequestLanguages
-from antiphon.service.rpc.v1.long_texts import LongTexts
+from antiphon.service.rpc.v1.requests.languages import NO_LANGUAGES, RequestLanguages
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.v1 import inference_pb2 as pb
 
 # With more characters or ids than this the tokenizer takes over a millisecond, which would delay the event loop.

@@ -13,11 +13,11 @@ from antiphon.service.domain.errors import InvalidArgument, InWords
 from antiphon.service.domain.request import Pooling, Task
 from antiphon.service.domain.tasks import Embed, Generate, ReadHead, Score
 from antiphon.service.engine.engine import Engine
-from antiphon.service.rpc.v1.answers import Wording
-from antiphon.service.rpc.v1.arrivals import Arrivals, Context
-from antiphon.service.rpc.v1.inputs import HasSource, Inputs, Source
-from antiphon.service.rpc.v1.languages import languages_of, source_languages
-from antiphon.service.rpc.v1.options import read_options
+from antiphon.service.rpc.v1.answers.answers import Wording
+from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
+from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
+from antiphon.service.rpc.v1.requests.languages import languages_of, source_languages
+from antiphon.service.rpc.v1.requests.options import read_options
 from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
