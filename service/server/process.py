@@ -49,7 +49,6 @@ from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.server.access import Access
 from antiphon.service.server.admin import AdminServicer, build_admin_server
 from antiphon.service.server.connection_watch import ConnectionWatch, num_open_files
-from antiphon.service.server.control import Control
 from antiphon.service.server.free_memory import FreeMemory
 from antiphon.service.server.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.server.listener import (
@@ -62,9 +61,10 @@ from antiphon.service.server.listener import (
 )
 from antiphon.service.server.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.service.server.load_report import LoadReports, LoadServicer
-from antiphon.service.server.loading import Shared, StartupError, load
-from antiphon.service.server.machine import ResidentMemory, allow_files, memory_bytes
-from antiphon.service.server.memory import MemoryBudget
+from antiphon.service.server.models.control import Control
+from antiphon.service.server.models.loading import Shared, StartupError, load
+from antiphon.service.server.models.machine import ResidentMemory, allow_files, memory_bytes
+from antiphon.service.server.models.memory import MemoryBudget
 from antiphon.service.server.observation import check_tracing, observing
 from antiphon.service.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.server.watchdog import LoopLag, Watchdog

@@ -23,10 +23,10 @@ from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.server.control import Control
-from antiphon.service.server.loading import Shared, load
-from antiphon.service.server.memory import MemoryBudget
-from antiphon.service.server.model_settings import ModelPlan, ModelSettings
+from antiphon.service.server.models.control import Control
+from antiphon.service.server.models.loading import Shared, load
+from antiphon.service.server.models.memory import MemoryBudget
+from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
 from tests.waits import client_waits

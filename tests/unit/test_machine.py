@@ -10,8 +10,8 @@ import pytest
 
 from antiphon.service.domain.errors import OverBudget
 from antiphon.service.server.connection_watch import ConnectionWatch, num_open_files
-from antiphon.service.server.machine import allow_files, check_memory, memory_bytes
-from antiphon.service.server.memory import ModelMemory
+from antiphon.service.server.models.machine import allow_files, check_memory, memory_bytes
+from antiphon.service.server.models.memory import ModelMemory
 from tests.fakes import FakeClock
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)

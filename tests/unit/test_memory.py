@@ -20,8 +20,8 @@ from antiphon.service.observability.metrics.metric_families import MetricFamilie
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
 from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.server.loading import Shared, StartupError, load
-from antiphon.service.server.memory import (
+from antiphon.service.server.models.loading import Shared, StartupError, load
+from antiphon.service.server.models.memory import (
     DEFAULT_WORKSPACE_BYTES,
     MemoryBudget,
     ModelMemory,
@@ -29,7 +29,7 @@ from antiphon.service.server.memory import (
     encode_budget,
     need_of,
 )
-from antiphon.service.server.model_settings import ModelPlan, ModelSettings
+from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
 from tests.unit.tiny_graphs import tiny_model

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from antiphon.model.bundle.manifest import Bundle, GraphSet
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
-from antiphon.service.server.memory import Need, need_of
-from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.models.memory import Need, need_of
+from antiphon.service.server.models.model_settings import ModelPlan
 
 KIB, MIB = 1 << 10, 1 << 20
 

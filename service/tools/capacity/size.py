@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.models.model_settings import ModelPlan
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
 from antiphon.service.tools.capacity.kustomize import component
 from antiphon.service.tools.capacity.ranges import number, whole

@@ -20,7 +20,7 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, poo
 from antiphon.service.domain.errors import OverBudget
 from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
-from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.models.model_settings import ModelPlan
 
 # For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20

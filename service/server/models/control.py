@@ -18,8 +18,8 @@ from antiphon.service.domain.errors import BadBundle, Unavailable
 from antiphon.service.engine.engine import Engine
 from antiphon.service.rpc.calls.background import in_background, let_go
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.server.loading import Shared, StartupError, load
-from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.models.loading import Shared, StartupError, load
+from antiphon.service.server.models.model_settings import ModelPlan
 
 log = logging.getLogger(__name__)
 

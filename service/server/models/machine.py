@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from antiphon.service.domain.errors import OverBudget
-from antiphon.service.server.memory import ModelMemory
+from antiphon.service.server.models.memory import ModelMemory
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
 from antiphon.service.runtime.runners import AnyRunner, open_runner
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
-from antiphon.service.server.machine import check_memory
-from antiphon.service.server.memory import LIMIT_MARGIN, MemoryBudget, ModelMemory, encode_budget, need_of
-from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.models.machine import check_memory
+from antiphon.service.server.models.memory import LIMIT_MARGIN, MemoryBudget, ModelMemory, encode_budget, need_of
+from antiphon.service.server.models.model_settings import ModelPlan
 from antiphon.v1 import inference_pb2 as pb
 
 
