@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.load.plan import PlanError
-from antiphon.load.trace import Entry, read_trace
+from antiphon.load.workload.plan import PlanError
+from antiphon.load.workload.trace import Entry, read_trace
 
 
 def trace_of(folder: Path, text: str) -> list[Entry]:

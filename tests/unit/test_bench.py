@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.load.texts import EVERYDAY
+from antiphon.load.workload.texts import EVERYDAY
 from antiphon.model.text.tokenizer import byte_bpe_format
 from antiphon.service.tools.bench import command
 from antiphon.service.tools.bench.ctranslate2.reference import (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.load.texts import EVERYDAY
+from antiphon.load.workload.texts import EVERYDAY
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import Tokenizer, encode_sources
 from antiphon.service.tools.bench.report import BenchError

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from antiphon.load.percentiles import Spread, spread_ms
-from antiphon.load.plan import Plan
-from antiphon.load.record import OK, UNFINISHED, Outcome, Record
-from antiphon.load.schedule import arrivals_of
+from antiphon.load.calls.record import OK, UNFINISHED, Outcome, Record
+from antiphon.load.results.percentiles import Spread, spread_ms
+from antiphon.load.workload.plan import Plan
+from antiphon.load.workload.schedule import arrivals_of
 
 MAX_ERROR_SHARE = 0.01
 """A rate with at least this share of failed requests is not sustainable."""

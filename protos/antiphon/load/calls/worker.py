@@ -1,4 +1,4 @@
-"""One client process of a load test: `python -m antiphon.load.worker`, which only `drive.py` starts.
+"""One client process of a load test: `python -m antiphon.load.calls.worker`, which only `drive.py` starts.
 
 Standard input: a pickled (plan, process), then a line with the start time. The run stops when standard input closes.
 Standard output, pickled: None or the reason why the process cannot start, then the record. The parent, a process of the
@@ -17,11 +17,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, BinaryIO
 
-from antiphon.load.caller import Caller
-from antiphon.load.offer import offer
-from antiphon.load.plan import Plan
-from antiphon.load.record import Record
-from antiphon.load.schedule import share_of
+from antiphon.load.calls.caller import Caller
+from antiphon.load.calls.offer import offer
+from antiphon.load.calls.record import Record
+from antiphon.load.workload.plan import Plan
+from antiphon.load.workload.schedule import share_of
 
 
 def main() -> None:

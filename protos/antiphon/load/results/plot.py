@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from antiphon.load.result import Result
+from antiphon.load.results.result import Result
 
 _PERCENTS = ("p50", "p95", "p99")
 

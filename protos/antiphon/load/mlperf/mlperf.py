@@ -18,11 +18,11 @@ from typing import Any, Self, TypeVar
 
 import mlperf_loadgen
 
-from antiphon.load.caller import Caller
+from antiphon.load.calls.caller import Caller
+from antiphon.load.calls.record import OK
 from antiphon.load.drive import DriveError
-from antiphon.load.mlperf_summary import Summary, read_summary
-from antiphon.load.plan import Plan, PlanError
-from antiphon.load.record import OK
+from antiphon.load.mlperf.mlperf_summary import Summary, read_summary
+from antiphon.load.workload.plan import Plan, PlanError
 
 _PERCENTILE = 0.99
 _T = TypeVar("_T")

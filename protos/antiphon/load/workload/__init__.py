@@ -1,0 +1,1 @@
+"""Workload of a load test: plan, texts, traces and arrival times."""
