@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from antiphon.cli import main as cli
 from antiphon.cli.alignment_plot import plot_alignment
-from antiphon.cli.explain import END
+from antiphon.cli.commands.explain import END
 from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"
@@ -189,7 +189,8 @@ async def test_explain_says_what_installs_matplotlib(
 
 def test_explain_without_a_picture_imports_grpc_and_protobuf_only() -> None:
     script = (
-        "import sys, antiphon.cli.explain; print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
+        "import sys, antiphon.cli.commands.explain; "
+        "print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
