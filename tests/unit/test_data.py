@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.training.data import (
+from antiphon.model.training.data.translation_data import (
     IGNORED_LABEL,
     LENGTH_STEP,
     Example,

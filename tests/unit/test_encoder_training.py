@@ -13,15 +13,15 @@ from antiphon.cli.main import main
 from antiphon.model.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.model.head_config import FIRST_TOKEN_TASKS
 from antiphon.model.text.template import fill
-from antiphon.model.training.data import IGNORED_LABEL
-from antiphon.model.training.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.model.training.pretrain_task import PretrainTask
+from antiphon.model.training.data.text_files import Tagged
+from antiphon.model.training.data.translation_data import IGNORED_LABEL
+from antiphon.model.training.data.word_tags import first_tags, token_tags, words_of_tokens
 from antiphon.model.training.recipe import RecipeError, load_any_recipe
-from antiphon.model.training.span_f1 import span_score
-from antiphon.model.training.text_files import Tagged
+from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.tasks.pretrain_task import PretrainTask
+from antiphon.model.training.tasks.span_f1 import span_score
+from antiphon.model.training.tasks.training_task import Batches, RunFolders
 from antiphon.model.training.train import Trainer, frozen
-from antiphon.model.training.training_task import Batches, RunFolders
-from antiphon.model.training.word_tags import first_tags, token_tags, words_of_tokens
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

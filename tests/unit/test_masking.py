@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.model.training.data import IGNORED_LABEL
-from antiphon.model.training.masking import Masking
+from antiphon.model.training.data.masking import Masking
+from antiphon.model.training.data.translation_data import IGNORED_LABEL
 from antiphon.model.training.recipe import MaskingConfig
 
 VOCAB = 60

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model.training.sentence_pairs import sentence_pairs
+from antiphon.model.training.data.sentence_pairs import sentence_pairs
 
 Documents = list[list[list[int]]]
 

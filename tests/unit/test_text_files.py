@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.training.recipe import LabelledData, RecipeError, TextFile
-from antiphon.model.training.text_files import (
+from antiphon.model.training.data.text_files import (
     Labelled,
     Tagged,
     is_held_out,
@@ -16,6 +15,7 @@ from antiphon.model.training.text_files import (
     read_tagged,
     read_texts,
 )
+from antiphon.model.training.recipe import LabelledData, RecipeError, TextFile
 
 
 def written(folder: Path, name: str, content: bytes, **settings: str) -> TextFile:

@@ -15,10 +15,10 @@ import torch
 from antiphon.cli.main import main
 from antiphon.model.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.model.training.group import Group
-from antiphon.model.training.prune import prune
+from antiphon.model.training.pruning.prune import prune
 from antiphon.model.training.recipe import Recipe, RecipeError, TrainConfig
+from antiphon.model.training.tasks.translation_task import TranslationTask
 from antiphon.model.training.train import Trainer, learning_rate
-from antiphon.model.training.translation_task import TranslationTask
 from antiphon.model.transformer.greedy import greedy
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

@@ -191,7 +191,7 @@ before the export the model is compared with the original in transformers, in fl
 sacreBLEU and chrF; --json prints one object per system""",
     ),
     "prune": Subcommand(
-        module="antiphon.model.training.prune",
+        module="antiphon.model.training.pruning.prune",
         extra="train",
         summary="remove the least important attention heads",
         examples="""\

@@ -20,9 +20,9 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.model.training.data.text_files import Part
 from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import AnyRecipe
-from antiphon.model.training.text_files import Part
 from antiphon.model.transformer.transformer import Transformer
 
 

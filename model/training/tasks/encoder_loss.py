@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
-from antiphon.model.training.data import IGNORED_LABEL
-from antiphon.model.training.encoder_data import EncoderBatch
-from antiphon.model.training.loss import linear_cross_entropy, padding_of
+from antiphon.model.training.data.encoder_data import EncoderBatch
+from antiphon.model.training.data.translation_data import IGNORED_LABEL
+from antiphon.model.training.tasks.loss import linear_cross_entropy, padding_of
 from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.transformer import Transformer
 

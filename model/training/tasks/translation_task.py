@@ -12,12 +12,20 @@ from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.training.corpus import load_corpus
-from antiphon.model.training.data import IGNORED_LABEL, Batch, Example, collate, encode_pairs, plan_batches, rows_of
-from antiphon.model.training.loss import linear_cross_entropy
+from antiphon.model.training.data.corpus import load_corpus
+from antiphon.model.training.data.text_files import Part
+from antiphon.model.training.data.translation_data import (
+    IGNORED_LABEL,
+    Batch,
+    Example,
+    collate,
+    encode_pairs,
+    plan_batches,
+    rows_of,
+)
 from antiphon.model.training.recipe import Recipe
-from antiphon.model.training.text_files import Part
-from antiphon.model.training.training_task import RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training.tasks.loss import linear_cross_entropy
+from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
 from antiphon.model.transformer.transformer import Transformer
 
 

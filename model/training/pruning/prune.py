@@ -26,9 +26,9 @@ from antiphon.model.checkpoints.checkpoint import (
 )
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.tokenizer import TokenizerError
-from antiphon.model.training.corpus import Pair, load_corpus
-from antiphon.model.training.data import collate, encode_pairs, plan_batches
-from antiphon.model.training.head_importance import attentions, head_importance, mean_loss
+from antiphon.model.training.data.corpus import Pair, load_corpus
+from antiphon.model.training.data.translation_data import collate, encode_pairs, plan_batches
+from antiphon.model.training.pruning.head_importance import attentions, head_importance, mean_loss
 from antiphon.model.training.recipe import RecipeError, load_recipe
 from antiphon.model.transformer.transformer import Transformer
 

@@ -17,14 +17,22 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.template import fill, num_before
-from antiphon.model.training.data import IGNORED_LABEL, plan_lengths
-from antiphon.model.training.encoder_data import EncoderBatch, EncoderExample, collate
-from antiphon.model.training.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.data.encoder_data import EncoderBatch, EncoderExample, collate
+from antiphon.model.training.data.text_files import (
+    Labelled,
+    Part,
+    Parts,
+    Tagged,
+    read_labelled,
+    read_parts,
+    read_tagged,
+)
+from antiphon.model.training.data.translation_data import IGNORED_LABEL, plan_lengths
+from antiphon.model.training.data.word_tags import OUTSIDE, first_tags, inside, token_tags, words_of_tokens
 from antiphon.model.training.recipe import FineTuneRecipe, RecipeError
-from antiphon.model.training.span_f1 import span_score
-from antiphon.model.training.text_files import Labelled, Part, Parts, Tagged, read_labelled, read_parts, read_tagged
-from antiphon.model.training.training_task import RunFolders, provenance_of, run_tokenizer
-from antiphon.model.training.word_tags import OUTSIDE, first_tags, inside, token_tags, words_of_tokens
+from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.tasks.span_f1 import span_score
+from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer
 from antiphon.model.transformer.transformer import Transformer
 
 

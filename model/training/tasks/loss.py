@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.model.training.data import IGNORED_LABEL
+from antiphon.model.training.data.translation_data import IGNORED_LABEL
 
 # Rows of a chunk: 512 x 8,000 float32 logits are 16 MB. Measured on two cores with 2,600 labels, 8,000 tokens and bf16:
 # 0.08 to 0.11 s with 256 to 1,024 rows, 0.17 to 0.28 s with whole arrays; smaller chunks were slower.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from antiphon.model.training.text_files import Tagged
+from antiphon.model.training.data.text_files import Tagged
 
 OUTSIDE = "O"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.training.corpus import Pair
+from antiphon.model.training.data.corpus import Pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

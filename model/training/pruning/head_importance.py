@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from antiphon.model.training.data import IGNORED_LABEL, Batch
+from antiphon.model.training.data.translation_data import IGNORED_LABEL, Batch
 from antiphon.model.transformer.layers import CrossAttention, SelfAttention
 from antiphon.model.transformer.transformer import Transformer
 

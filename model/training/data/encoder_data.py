@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
-from antiphon.model.training.data import IGNORED_LABEL, rounded, rows_of
+from antiphon.model.training.data.translation_data import IGNORED_LABEL, rounded, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

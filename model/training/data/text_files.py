@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from antiphon.model.training.corpus import read_verified
+from antiphon.model.training.data.corpus import read_verified
 from antiphon.model.training.recipe import LabelledData, RecipeError, TextFile
 
 HELD_OUT_SALT = "antiphon-held-out-texts-v1|"

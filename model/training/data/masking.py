@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from antiphon.model.training.data import IGNORED_LABEL
+from antiphon.model.training.data.translation_data import IGNORED_LABEL
 from antiphon.model.training.recipe import MaskingConfig
 
 

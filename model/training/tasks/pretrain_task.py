@@ -14,14 +14,14 @@ from antiphon.model.head_config import HeadConfig, Task
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.template import fill
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
-from antiphon.model.training.data import plan_lengths
-from antiphon.model.training.encoder_data import EncoderBatch, EncoderExample, collate
-from antiphon.model.training.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.model.training.masking import Masking
+from antiphon.model.training.data.encoder_data import EncoderBatch, EncoderExample, collate
+from antiphon.model.training.data.masking import Masking
+from antiphon.model.training.data.sentence_pairs import Document, sentence_pairs
+from antiphon.model.training.data.text_files import Part, is_held_out, read_documents, read_texts
+from antiphon.model.training.data.translation_data import plan_lengths
 from antiphon.model.training.recipe import PretrainRecipe, RecipeError
-from antiphon.model.training.sentence_pairs import Document, sentence_pairs
-from antiphon.model.training.text_files import Part, is_held_out, read_documents, read_texts
-from antiphon.model.training.training_task import RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
 from antiphon.model.transformer.transformer import Transformer
 
 VALID_PER_MILLE = 10
