@@ -15,8 +15,8 @@ from antiphon.load.calls.caller import Caller
 from antiphon.load.calls.offer import offer
 from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
 from antiphon.load.drive import DriveError, drive, run
+from antiphon.load.plan import Ask, Plan
 from antiphon.load.results.result import Result
-from antiphon.load.workload.plan import Ask, Plan
 from antiphon.load.workload.schedule import Arrival, arrivals_of
 from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb

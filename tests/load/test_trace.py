@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.load.workload.plan import PlanError
+from antiphon.load.plan import PlanError
 from antiphon.load.workload.trace import Entry, read_trace
 
 

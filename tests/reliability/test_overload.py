@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import replace
 
 from antiphon.load.drive import drive
-from antiphon.load.workload.plan import Ask, Plan
+from antiphon.load.plan import Ask, Plan
 from antiphon.load.workload.texts import EVERYDAY
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle

@@ -15,12 +15,12 @@ from antiphon.cli.connection_flags import connection_problem
 from antiphon.client import ServerError
 from antiphon.load.drive import DriveError
 from antiphon.load.drive import run as drive
+from antiphon.load.plan import Plan, PlanError
 from antiphon.load.probe import Probe
 from antiphon.load.report import as_json, as_text, curve, mlperf_as_json, mlperf_as_text, warnings
 from antiphon.load.results.result import Result
 from antiphon.load.results.search import bracketed_rate
 from antiphon.load.workload.flags import add_load_flags, read_plan
-from antiphon.load.workload.plan import Plan, PlanError
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2

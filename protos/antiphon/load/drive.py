@@ -21,8 +21,8 @@ from typing import Any
 from antiphon.load.calls.caller import Caller
 from antiphon.load.calls.offer import offer
 from antiphon.load.calls.record import Record
+from antiphon.load.plan import Plan
 from antiphon.load.results.result import Result
-from antiphon.load.workload.plan import Plan
 from antiphon.load.workload.schedule import share_of
 
 # Time between the order to start and the start, so that every process has received the order.

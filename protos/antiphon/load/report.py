@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from antiphon.load.plan import Plan
 from antiphon.load.results.percentiles import Spread
 from antiphon.load.results.result import MAX_LAG_MS, Result
-from antiphon.load.workload.plan import Plan
 
 if TYPE_CHECKING:
     from antiphon.load.mlperf.mlperf import Verdict

@@ -19,7 +19,7 @@ from antiphon.client.messages import Languages, as_server_error, stream_request,
 from antiphon.client.options import Options
 from antiphon.client.terms import SERVICE_NAME, Terms
 from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
-from antiphon.load.workload.plan import Ask, Plan
+from antiphon.load.plan import Ask, Plan
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1 import inference_pb2_grpc
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from antiphon.load.calls.record import OK, Record, Reply
-from antiphon.load.workload.plan import Ask, Plan
+from antiphon.load.plan import Ask, Plan
 from antiphon.load.workload.schedule import Arrival
 
 # Wait for a call beyond its deadline. gRPC normally ends it by then.

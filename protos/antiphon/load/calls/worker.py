@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from antiphon.load.calls.caller import Caller
 from antiphon.load.calls.offer import offer
 from antiphon.load.calls.record import Record
-from antiphon.load.workload.plan import Plan
+from antiphon.load.plan import Plan
 from antiphon.load.workload.schedule import share_of
 
 

@@ -22,7 +22,7 @@ from antiphon.load.calls.caller import Caller
 from antiphon.load.calls.record import OK
 from antiphon.load.drive import DriveError
 from antiphon.load.mlperf.mlperf_summary import Summary, read_summary
-from antiphon.load.workload.plan import Plan, PlanError
+from antiphon.load.plan import Plan, PlanError
 
 _PERCENTILE = 0.99
 _T = TypeVar("_T")

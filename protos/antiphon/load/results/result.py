@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from antiphon.load.calls.record import OK, UNFINISHED, Outcome, Record
+from antiphon.load.plan import Plan
 from antiphon.load.results.percentiles import Spread, spread_ms
-from antiphon.load.workload.plan import Plan
 from antiphon.load.workload.schedule import arrivals_of
 
 MAX_ERROR_SHARE = 0.01

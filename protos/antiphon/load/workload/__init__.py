@@ -1,1 +1,1 @@
-"""Workload of a load test: plan, texts, traces and arrival times."""
+"""Workload of a load test: texts, traces and arrival times."""

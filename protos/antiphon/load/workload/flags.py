@@ -10,7 +10,7 @@ from typing import Any
 from antiphon.cli.connection_flags import add_connection_flags, read_connection
 from antiphon.cli.lines import positive
 from antiphon.client import DEFAULT_TARGET
-from antiphon.load.workload.plan import Ask, Objective, Plan, PlanError
+from antiphon.load.plan import Ask, Objective, Plan, PlanError
 from antiphon.load.workload.texts import read_texts
 from antiphon.load.workload.trace import Entry, read_trace
 

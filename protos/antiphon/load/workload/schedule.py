@@ -6,8 +6,8 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from antiphon.load.plan import Plan
 from antiphon.load.workload.arrivals import poisson_times
-from antiphon.load.workload.plan import Plan
 
 Arrival = tuple[float, int]
 """Seconds since the start, and index of the ask in the plan."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.load.workload.plan import PlanError
+from antiphon.load.plan import PlanError
 
 EVERYDAY = (
     "Stop!",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from antiphon.load.workload.plan import PlanError
+from antiphon.load.plan import PlanError
 from antiphon.load.workload.texts import read_file
 
 _FIELDS = ("time_s", "text", "source_tokens", "max_new_tokens")
