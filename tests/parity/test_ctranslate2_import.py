@@ -35,7 +35,7 @@ from antiphon.model.bundle.manifest import Bundle, Precision
 from antiphon.model.checkpoints.ctranslate2_file import ModelFile
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.config import preset
-from antiphon.model.export.quantize import quantize_rows
+from antiphon.model.export.weights.quantize import quantize_rows
 from antiphon.model.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.model.transformer.greedy import greedy

@@ -24,10 +24,10 @@ from antiphon.model.bundle.graph_ports import (
     head_outputs,
 )
 from antiphon.model.bundle.manifest import Lowering
-from antiphon.model.export.contrib_lowering import LOWERINGS
-from antiphon.model.export.native_graph import PackedEncoder, PackedHead, PackedStates, PagedDecoder
-from antiphon.model.export.simplify import simplify, simplify_native
-from antiphon.model.export.translation import TRANSLATIONS
+from antiphon.model.export.graphs.contrib_lowering import LOWERINGS
+from antiphon.model.export.graphs.native_graph import PackedEncoder, PackedHead, PackedStates, PagedDecoder
+from antiphon.model.export.graphs.simplify import simplify, simplify_native
+from antiphon.model.export.graphs.translation import TRANSLATIONS
 from antiphon.model.head_config import Task
 from antiphon.model.ops.attention import Backend
 from antiphon.model.transformer.heads import Head

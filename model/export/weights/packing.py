@@ -26,9 +26,9 @@ import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Precision
-from antiphon.model.export.graph_edit import Editor, constant_array, operand, take_over
-from antiphon.model.export.quantize import quantize_rows
-from antiphon.model.export.quantize_groups import GROUP, quantize_groups
+from antiphon.model.export.graphs.graph_edit import Editor, constant_array, operand, take_over
+from antiphon.model.export.weights.quantize import quantize_rows
+from antiphon.model.export.weights.quantize_groups import GROUP, quantize_groups
 from antiphon.model.ops.operator import DOMAIN, Operator
 from antiphon.model.ops.operators.all_operators import OPERATORS
 

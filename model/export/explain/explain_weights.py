@@ -21,9 +21,9 @@ import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Precision
-from antiphon.model.export.graph_edit import Editor, constant_array, operand, shape_of, take_over
-from antiphon.model.export.packing import PANEL, pack_float, pack_int8
-from antiphon.model.export.quantize import quantize_rows
+from antiphon.model.export.graphs.graph_edit import Editor, constant_array, operand, shape_of, take_over
+from antiphon.model.export.weights.packing import PANEL, pack_float, pack_int8
+from antiphon.model.export.weights.quantize import quantize_rows
 
 Layout = Literal["native", "plain"]
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from antiphon.model.bundle.explain_session import INPUTS, OUTPUTS, ExplainSession
 from antiphon.model.bundle.manifest import Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.export.quantize import quantize_rows
-from antiphon.model.export.simplify import forget_shapes, simplify
-from antiphon.model.export.trace import OPSET, quiet_exporter
-from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.graphs.simplify import forget_shapes, simplify
+from antiphon.model.export.graphs.trace import OPSET, quiet_exporter
+from antiphon.model.export.verification.verify import VerificationError
+from antiphon.model.export.weights.quantize import quantize_rows
 from antiphon.model.ops.attention import visible_keys
 from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, SelfAttention
 from antiphon.model.transformer.positions import rotary_tables, rotate

@@ -22,7 +22,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
-from antiphon.model.export.graph_edit import Editor, constant_array, shape_of, static_dim, take_over
+from antiphon.model.export.graphs.graph_edit import Editor, constant_array, shape_of, static_dim, take_over
 
 CONTRIB = "com.microsoft"
 _LEVELS = 127

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from antiphon.model.export.graph_edit import (
+from antiphon.model.export.graphs.graph_edit import (
     Editor,
     constant_array,
     operand,

@@ -15,7 +15,7 @@ import torch
 
 from antiphon.model.bundle.manifest import GraphSet, Precision
 from antiphon.model.bundle.native_encoder import Floats, Ids, NativeEncoder
-from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.transformer.transformer import Transformer
 
 _SOURCE_LENS = (9, 33, 1, 9, 17, 33, 5)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from antiphon.model.export.graph_edit import Editor, constant_array, operand, take_over
+from antiphon.model.export.graphs.graph_edit import Editor, constant_array, operand, take_over
 
 
 def simplify(model: ir.Model) -> None:
