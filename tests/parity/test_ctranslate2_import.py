@@ -32,7 +32,7 @@ from ctranslate2.specs import common_spec, model_spec, transformer_spec
 from prometheus_client import CollectorRegistry
 
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.checkpoints.ctranslate2_file import ModelFile
+from antiphon.model.checkpoints.ctranslate2.model_file import ModelFile
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.config import preset
 from antiphon.model.export.weights.quantize import quantize_rows

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from antiphon.model.checkpoints.families.text_formats import Languages, sentencepiece_format, tokenizers_format
+from antiphon.model.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
 from antiphon.model.text.format import TextFormat, TokenizerError
 from antiphon.model.text.template import LanguageIds, fill, language_id
 from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer

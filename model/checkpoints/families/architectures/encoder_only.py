@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from antiphon.model.checkpoints.families.text_formats import tokenizers_format
 from antiphon.model.checkpoints.settings import (
     Settings,
     activation,
@@ -23,6 +22,7 @@ from antiphon.model.checkpoints.settings import (
     setting,
 )
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadActivation, Scores, Task
 from antiphon.model.text.format import TextFormat
