@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from antiphon.service.tools.capacity.autoscaler import (
+from antiphon.service.tools.capacity.simulation.autoscaler import (
     SYNC_PERIOD_S,
     Autoscaler,
     Policy,

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from antiphon.service.tools.capacity.service_curve import ServiceCurve
-from antiphon.service.tools.capacity.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
+from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
+from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
 
 NUM_REQUESTS = 200_000
 # Means of so many dependent waits wander by about a hundredth at the loads below.

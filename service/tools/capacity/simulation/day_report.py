@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.service.tools.capacity.fleet import Outcome
-from antiphon.service.tools.capacity.service_curve import ServiceCurve
-from antiphon.service.tools.capacity.traffic import Floats, Traffic
+from antiphon.service.tools.capacity.simulation.fleet import Outcome
+from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
+from antiphon.service.tools.capacity.simulation.traffic import Floats, Traffic
 
 HOUR_S = 3600.0
 _HEAD = ("", "refused", "wait p50", "p99", "answer p50", "p99", "too slow", "replica-hours", "mean", "most", "changes")

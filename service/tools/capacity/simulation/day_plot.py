@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from antiphon.service.tools.capacity.fleet import Outcome
-from antiphon.service.tools.capacity.service_curve import ServiceCurve
+from antiphon.service.tools.capacity.simulation.fleet import Outcome
+from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
 
 _HOUR_S = 3600.0
 _WINDOW_S = 300.0

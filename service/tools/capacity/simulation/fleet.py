@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.tools.capacity.autoscaler import SYNC_PERIOD_S, Autoscaler, desired_by_average, desired_by_ratio
-from antiphon.service.tools.capacity.scaled_object import ScaledObject, Trigger
-from antiphon.service.tools.capacity.service_curve import ServiceCurve
-from antiphon.service.tools.capacity.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
-from antiphon.service.tools.capacity.traffic import Floats, Traffic
+from antiphon.service.tools.capacity.simulation.autoscaler import (
+    SYNC_PERIOD_S,
+    Autoscaler,
+    desired_by_average,
+    desired_by_ratio,
+)
+from antiphon.service.tools.capacity.simulation.scaled_object import ScaledObject, Trigger
+from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
+from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
+from antiphon.service.tools.capacity.simulation.traffic import Floats, Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

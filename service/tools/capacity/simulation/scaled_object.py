@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from antiphon.service.tools.capacity.autoscaler import DEFAULT_DOWN, DEFAULT_UP, Policy, Rules, Scaling
 from antiphon.service.tools.capacity.replicas import CapacityError
+from antiphon.service.tools.capacity.simulation.autoscaler import DEFAULT_DOWN, DEFAULT_UP, Policy, Rules, Scaling
 
 # Simulated metrics, by the name of the metric in a trigger's query.
 METRICS = {

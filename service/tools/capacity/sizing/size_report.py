@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from antiphon.service.tools.capacity.footprint import MIB
-from antiphon.service.tools.capacity.sizing import Sizing
+from antiphon.service.tools.capacity.sizing.footprint import MIB
+from antiphon.service.tools.capacity.sizing.sizing import Sizing
 
 Row = tuple[str, str, str]
 

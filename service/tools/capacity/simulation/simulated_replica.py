@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from antiphon.service.tools.capacity.service_curve import ServiceCurve
+from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

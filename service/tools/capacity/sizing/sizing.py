@@ -9,8 +9,8 @@ from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
 from antiphon.service.server.models.model_settings import ModelPlan
-from antiphon.service.tools.capacity.footprint import MIB, Footprint, footprint_of
 from antiphon.service.tools.capacity.replicas import CapacityError, Demand, Replicas, ServiceRate, replicas_for
+from antiphon.service.tools.capacity.sizing.footprint import MIB, Footprint, footprint_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.service.tools.capacity.sizing import Sizing
+from antiphon.service.tools.capacity.sizing.sizing import Sizing
 
 _COMPONENT = """\
 # Size of a replica, from measurements: cores, memory, cache blocks. Made by a command that prints its formulas
