@@ -12,17 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
-from antiphon.service.engine.queue.bounds import QueueLimits
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
@@ -31,7 +29,7 @@ from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner
 from antiphon.service.runtime.warm_up import warm_up
 
-__all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
+__all__ = ["EncodeReport", "Engine", "Runner"]
 
 log = logging.getLogger(__name__)
 
@@ -42,43 +40,20 @@ MAX_FAILED_STEPS = 8
 _STOP_PATIENCE_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """Budgets of one engine.
-
-    max_num_seqs: rows that run together, one for each beam or sample; None is the number of rows of the runner.
-    max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
-    max_queued_requests, max_queued_tokens: bounds of the waiting queue.
-    max_queue_time_s: a request is refused where it is expected to wait longer; None is no bound.
-    encode_budget: limit of the predicted workspace of one encoder pass; None where it is not known.
-    """
-
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 1024
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 131_072
-    max_queue_time_s: float | None = None
-    encode_budget: EncodeBudget | None = None
-
-
 class Engine:
     """Serves requests with one runner. Methods are safe from any thread; only drain and stop block.
 
-    Construction raises ValueError, which names the field of the configuration that the runner cannot serve.
+    Construction raises ValueError, which names the limit that the runner cannot serve.
     """
 
     def __init__(
-        self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+        self, runner: Runner, limits: EngineLimits, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_num_seqs = max_num_seqs = _max_num_seqs(runner, config)
-        limits = SchedulerLimits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            encode_budget=config.encode_budget,
-        )
+        _check_rows(runner, limits)
+        self._limits = limits
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._admission = limits_of(runner, max_num_seqs, config.encode_budget)
-        self._queue = _queue(config)
+        self._admission = limits_of(runner, limits)
+        self._queue = RequestQueue(limits)
         self._live: dict[str, SequenceGroup] = {}
         self._cancellations = Cancellations()
         self._metrics = metrics
@@ -135,7 +110,7 @@ class Engine:
     @property
     def max_num_seqs(self) -> int:
         """Rows that run together at most."""
-        return self._max_num_seqs
+        return self._limits.max_num_seqs
 
     @property
     def num_blocks(self) -> int:
@@ -306,18 +281,8 @@ def _failed() -> AntiphonError:
     return EngineFault("the engine failed")
 
 
-def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
-    wanted = runner.max_rows if config.max_num_seqs is None else config.max_num_seqs
-    if not 1 <= wanted <= runner.max_rows:
-        raise ValueError(f"max_num_seqs is {wanted}; it must be 1 to {runner.max_rows}, the rows of the model's caches")
-    return wanted
-
-
-def _queue(config: EngineConfig) -> RequestQueue:
-    return RequestQueue(
-        QueueLimits(
-            max_requests=config.max_queued_requests,
-            max_source_tokens=config.max_queued_tokens,
-            max_wait_s=config.max_queue_time_s,
+def _check_rows(runner: Runner, limits: EngineLimits) -> None:
+    if limits.max_num_seqs > runner.max_rows:
+        raise ValueError(
+            f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {runner.max_rows}, the rows of the model's caches"
         )
-    )

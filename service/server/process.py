@@ -121,7 +121,7 @@ def _within_files(config: ServerConfig) -> ServerConfig:
 
     Without free descriptors nothing works, including /metrics and the files of certificates and tokens.
     """
-    num_requests = sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans)
+    num_requests = sum(plan.limits.max_accepted_requests for plan in config.plans)
     num_ports = (config.admin_port is not None) + (config.probe_port is not None)
     room = allow_files(max(num_requests, config.max_connections or 0), num_ports * OTHER_PORT_CONNECTIONS)
     limits = [limit for limit in (config.max_connections, room) if limit is not None]

@@ -11,6 +11,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,21 +25,16 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from antiphon.service.domain.limits import ALLOWED, EngineLimits
 from antiphon.service.rpc.security.access_settings import AccessSettings, Port, contradiction
 from antiphon.service.server.models.model_settings import (
-    BatchedTokens,
-    CacheBlocks,
     ModelName,
     ModelPlan,
     ModelSettings,
-    NumSeqs,
     PrecisionChoice,
-    QueuedRequests,
-    QueuedTokens,
-    QueueTime,
     Threads,
-    WorkspaceBytes,
     read_model_flags,
+    server_limit,
 )
 
 ENV_PREFIX = "ANTIPHON_"
@@ -93,23 +89,13 @@ class ServerConfig(AccessSettings):
     threads: Threads = Field(
         default_factory=usable_cores, description="Threads that compute one step; unset is every core."
     )
-    max_num_seqs: NumSeqs = Field(default=64, description="Most rows that decode together: outputs and beams.")
-    max_num_batched_tokens: BatchedTokens = Field(
-        default=1024, description="Most source, prefix and scored tokens that one step reads."
-    )
-    max_queued_requests: QueuedRequests = Field(default=1024, description="Most requests that wait.")
-    max_queued_tokens: QueuedTokens = Field(
-        default=131_072, description="Most source tokens of waiting requests together."
-    )
-    max_queue_time_s: QueueTime = Field(
-        default=30.0, description="Longest expected wait at which a request is still accepted."
-    )
-    kv_cache_blocks: CacheBlocks | None = Field(
-        default=None, description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."
-    )
-    workspace_limit_bytes: WorkspaceBytes | None = Field(
-        default=None, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
-    )
+    max_num_seqs: int = server_limit("max_num_seqs")
+    max_num_batched_tokens: int = server_limit("max_num_batched_tokens")
+    max_queued_requests: int = server_limit("max_queued_requests")
+    max_queued_tokens: int = server_limit("max_queued_tokens")
+    max_queue_time_s: float = server_limit("max_queue_time_s")
+    kv_cache_blocks: int | None = server_limit("kv_cache_blocks")
+    workspace_limit_bytes: int | None = server_limit("workspace_limit_bytes")
     max_stream_messages_per_s: int = Field(
         default=500,
         ge=1,
@@ -152,6 +138,11 @@ class ServerConfig(AccessSettings):
     )
 
     @property
+    def limits(self) -> EngineLimits:
+        """Limits of every model that sets none of its own."""
+        return EngineLimits(**{name: getattr(self, name) for name in ALLOWED})
+
+    @property
     def plans(self) -> tuple[ModelPlan, ...]:
         """Plans of the models to load, the default first: `models`, or `bundle` under its own name."""
         if not self.models:
@@ -160,17 +151,14 @@ class ServerConfig(AccessSettings):
 
     def plan(self, name: str | None, settings: ModelSettings) -> ModelPlan:
         """Return the plan to load a model: its own settings, else the server's. name: None takes the bundle's name."""
-        chosen = {
-            field: own if (own := getattr(settings, field)) is not None else getattr(self, field)
-            for field in ModelSettings.model_fields
-            if field != "path"
-        }
         return ModelPlan(
             name=name,
             path=settings.path,
+            precision=self.precision if settings.precision is None else settings.precision,
+            threads=self.threads if settings.threads is None else settings.threads,
+            limits=replace(self.limits, **settings.own_limits),
             max_message_bytes=self.max_message_bytes,
             max_text_bytes=self.max_text_bytes,
-            **chosen,
         )
 
 

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 
 from antiphon.service.domain.errors import Unavailable
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.queue.bounds import QueueBounds, QueueLimits
+from antiphon.service.engine.queue.bounds import QueueBounds
 from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
 from antiphon.service.engine.queue.wait_times import WaitTimes
 from antiphon.service.engine.queue.waiting_groups import WaitingGroups
@@ -22,7 +23,7 @@ from antiphon.service.engine.sequence import SequenceGroup
 class RequestQueue:
     """Bounded queue of waiting groups; every method is safe from any thread."""
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self._lock = threading.Lock()
         self._groups = WaitingGroups()
         self._order = ServiceOrder()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Pooling, Request, Task, head_of
 from antiphon.service.engine.cache.reservations import first_blocks, may_run_short
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.runtime.runner import Runner
@@ -22,17 +22,17 @@ from antiphon.service.runtime.runner import Runner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """Limits of the model and of the pool.
+    """Limits of the engine, of the model and of the pool.
 
     has_encoder, has_decoder, heads: as of the runner.
     may_run_short: requests of one row take their blocks as they need them.
     """
 
+    engine: EngineLimits
     vocab_size: int
     source_vocab_size: int
     max_source_len: int
     max_target_len: int
-    num_rows: int
     num_blocks: int
     block_size: int
     has_encoder: bool
@@ -41,23 +41,23 @@ class AdmissionLimits:
     may_run_short: bool
 
 
-def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None) -> AdmissionLimits:
-    """Return the limits of a runner of which num_rows rows are used, and which encodes within a budget."""
+def limits_of(runner: Runner, engine: EngineLimits) -> AdmissionLimits:
+    """Return the limits of an engine with this runner; the longest source is one that the encode budget allows."""
     max_source_len = runner.max_source_len
-    if budget is not None and runner.has_encoder:
-        max_source_len = budget.longest_source(max_source_len)
+    if engine.encode_budget is not None and runner.has_encoder:
+        max_source_len = engine.encode_budget.longest_source(max_source_len)
     return AdmissionLimits(
+        engine=engine,
         vocab_size=runner.vocab_size,
         source_vocab_size=runner.source_vocab_size,
         max_source_len=max_source_len,
         max_target_len=runner.max_target_len,
-        num_rows=num_rows,
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
         has_encoder=runner.has_encoder,
         has_decoder=runner.has_decoder,
         heads=frozenset(runner.heads),
-        may_run_short=may_run_short(runner, num_rows),
+        may_run_short=may_run_short(runner, engine.max_num_seqs),
     )
 
 
@@ -142,8 +142,8 @@ def _check_rows(request: Request, limits: AdmissionLimits) -> None:
     if request.task is not Task.GENERATE or params.num_rows == 1:
         return
     field = "beam_width" if params.beam_width > 1 else "num_return_sequences"
-    if params.num_rows > limits.num_rows:
-        raise InvalidArgument(field, params.num_rows, f"at most {limits.num_rows}, the rows of a batch")
+    if params.num_rows > limits.engine.max_num_seqs:
+        raise InvalidArgument(field, params.num_rows, f"at most {limits.engine.max_num_seqs}, the rows of a batch")
 
 
 def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, limits: AdmissionLimits) -> None:

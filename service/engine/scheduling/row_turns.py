@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Priority
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.reservations import Reservations
 from antiphon.service.engine.queue.request_queue import RequestQueue
-from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS
 from antiphon.service.engine.scheduling.shares import Shares
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 
@@ -49,7 +50,7 @@ class RowTurns:
     """
 
     def __init__(
-        self, rows: RunningRows, reservations: Reservations, queue: RequestQueue, limits: SchedulerLimits
+        self, rows: RunningRows, reservations: Reservations, queue: RequestQueue, limits: EngineLimits
     ) -> None:
         self._rows = rows
         self._reservations = reservations

@@ -27,6 +27,7 @@ from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.training.data.corpus import Pair, load_corpus
 from antiphon.model.training.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
 from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.limits import ALLOWED
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
@@ -110,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         for option in ("threads", "rows"):
             if getattr(args, option) < 1:
                 raise EvaluationError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+        if not ALLOWED["max_num_seqs"].holds(args.rows):
+            raise EvaluationError(f"--rows is {args.rows}; it must be {ALLOWED['max_num_seqs'].words}")
         scores = _scores(args)
     except _USER_ERRORS as error:
         print(f"antiphon evaluate: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
@@ -21,7 +21,7 @@ from antiphon.service.rpc.calls.probes import LIVENESS, Probes
 from antiphon.service.rpc.v1.models import Served
 from antiphon.service.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
-from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 from tests.serving import Gate
 
 SERVING, NOT_SERVING = 1, 2
@@ -35,7 +35,7 @@ class Bench:
         metrics = Metrics(MetricFamilies(self.registry), "fake")
         self.runner = FakeRunner()
         self.gate = Gate(self.runner)
-        self.engine = Engine(self.runner, EngineConfig(), metrics, clock=self.clock)
+        self.engine = Engine(self.runner, limits_for(self.runner), metrics, clock=self.clock)
         self._health = health.aio.HealthServicer()
         self.probes = Probes(self._health, ("service",))
         unread: Any = None
