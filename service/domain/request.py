@@ -260,7 +260,7 @@ class Request(ABC):
         """Number of tokens of the source, or of the prompt of a decoder-only model."""
         return len(self.source_ids) or self.num_prompt_ids
 
-    def given_ids(self, bos_id: int) -> tuple[int, ...]:
+    def decoder_input_ids(self, bos_id: int) -> tuple[int, ...]:
         """Return the decoder input before the first new token: begin token (bos_id by default) and prefix."""
         return (bos_id if self.begin_id is None else self.begin_id, *self.prefix_ids)
 

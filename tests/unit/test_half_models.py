@@ -51,7 +51,7 @@ def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix:
 
 def reference(bench: Bench, request: Generate) -> list[list[int]]:
     """Return the output of transformers' `generate` for a prompt over the fake model's logits."""
-    params, begin_id = request.params, request.given_ids(0)[0]
+    params, begin_id = request.params, request.decoder_input_ids(0)[0]
     model = Reference(lambda target: bench.runner.logits_after((), target), bos_id=begin_id, eos_id=EOS_ID)
     room = bench.runner.max_target_len - 1 - len(request.prefix_ids)
     outputs = generate(

@@ -1,8 +1,9 @@
 """Choice of the sequences that join the next step: arithmetic over waiting sequences, rows in use and free blocks.
 
-First come, first served: no sequence overtakes another. A sequence that can start with fewer rows than it wants takes
-the rows that are left. An encoder pass costs less per source the more sources it packs. While more sequences wait than
-fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side effects.
+Sequences start in order of arrival: none overtakes another. A sequence that can start with fewer rows than it wants
+takes the rows that are left. The more sources an encoder pass packs, the less it costs per source. While more sequences
+wait than fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side
+effects.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-# Most steps for which a free row stays empty, so that more sources are encoded together.
+# Maximum number of steps for which a free row stays empty, so that more sources are encoded together.
 MAX_DEFERRED_STEPS = 4
 
 
@@ -21,7 +22,7 @@ class Waiting(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Most rows to take at once."""
+        """Maximum number of rows to take at once."""
 
     @property
     def num_first_rows(self) -> int:
@@ -47,27 +48,27 @@ W = TypeVar("W", bound=Waiting)
 class EncodeBudget:
     """Limit of the workspace that encoding takes, and its prediction.
 
-    predict: bytes to encode sources of (tokens together, tokens of the longest); grows with both.
+    predict: bytes that encoding needs, from the total tokens and the tokens of the longest source; grows with both.
     """
 
     max_bytes: float
     predict: Callable[[int, int], float]
 
     def fits(self, num_tokens: int, longest: int) -> bool:
-        """Return whether sources with num_tokens tokens together fit one step, the longest with `longest` tokens."""
+        """Return whether sources with a total of num_tokens, of which the longest has `longest`, fit one step."""
         return self.predict(num_tokens, longest) <= self.max_bytes
 
     def longest_source(self, longest: int) -> int:
-        """Return the tokens of the longest source that fits alone, at most `longest`; 0 where none fits."""
+        """Return the tokens of the longest source that fits alone, at most `longest`; 0 if none fits."""
         lengths = range(1, longest + 1)
         return bisect.bisect_right(lengths, self.max_bytes, key=lambda length: self.predict(length, length))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """Most rows that run together, most tokens prefilled in one step, and the encoder's workspace, where known.
+    """Maximum of rows that run together and of tokens prefilled in one step, and the encoder's workspace if known.
 
-    A single sequence above a budget of a step is prefilled in a step of its own.
+    A sequence that exceeds a budget of a step is prefilled alone in a step.
     """
 
     max_num_seqs: int
@@ -81,7 +82,7 @@ class SchedulerLimits:
 
     @property
     def min_free_rows(self) -> int:
-        """Free rows from which an encoder pass starts while more sequences wait than fit."""
+        """Number of free rows at which an encoder pass starts while more sequences wait than fit."""
         return max(1, self.max_num_seqs // 8)
 
 
@@ -89,7 +90,7 @@ class SchedulerLimits:
 class Batch(Generic[W]):
     """Sequences that join at one step, in order of arrival.
 
-    num_deferred: steps in a row, this one included, in which free rows stayed empty to be filled together.
+    num_deferred: consecutive steps, this one included, in which free rows stayed empty to be filled together later.
     """
 
     joining: tuple[W, ...]
@@ -101,9 +102,9 @@ def schedule(
 ) -> Batch[W]:
     """Choose the sequences that join the running ones at this step.
 
-    waiting: the queue, oldest first, or as much of it as could join and one more
-    num_running: rows in use
-    num_deferred: of the batch of the previous step
+    waiting: the queue, oldest first. The sequences that could join, and the one after them, are enough.
+    num_running: rows in use.
+    num_deferred: value of the batch of the previous step.
     """
     queue = list(waiting)
     num_free_rows = limits.max_num_seqs - num_running
