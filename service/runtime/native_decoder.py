@@ -1,7 +1,7 @@
-"""One step of the native decoder graph: copies a batch to the arrays bound to the graph, and runs the graph.
+"""Runs one step of the native decoder graph: copies a batch to the arrays bound to the graph, and runs the graph.
 
 Owns the bound arrays, so that a step of a known shape binds no arrays. Does not know the meaning of blocks, rows and
-sampling parameters: the operators check all of them.
+sampling parameters; the operators check all of them.
 
 Axes: N tokens of this step, R rows, K samples, E edits, k candidates, X and Y widths of the self and cross tables.
 """
@@ -28,9 +28,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class NativeDecoder:
-    """The decoder graph, bound once for each number of rows and candidates where every row feeds and samples one token.
+    """The decoder graph. Steps in which every row feeds and samples one token are bound once for each shape.
 
-    Edits have arrays of their own that only grow, so that a step with edits needs no other binding.
+    A shape is a number of rows and of candidates. Edits have separate arrays that only grow, so that a step with edits
+    needs no other binding.
     """
 
     def __init__(self, graph: Graph, cache: NDArray[Any], model: ModelConfig, max_rows: int) -> None:
@@ -41,7 +42,7 @@ class NativeDecoder:
         self._positions = np.zeros(max_rows, np.int32)
         self._one_each = np.arange(max_rows + 1, dtype=np.int32)
         self._self_tables = _tables(max_rows, model.max_target_len)
-        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # at least one column
+        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # a table has at least one column
         self._source_lens = np.zeros(max_rows, np.int32)
         self._settings = {name: np.zeros(max_rows, kind) for name, kind in _SETTINGS.items()}
         self._edit_offsets = np.zeros(max_rows + 1, np.int32)
@@ -49,7 +50,7 @@ class NativeDecoder:
         self._edit_values = np.zeros((_FIRST_NUM_EDITS, 3), np.float32)
         self._chosen: Arrays = {"token_ids": np.zeros(max_rows, np.int64), "logprobs": np.zeros(max_rows, np.float32)}
         self._tops = {name: np.zeros(0, kind) for name, kind in _TOPS.items()}
-        self._held: Choices | None = None  # parameters that the bound arrays hold
+        self._held: Choices | None = None  # parameters that the bound arrays contain
         self._bound: dict[tuple[int, int], tuple[Any, Draw]] = {}
         inputs = [*_FED, "cache", *_SETTINGS, "edit_offsets", "edit_ids", "edit_values"]
         graph.require(inputs, [*self._chosen, *_TOPS])
@@ -58,7 +59,7 @@ class NativeDecoder:
         """Run one step; see NativeRunner.decode."""
         rows, choices = batch.num_rows, batch.choices
         if not 0 < rows <= self._max_rows:
-            raise ValueError(f"decode of {rows} rows; it must be 1 to {self._max_rows}")
+            raise ValueError(f"rows of the batch are {rows}; they must be 1 to {self._max_rows}")
         if batch.num_tokens != rows or len(choices) != rows:
             return self._run_once(batch)
         if choices is not self._held:
@@ -73,7 +74,7 @@ class NativeDecoder:
         return bound[1]
 
     def _run_once(self, batch: DecodeBatch) -> Draw:
-        """Run a step of a rare shape, whose binding is not kept: rows with a prefix, or targets to be scored."""
+        """Run a step of a rare shape, whose binding is not kept: with prefixes, or with targets to score."""
         choices, num_choices = batch.choices, len(batch.choices)
         self._held = None
         self._hold_edits(choices)
@@ -98,7 +99,7 @@ class NativeDecoder:
         return samples
 
     def _hold(self, choices: Choices, rows: int) -> None:
-        """Copy the sampling parameters of the rows; a later batch with the same object needs no copy."""
+        """Copy the sampling parameters of the rows. A later batch with the same object needs no copy."""
         self._held = None
         for name, array in self._settings.items():
             array[:rows] = getattr(choices, name)
@@ -137,7 +138,7 @@ class NativeDecoder:
         return bound
 
     def _binding(self, inputs: Arrays, samples: Draw) -> Any:
-        """Return a binding of these inputs, the cache and the edits; with candidates only where there are any."""
+        """Return a binding of these inputs, the cache and the edits, and of candidates if there are any."""
         shared = {"cache": self._cache, "edit_ids": self._edit_ids, "edit_values": self._edit_values}
         names = [*self._chosen, *(_TOPS if samples.top_ids.shape[1] else ())]
         seeds = inputs["seeds"].view(np.int64)

@@ -21,16 +21,16 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.runner import EncodeReport
 
-# Activations of more tokens do not fit the cores' caches: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
+# Activations of more tokens do not fit the cores' caches: 25 us per token at 512, 35 at 2,048 (base model, 2 cores).
 RUN_TOKENS = 768
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class NativeEncoder:
-    """The encoder graph, which writes cross caches into blocks of `cache`; without a cache an encoder-only model.
+    """The encoder graph, which writes cross caches into blocks of `cache`. cache: None for an encoder-only model.
 
-    Raises GraphError where the graph's inputs or outputs are not those of the contract.
+    Raises GraphError if the inputs or outputs of the graph differ from those that GraphSet describes.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class NativeEncoder:
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool,
     ) -> EncodeReport:
-        """Encode sources of any lengths; source i fills the blocks block_tables[i], where there is a cache.
+        """Encode sources of any lengths. If there is a cache, source i fills the blocks block_tables[i].
 
-        type_ids: token types of each source; empty where all are 0. Raises ValueError where a source does not fit its
-        table or its types, GraphError where the graph fails.
+        type_ids: token types of each source; empty if all are 0. Raises ValueError if a source does not fit its
+        table or its types, GraphError if the graph fails.
         """
         lengths = self._checked_lengths(sources, block_tables)
         num_tokens = int(lengths.sum())
@@ -93,7 +93,7 @@ class NativeEncoder:
         }
 
     def _measured(self, inputs: Arrays, memory: NDArray[np.float32] | None) -> int:
-        """Run the graph once, with its output in `memory` where given; returns its peak workspace in bytes."""
+        """Run the graph once, with its output in `memory` if given. Return the peak workspace in bytes."""
         outputs: Arrays = {} if self._cache is None else {"written": np.zeros(1, np.int32)}
         if memory is not None:
             outputs["memory"] = memory

@@ -247,7 +247,7 @@ def test_heads_whose_outputs_are_not_finite_end_their_own_requests_only(loop: as
     [
         (
             request_of("a", source_of(target_len=3)),
-            "this model is an encoder alone and writes nothing; it gives embeddings and has",
+            "this is an encoder-only model, which generates nothing; it gives embeddings and has",
         ),
         (
             reading("a", Task.NEXT_SENTENCE, (0,)),
@@ -265,7 +265,7 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(
 
 def test_what_a_decoder_cannot_do_is_refused_by_name(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, has_encoder=False)
-    with pytest.raises(Unsupported, match="this model is a decoder alone and encodes nothing"):
+    with pytest.raises(Unsupported, match="this is a decoder-only model, which encodes nothing"):
         bench.ask(embedding("a"))
 
 

@@ -94,11 +94,11 @@ def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None
     if task in (Task.GENERATE, Task.SCORE):
         if not limits.has_decoder:
             raise Unsupported(
-                f"this model is an encoder alone and writes nothing; it gives embeddings{_listed(limits)}"
+                f"this is an encoder-only model, which generates nothing; it gives embeddings{_listed(limits)}"
             )
         return
     if not limits.has_encoder:
-        raise Unsupported("this model is a decoder alone and encodes nothing; it generates and scores")
+        raise Unsupported("this is a decoder-only model, which encodes nothing; it generates and scores")
     head = head_of(task, pooling)
     if head is not None and head not in limits.heads:
         raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")

@@ -18,7 +18,7 @@ from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.service.rpc.v1.submission import Submission
 from antiphon.v1 import inference_pb2 as pb
 
-_KINDS = {"encoder": "an encoder alone", "decoder": "a decoder alone"}
+_KINDS = {"encoder": "an encoder-only model", "decoder": "a decoder-only model"}
 
 
 class Explanations:
