@@ -50,7 +50,7 @@ class NativeDecoder:
         self._edit_values = np.zeros((_FIRST_NUM_EDITS, 3), np.float32)
         self._chosen: Arrays = {"token_ids": np.zeros(max_rows, np.int64), "logprobs": np.zeros(max_rows, np.float32)}
         self._tops = {name: np.zeros(0, kind) for name, kind in _TOPS.items()}
-        self._held: Choices | None = None  # parameters that the bound arrays contain
+        self._bound_choices: Choices | None = None  # parameters that the bound arrays contain
         self._bound: dict[tuple[int, int], tuple[Any, Draw]] = {}
         inputs = [*_FED, "cache", *_SETTINGS, "edit_offsets", "edit_ids", "edit_values"]
         graph.require(inputs, [*self._chosen, *_TOPS])
@@ -62,8 +62,8 @@ class NativeDecoder:
             raise ValueError(f"rows of the batch are {rows}; they must be 1 to {self._max_rows}")
         if batch.num_tokens != rows or len(choices) != rows:
             return self._run_once(batch)
-        if choices is not self._held:
-            self._hold(choices, rows)
+        if choices is not self._bound_choices:
+            self._copy_choices(choices, rows)
         self._input_ids[:rows] = batch.token_ids
         self._positions[:rows] = batch.positions
         self._self_tables[:rows, : batch.self_tables.shape[1]] = batch.self_tables
@@ -76,8 +76,8 @@ class NativeDecoder:
     def _run_once(self, batch: DecodeBatch) -> Draw:
         """Run a step of a rare shape, whose binding is not kept: with prefixes, or with targets to score."""
         choices, num_choices = batch.choices, len(batch.choices)
-        self._held = None
-        self._hold_edits(choices)
+        self._bound_choices = None
+        self._copy_edits(choices)
         settings: Arrays = {name: getattr(choices, name) for name in _SETTINGS}
         fed = (
             batch.token_ids,
@@ -98,16 +98,16 @@ class NativeDecoder:
         self._graph.run_bound(self._binding(contiguous, samples))
         return samples
 
-    def _hold(self, choices: Choices, rows: int) -> None:
+    def _copy_choices(self, choices: Choices, rows: int) -> None:
         """Copy the sampling parameters of the rows. A later batch with the same object needs no copy."""
-        self._held = None
+        self._bound_choices = None
         for name, array in self._settings.items():
             array[:rows] = getattr(choices, name)
         self._edit_offsets[: rows + 1] = choices.edit_offsets
-        self._hold_edits(choices)
-        self._held = choices
+        self._copy_edits(choices)
+        self._bound_choices = choices
 
-    def _hold_edits(self, choices: Choices) -> None:
+    def _copy_edits(self, choices: Choices) -> None:
         num_edits = int(choices.edit_offsets[-1])
         if num_edits > len(self._edit_ids):
             capacity = max(num_edits, 2 * len(self._edit_ids))

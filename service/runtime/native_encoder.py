@@ -108,9 +108,9 @@ class NativeEncoder:
         lengths = np.array([len(source) for source in sources], np.int64)
         if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
             raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
-        held = [len(table) for table in block_tables]
-        if self._cache is not None and held != (-(-lengths // BLOCK_SIZE)).tolist():
-            raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {held} blocks")
+        table_lens = [len(table) for table in block_tables]
+        if self._cache is not None and table_lens != (-(-lengths // BLOCK_SIZE)).tolist():
+            raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {table_lens} blocks")
         return lengths
 
     def _tables(self, block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
@@ -133,10 +133,10 @@ def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDA
 
 def _parts(lengths: Sequence[int]) -> list[slice]:
     """Return the neighbouring sources of each forward pass: at most RUN_TOKENS tokens together, or one source."""
-    parts, first, held = [], 0, 0
+    parts, first, num_tokens = [], 0, 0
     for index, length in enumerate(lengths):
-        if held and held + length > RUN_TOKENS:
+        if num_tokens and num_tokens + length > RUN_TOKENS:
             parts.append(slice(first, index))
-            first, held = index, 0
-        held += length
+            first, num_tokens = index, 0
+        num_tokens += length
     return [*parts, slice(first, len(lengths))]

@@ -28,7 +28,7 @@ Parameters = Mapping[str, oip.InferParameter]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReadParameters:
     """Result of reading the parameters of a request.
 
     message: request of antiphon.v1 with the fields that they set. timeout_s: time limit; None is no limit.
@@ -38,7 +38,7 @@ class Asked:
     timeout_s: float | None
 
 
-def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
+def read_parameters(kind: type[Message], parameters: Parameters) -> ReadParameters:
     """Return a message of a kind with the fields that parameters set. Raises InvalidArgument naming the parameter."""
     message = kind()
     options = message.options if "options" in kind.DESCRIPTOR.fields_by_name else None  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
         field = fields[name]
         into = message if field.containing_type is kind.DESCRIPTOR else options
         _fill(into, field, _value(name, parameters[name]))
-    return Asked(message, _timeout_s(parameters))
+    return ReadParameters(message, _timeout_s(parameters))
 
 
 def _fields(kind: type[Message]) -> dict[str, Any]:

@@ -48,9 +48,9 @@ class Explanations:
 
     def _explainer(self) -> Explains:
         if (architecture := self._model.config.architecture) != "encoder-decoder":
-            raise Unsupported(f"this model is {_KINDS[architecture]}; attention maps are of a source and its target")
+            raise Unsupported(f"this is {_KINDS[architecture]}; attention maps need an encoder-decoder model")
         if self._model.explainer is None:
-            raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
+            raise Unsupported("the bundle of this model has no explain graph; export it again to add one")
         return self._model.explainer
 
     async def _greedy_answer(

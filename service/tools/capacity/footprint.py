@@ -74,10 +74,10 @@ def footprint_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Footprint
     """Return the maximum memory of a replica that serves these graphs with this plan."""
     need = need_of(bundle, graphs, plan)
     parts = [*_model_terms(bundle, need), *_workspace_terms(bundle, need, plan), *_request_terms(bundle, plan)]
-    held = [Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES), *parts]
-    spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in held))
+    terms = [Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES), *parts]
+    spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in terms))
     headroom = Term(name="headroom", formula=f"{HEADROOM:g} x the sum of the above", num_bytes=spare_bytes)
-    return Footprint(terms=(*held, headroom), num_blocks=need.num_blocks)
+    return Footprint(terms=(*terms, headroom), num_blocks=need.num_blocks)
 
 
 def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
