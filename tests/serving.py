@@ -31,7 +31,7 @@ from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.rpc.v1.attention_maps import Explains
+from antiphon.service.rpc.v1.attention_maps import AttentionExplainer
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Models, Served
@@ -112,7 +112,7 @@ async def serving(
     prepare: Callable[[FakeRunner], object] = lambda runner: None,
     max_messages_per_s: float = 1e6,
     clock: Callable[[], float] = time.monotonic,
-    explainer: Explains | None = None,
+    explainer: AttentionExplainer | None = None,
     text: TextFormat | None = None,
     heads: Sequence[HeadConfig] = (),
     **settings: Any,

@@ -13,7 +13,7 @@ _ALTERNATIVE, _COMMON = "x509_subject_alternative_name", "x509_common_name"
 
 _named: ContextVar[str | None] = ContextVar("antiphon_caller", default=None)
 enter_caller = _named.set
-"""Set the caller's name, found by `gate.py`, for the current RPC, which runs in a context of its own."""
+"""Set the caller's name, found by `gate.py`, for the current RPC, which runs in a separate context."""
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of each sampling control by itself, by the ranges of the table; `combinations.py` checks them together."""
+"""Checks of single sampling controls, by the ranges of the table; `combinations.py` checks them together."""
 
 from __future__ import annotations
 

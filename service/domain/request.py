@@ -135,7 +135,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request(ABC):
-    """Validated and tokenised request. Each kind of task has a class of its own, see `tasks.py`.
+    """Validated and tokenised request. Each kind of task has a separate class, see `tasks.py`.
 
     The engine reads every kind through this class. The properties of fields that a kind does not have are empty.
 

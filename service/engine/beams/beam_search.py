@@ -26,7 +26,7 @@ class BeamSettings:
     """Parameters of one search.
 
     width: beams. num_candidates: candidates of each beam, and of all beams together.
-    max_new_tokens: most tokens of a hypothesis, the end token included.
+    max_new_tokens: maximum number of tokens of a hypothesis, the end token included.
     eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, independent of the scores.
     keeps_logprobs: True if hypotheses have log-probabilities.
     """
@@ -157,7 +157,7 @@ class BeamSearches:
         ids = np.maximum(ids.ravel()[going], 0)  # a beam without a candidate is dead: feed it any token
         self._scores[:count] = totals.ravel()[going]
         self._remember(parents, ids, logprobs.ravel()[best.ravel()[going]])
-        return Moves(parents, ids, [self.searches[slot] for slot in self._over(is_last)])
+        return Moves(parents, ids, [self.searches[slot] for slot in self._ended_slots(is_last)])
 
     def common_prefix(self, search: Search, known: int) -> tuple[int, ...]:
         """Return the tokens from index `known` on that all live beams and the best finished hypothesis share."""
@@ -212,7 +212,11 @@ class BeamSearches:
             if total <= _DEAD / 2 or (len(finished) == settings.width and score <= finished[-1].score):
                 continue
             beam, token_id = int(parents[rank]), int(ids[rank])
-            kept = (*self._kept(search, beam), float(logprobs.ravel()[best[rank]])) if settings.keeps_logprobs else ()
+            kept = (
+                (*self._beam_logprobs(search, beam), float(logprobs.ravel()[best[rank]]))
+                if settings.keeps_logprobs
+                else ()
+            )
             token_ids = (*self._token_ids[search.slot, beam, :length].tolist(), token_id)
             finished.append(Hypothesis(token_ids, kept, score, _reason(token_id, settings)))
             finished.sort(key=_by_score)
@@ -232,7 +236,7 @@ class BeamSearches:
             history[slots, beams, ends] = added
         self._lengths[:count] += 1
 
-    def _over(self, is_last: NDArray[np.bool_]) -> list[int]:
+    def _ended_slots(self, is_last: NDArray[np.bool_]) -> list[int]:
         """Return the slots of searches that end: at the maximum length, without a live beam, or if none can improve."""
         is_over = is_last | (self._scores[: len(self.searches), 0] == -np.inf)
         for search in self.searches:
@@ -252,11 +256,11 @@ class BeamSearches:
     def _cut(self, search: Search, beam: int, reason: FinishReason) -> Hypothesis:
         settings, length = search.settings, self._length(search)
         token_ids = tuple(self._token_ids[search.slot, beam, :length].tolist())
-        kept = self._kept(search, beam) if settings.keeps_logprobs else ()
+        kept = self._beam_logprobs(search, beam) if settings.keeps_logprobs else ()
         score = float(self._scores[search.slot, beam]) / length**settings.length_penalty
         return Hypothesis(token_ids, kept, score, reason)
 
-    def _kept(self, search: Search, beam: int) -> tuple[float, ...]:
+    def _beam_logprobs(self, search: Search, beam: int) -> tuple[float, ...]:
         return tuple(self._logprobs[search.slot, beam, : self._length(search)].tolist())
 
     def _length(self, search: Search) -> int:

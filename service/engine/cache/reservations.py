@@ -105,7 +105,7 @@ class Reservations:
         group.blocks = set()
         self.num_cross_blocks -= group.num_cross_blocks
 
-    def yield_all(self, group: SequenceGroup) -> None:
+    def give_back_preempted(self, group: SequenceGroup) -> None:
         """Free all blocks of a preempted group; to continue, it needs blocks for all tokens it has produced."""
         self.give_back(group)
         if not group.grows:
@@ -130,9 +130,9 @@ class Reservations:
             self._num_quiet_steps -= 1
             return
         short = [self._rows.sequences[row] for row in np.flatnonzero(self._slack() <= 0).tolist()]
-        for sequence in sorted(short, key=_claim):
+        for sequence in sorted(short, key=_preemption_key):
             while sequence.row is not None and not self._pool.num_free:
-                preempt(max((one for one in self._rows.sequences if one.group.grows), key=_claim).group)
+                preempt(max((one for one in self._rows.sequences if one.group.grows), key=_preemption_key).group)
             if sequence.row is not None:
                 self._extend(sequence)
         self._num_quiet_steps = int(self._slack().min()) - 1 if self._rows else 0
@@ -155,7 +155,7 @@ class Reservations:
         self._rows.extend(sequence)
 
 
-def _claim(sequence: Sequence) -> tuple[bool, int]:
+def _preemption_key(sequence: Sequence) -> tuple[bool, int]:
     """Return the sort key of sequences that need a block: interactive before batch, then the oldest first."""
     group = sequence.group
     return group.request.priority is Priority.BATCH, group.ticket

@@ -92,14 +92,14 @@ class StopFilter:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that cannot become a stop string any more; none once a stop string has completed."""
-        return self._certain(self._decoder.push(token_ids))
+        return self._without_stop_strings(self._decoder.push(token_ids))
 
     def finish(self) -> str:
         """Return the text held back until the end; none if a stop string has completed, or completes now."""
-        rest = self._certain(self._decoder.finish())
+        rest = self._without_stop_strings(self._decoder.finish())
         return rest if self._is_complete else rest + self._held
 
-    def _certain(self, text: str) -> str:
+    def _without_stop_strings(self, text: str) -> str:
         if self._scanner is None:
             return text
         if self._is_complete:

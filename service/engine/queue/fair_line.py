@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from antiphon.service.engine.sequence import SequenceGroup
 
-# Most clients without a waiting request whose last end is kept.
+# Maximum number of clients without a waiting request whose last virtual end is kept.
 MAX_REMEMBERED = 4096
 
 

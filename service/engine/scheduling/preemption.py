@@ -52,7 +52,7 @@ class Preemption:
         (sequence,) = (one for one in group.sequences if one.row is not None)
         self._set_aside(sequence)
         self._turns.forget(group)
-        self._reservations.yield_all(group)
+        self._reservations.give_back_preempted(group)
         self._wait(group)
 
     def _set_aside(self, sequence: Sequence) -> None:

@@ -33,7 +33,7 @@ CALM_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Want:
+class _WantedRows:
     """Rows that a group wants within its caller's share, and blocks that it needs to receive any of them."""
 
     group: SequenceGroup
@@ -176,14 +176,14 @@ class RowTurns:
             )
         return self._known
 
-    def _wants(self) -> list[_Want]:
+    def _wants(self) -> list[_WantedRows]:
         """Return the rows wanted by callers within their shares, in the order in which they are served."""
         wants, taken = [], Counter[str]()
         for group, num_rows, num_blocks in (*self._pending_rows(), *self._waiting_rows()):
             client = group.request.client
             room = max(self._shares.row_room(client), 0 if taken[client] else group.num_first_rows) - taken[client]
             if room > 0:
-                wants.append(_Want(group, min(num_rows, room), num_blocks))
+                wants.append(_WantedRows(group, min(num_rows, room), num_blocks))
                 taken[client] += min(num_rows, room)
         return wants
 
@@ -201,27 +201,27 @@ class RowTurns:
         for group in self._queue.peek(self._limits.max_num_seqs, self._shares.turn(is_within=True)):
             yield group, max(1, group.num_rows), group.num_blocks
 
-    def _is_short(self, wants: list[_Want]) -> bool:
+    def _is_short(self, wants: list[_WantedRows]) -> bool:
         return self._lacks_rows(wants) or self._lacks_blocks(wants)
 
-    def _lacks_rows(self, wants: list[_Want]) -> bool:
+    def _lacks_rows(self, wants: list[_WantedRows]) -> bool:
         return sum(want.num_rows for want in wants) > self._num_free
 
-    def _lacks_blocks(self, wants: list[_Want]) -> bool:
+    def _lacks_blocks(self, wants: list[_WantedRows]) -> bool:
         return wants[0].num_blocks > self._reservations.num_admissible_blocks
 
-    def _take(self, wants: list[_Want], pause: Callable[[Sequence], None]) -> None:
+    def _take(self, wants: list[_WantedRows], pause: Callable[[Sequence], None]) -> None:
         while self._is_short(wants):
-            victim = self._victim(wants)
-            if victim is None:
+            chosen = self._next_to_preempt(wants)
+            if chosen is None:
                 return
-            num_blocks = len(victim.group.blocks)
-            pause(victim)
-            self._shares.note(victim.group, -1, len(victim.group.blocks) - num_blocks)
+            num_blocks = len(chosen.group.blocks)
+            pause(chosen)
+            self._shares.note(chosen.group, -1, len(chosen.group.blocks) - num_blocks)
             self._favoured |= {want.group.request.client: self._step + CALM_STEPS for want in wants}
             self.has_taken = True
 
-    def _victim(self, wants: list[_Want]) -> Sequence | None:
+    def _next_to_preempt(self, wants: list[_WantedRows]) -> Sequence | None:
         """Return the sequence whose row is taken next: of the caller with the most rows, batch and newest first."""
         shares, wanting = self._shares, wants[0].group.request.client
         exceeds = shares.exceeds_rows if self._lacks_rows(wants) else shares.exceeds_blocks

@@ -55,7 +55,7 @@ class WaitLimits:
     """Limits on waiting calls.
 
     request_timeout_s, answer_timeout_s: longest wait in the stages REQUEST and ANSWER.
-    max_requests: most calls whose request is incomplete. max_unsent_bytes: most bytes of unread answers.
+    max_requests: maximum number of calls with an incomplete request. max_unsent_bytes: maximum bytes of unread answers.
     """
 
     request_timeout_s: float

@@ -20,7 +20,7 @@ from antiphon.service.rpc.oip.tasks import STREAMED, delta, is_encoder
 from antiphon.service.rpc.v1.pacing import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
-# Most concurrent requests of one call. Further ones stay unread, so that flow control makes the client wait.
+# Maximum number of concurrent requests of one call. Further ones stay unread: flow control makes the client wait.
 MAX_OPEN_REQUESTS = 256
 # Triton's header: with it, the first error ends the call and becomes its status.
 ERROR_HEADER = ("triton_grpc_error", "true")

@@ -70,7 +70,7 @@ def check_parameters(tensor: _Given) -> None:
     """Raise Unsupported for shared memory and classification. Ignores other parameters that clients add, as sizes."""
     for name in tensor.parameters:
         if name.startswith("shared_memory") or name == "classification":
-            raise Unsupported(f"{tensor.name}: there is no {name} here; send and ask for plain elements")
+            raise Unsupported(f"{tensor.name}: {name} is not supported; send and request plain elements")
 
 
 def _read(given: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:

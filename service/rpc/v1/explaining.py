@@ -11,7 +11,7 @@ from antiphon.service.domain.request import Arrival, SamplingParams
 from antiphon.service.domain.tasks import Generate
 from antiphon.service.rpc.v1.answers import last_of
 from antiphon.service.rpc.v1.arrivals import Arrivals, Context
-from antiphon.service.rpc.v1.attention_maps import Explains, explain_response
+from antiphon.service.rpc.v1.attention_maps import AttentionExplainer, explain_response
 from antiphon.service.rpc.v1.inputs import Inputs
 from antiphon.service.rpc.v1.languages import RequestLanguages, languages_of
 from antiphon.service.rpc.v1.served_model import ServedModel
@@ -46,7 +46,7 @@ class Explanations:
             self._thread, self._response, explainer, source_ids, target_ids, languages.begin_id
         )
 
-    def _explainer(self) -> Explains:
+    def _explainer(self) -> AttentionExplainer:
         if (architecture := self._model.config.architecture) != "encoder-decoder":
             raise Unsupported(f"this is {_KINDS[architecture]}; attention maps need an encoder-decoder model")
         if self._model.explainer is None:
@@ -79,7 +79,11 @@ class Explanations:
                 raise InvalidArgument(field, InWords(f"{len(ids)} tokens long"), f"at most {longest[side]} tokens long")
 
     def _response(
-        self, explainer: Explains, source_ids: tuple[int, ...], target_ids: tuple[int, ...], begin_id: int | None
+        self,
+        explainer: AttentionExplainer,
+        source_ids: tuple[int, ...],
+        target_ids: tuple[int, ...],
+        begin_id: int | None,
     ) -> pb.ExplainResponse:
         first_id = self._model.config.bos_id if begin_id is None else begin_id
         tokenizer = self._model.tokenizer

@@ -75,7 +75,7 @@ def _read(options: pb.GenerateOptions, vocab_size: int, generation: GenerationDe
     return controls
 
 
-def _drawn_seeds() -> Iterator[int]:
+def _random_seeds() -> Iterator[int]:
     """Yield 64-bit seeds that cannot be guessed, for the event loop.
 
     Many are drawn at once, because a system call releases the interpreter lock, and the event loop would then wait for
@@ -85,7 +85,7 @@ def _drawn_seeds() -> Iterator[int]:
         yield from array("Q", secrets.token_bytes(8 * _SEEDS_AT_ONCE))
 
 
-_seeds = _drawn_seeds()
+_seeds = _random_seeds()
 
 
 def _seconds(millis: int) -> float:
