@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from antiphon.service.domain.request import Task
 from antiphon.service.engine.sequence import SequenceGroup
 
-# One caller may hold all rows except 1 / FIXED_RESERVE of them as rows that it keeps until its outputs end: otherwise
-# others could not start.
+# Rows that are kept until their outputs end could prevent all others from starting. 1 / FIXED_RESERVE of all rows is
+# therefore closed to such rows of one caller.
 FIXED_RESERVE = 8
 
 

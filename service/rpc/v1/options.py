@@ -46,7 +46,7 @@ def as_option(error: InvalidArgument) -> InvalidArgument:
 
 
 def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.GenerateOptions:
-    """Return the values of absent options, except of those whose absence differs from every value."""
+    """Return the values of absent options, except of options whose absence has a separate meaning."""
     params = SamplingParams(**own_defaults(generation))
     defaults = pb.GenerateOptions()
     for control in SAMPLING_CONTROLS:
