@@ -32,7 +32,7 @@ from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.rpc.v1.answers.attention_maps import Explains
+from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
@@ -113,7 +113,7 @@ async def serving(
     prepare: Callable[[FakeRunner], object] = lambda runner: None,
     max_messages_per_s: float = 1e6,
     clock: Callable[[], float] = time.monotonic,
-    explainer: Explains | None = None,
+    explainer: AttentionExplainer | None = None,
     text: TextFormat | None = None,
     heads: Sequence[HeadConfig] = (),
     **settings: Any,

@@ -33,9 +33,9 @@ __all__ = ["EncodeReport", "Engine", "Runner"]
 
 log = logging.getLogger(__name__)
 
-# Failed steps in a row after which the model itself is tested.
+# Number of consecutive failed steps after which the model itself is tested.
 MAX_FAILED_STEPS = 8
-# Time for the current step to end once all requests are to end. The longest step of a large model takes one or two
+# Time for the current step to end when all requests must end. The longest step of a large model takes one or two
 # seconds.
 _STOP_PATIENCE_S = 10.0
 
@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the current step began, or since work is there that no step has begun; 0 where idle."""
+        """Seconds since the current step began, or since work began to wait for a step; 0 if idle."""
         return self._heartbeat.busy_s if self.is_alive else 0.0
 
     def stack(self) -> str:
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def num_blocks(self) -> int:
-        """Cache blocks in all."""
+        """Total number of cache blocks."""
         return self._pool.num_blocks
 
     @property
@@ -129,11 +129,11 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, stream: OutputStream) -> None:
-        """Accept a request, whose events `stream` delivers, or refuse it by raising.
+        """Accept a request, whose events `stream` delivers, or refuse it with an error.
 
-        Raises InvalidArgument where it could never run, Unsupported where the graphs cannot run it, DeadlineExceeded
-        where its deadline has passed or is expected to pass before its answer, QueueFull where too many requests wait
-        or it would wait too long, Unavailable before start and once draining.
+        Raises InvalidArgument if it could never run, Unsupported if the graphs cannot run it, DeadlineExceeded
+        if its deadline has passed or is expected to pass before its answer, QueueFull if too many requests wait
+        or it would wait too long, Unavailable before start and while draining.
         """
         try:
             self._submit(request, stream)
@@ -142,15 +142,15 @@ class Engine:
             raise
 
     def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
-        """Raise Unsupported where the model can never do this task, before the request is read."""
+        """Raise Unsupported if the model can never do this task. Call it before the request is read."""
         check_ability(task, pooling, self._admission)
 
     def check_room(self, client: str, priority: Priority) -> None:
-        """Raise QueueFull where no request of this client could wait now, before the request is read."""
+        """Raise QueueFull if no request of this client could wait now. Call it before the request is read."""
         self._queue.check_room(client, priority, self._clock())
 
     def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
-        """End a request within one step; False where it is unknown or has ended."""
+        """End a request within one step. Return False if it is unknown or has ended."""
         if request_id not in self._live:
             return False
         with self._wake:
@@ -160,16 +160,16 @@ class Engine:
         return True
 
     def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
-        """Cancel an accepted request; one that has an answer already is counted as an answer that was not read."""
+        """Cancel an accepted request. If it has its answer already, count it as an answer that was not read."""
         stream.cancel_cause = cause
         if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
             self._metrics.left_unread(cause)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those accepted, then stop; requests left after the timeout end at once.
+        """Refuse new requests, finish the accepted ones, then stop. Requests left after the timeout end at once.
 
-        Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end is left
-        alone with its rows and blocks; every waiting caller receives an error.
+        Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end keeps its
+        rows and blocks; every waiting caller receives an error.
         """
         with self._wake:
             self._is_accepting = False
@@ -180,8 +180,8 @@ class Engine:
         has_finished = not self._thread.is_alive()
         self._stop(_STOP_PATIENCE_S)
         if self._thread.is_alive():
-            log.critical("the engine hangs; its thread is here:\n%s", self.stack())
-            self._disown()
+            log.critical("the engine hangs; stack of its thread:\n%s", self.stack())
+            self._end_waiting_callers()
         return has_finished
 
     def stop(self) -> None:
@@ -189,7 +189,7 @@ class Engine:
         self._stop(None)
 
     def release(self) -> None:
-        """Stop, and drop the runner, so that it is freed while the engine is still referred to. Blocks as `stop`."""
+        """Stop, and drop the runner, which is then freed even while the engine is referenced. Blocks as `stop` does."""
         self.stop()
         self._stepper = self._runner = None
 
@@ -212,7 +212,7 @@ class Engine:
                 raise Unavailable("the server is starting or shutting down")
             if request.request_id in self._live:
                 raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
-            # Live before it is queued: the current step may take it from the queue, and end it, at any moment.
+            # In `live` before it is queued: the current step may take it from the queue, and end it, at any moment.
             self._live[request.request_id] = group
             try:
                 self._queue.put(group, now_s)
@@ -233,27 +233,27 @@ class Engine:
                 if stepper.num_failed >= MAX_FAILED_STEPS:
                     self._test_model(stepper)
         except Exception:
-            log.exception("the engine stopped on a fault of its own")
+            log.exception("the engine's thread ends after an error")
             end = _failed
         with self._wake:
             self._is_accepting = False
         self._queue.close()
         try:
             stepper.end_all(end)
-        except Exception:  # the engine's state may be wrong after a fault; no caller may wait for ever
-            log.exception("the engine could not end its requests in order")
-            self._disown()
+        except Exception:  # the engine's state may be wrong after a fault, and no caller may wait forever
+            log.exception("the engine could not end its requests normally")
+            self._end_waiting_callers()
 
     def _test_model(self, stepper: Stepper) -> None:
-        """Run the model by itself. Raises its error, which ends the engine; otherwise the requests were at fault."""
+        """Run the model without requests. Raises its error, which ends the engine; else requests caused the faults."""
         if self._pool.num_used or self._runner is None:  # running requests will show a fault of the model
             return
-        log.warning("%d steps in a row failed; testing the model itself", stepper.num_failed)
+        log.warning("%d consecutive steps failed; testing the model without requests", stepper.num_failed)
         warm_up(self._runner)
         stepper.num_failed = 0
         log.warning("the model works; the requests caused the faults")
 
-    def _disown(self) -> None:
+    def _end_waiting_callers(self) -> None:
         """Send an error to every waiting caller, in place of the engine's thread. Frees nothing."""
         finals = [
             (group.stream, TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, is_last=True, error=_failed()))
@@ -262,7 +262,7 @@ class Engine:
         Publisher().publish((), [], finals)
 
     def _await_work(self, stepper: Stepper) -> bool:
-        """Wait until there is work; returns False when the thread is to end."""
+        """Wait until there is work. Return False when the thread must end."""
         with self._wake:
             while not (self._is_stopping or stepper.has_work):
                 if self._is_draining:

@@ -1,8 +1,8 @@
-"""The table of sampling controls: one field a control, with its type, default, range and description.
+"""Table of sampling controls: one field for each control, with its type, default, range and description.
 
 A new control needs a row here, a field of the same name in `GenerateOptions` of inference.proto and in the client's
-`Options`, and the code that acts on it. Validation, flags, parameters of the Open Inference Protocol and the tables of
-docs/CONTROLS.md come from this one; tests compare the contract and `Options` with it.
+`Options`, and the code that implements it. Validation, flags, parameters of the Open Inference Protocol and the tables
+of docs/CONTROLS.md are made from this table; tests compare the contract and `Options` with it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_STOP_STRING_LEN = 256
 class EarlyStopping(enum.Enum):
     """Condition that ends a beam search; the values are those of transformers' `early_stopping`."""
 
-    HEURISTIC = False  # no live beam, at its present length, scores better than the worst finished hypothesis
+    HEURISTIC = False  # no live beam scores better, at its present length, than the worst finished hypothesis
     FIRST = True  # beam_width hypotheses are finished
     NEVER = "never"  # no live beam could score better even at its best length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingFields:
-    """Controls that choose the target's tokens, as the service holds them."""
+    """Controls of the choice of the target's tokens, as the service stores them."""
 
     max_new_tokens: int | None = control(
         None,
@@ -222,7 +222,7 @@ class SamplingFields:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFields:
-    """Controls that need a tokenizer: where a target begins, and texts that end it. None, or empty, is not set."""
+    """Controls that need a tokenizer: the beginning of a target, and texts that end it. None or empty is not set."""
 
     prefix_text: str | None = control(
         None,

@@ -1,4 +1,4 @@
-"""Bounds of the queue: requests, source tokens, expected wait, and the share of one client in a queue that fills up."""
+"""Bounds of the queue: requests, source tokens, expected wait, and the share of one client in a nearly full queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from antiphon.service.engine.sequence import SequenceGroup
 # recovered does not stay idle.
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 30.0
-# The last one in this number of either bound is reserved for clients that hold less than their fair share of it.
+# The last 1 / RESERVED_SHARE of either bound is reserved for clients that hold less than their fair share of it.
 RESERVED_SHARE = 4
 # The time left until a deadline must exceed the expected wait and answer by this factor. A request that is taken and
 # misses its deadline takes the place of one that would meet it, and a queue at its limit is full of such requests.
@@ -30,7 +30,7 @@ class QueueBounds:
         self._times = times
 
     def check_room(self, newcomer: Newcomer, now_s: float) -> None:
-        """Raise QueueFull, with advice when to retry, where a bound is reached."""
+        """Raise QueueFull, with advice when to retry, if a bound is reached."""
         if not self._groups:
             return
         limits, held = self._limits, self._groups
@@ -47,12 +47,12 @@ class QueueBounds:
         else:
             return
         wait_s = wait_s or self._wait_s(newcomer, now_s)
-        if wait_s is None:  # the oldest request has waited about as long as the queue takes to be replaced
+        if wait_s is None:  # the age of the oldest request is about the time in which the whole queue is replaced
             wait_s = now_s - held.oldest_arrival_s
         raise QueueFull(message, retry_after_s=min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
     def check_deadline(self, group: SequenceGroup, newcomer: Newcomer, now_s: float) -> None:
-        """Raise DeadlineExceeded where the group is expected to miss its deadline."""
+        """Raise DeadlineExceeded if the group is expected to miss its deadline."""
         deadline_s = group.request.deadline_s
         if deadline_s is None or not self._groups:
             return
@@ -75,11 +75,11 @@ class QueueBounds:
         tokens_in_reserve = _is_reserved(self._groups.num_source_tokens + num_tokens, limits.max_queued_tokens)
         if not (in_reserve or tokens_in_reserve):
             return False
-        held = self._order.held_by(newcomer.client)
+        totals = self._order.totals_of(newcomer.client)
         others = self._order.new_clients - {newcomer.client}
         shares = 1 + max(1, len(others))  # another client may come
-        requests = 1 + sum(one.num_requests for one in held)
-        tokens = num_tokens + sum(one.num_source_tokens for one in held)
+        requests = 1 + sum(one.num_requests for one in totals)
+        tokens = num_tokens + sum(one.num_source_tokens for one in totals)
         return (in_reserve and requests * shares > limits.max_queued_requests) or (
             tokens_in_reserve and tokens * shares > limits.max_queued_tokens
         )

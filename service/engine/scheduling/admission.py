@@ -1,7 +1,7 @@
-"""Admission of requests: refuses those that can never run here, and counts the blocks of the others.
+"""Admission of requests: refuses those that can never run here, and computes the blocks of the others.
 
 Turns a request into a waiting group, or refuses it and names the field. Knows limits; does not know running requests
-and free blocks.
+or free blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from antiphon.service.runtime.runner import Runner
 class AdmissionLimits:
     """Limits of the engine, of the model and of the pool.
 
-    has_encoder, has_decoder, heads: as of the runner.
-    may_run_short: requests of one row take their blocks as they need them.
+    has_encoder, has_decoder, heads: properties of the runner, under the same names.
+    may_run_short: requests of one row take their blocks when they need them.
     """
 
     engine: EngineLimits
@@ -62,7 +62,7 @@ def limits_of(runner: Runner, engine: EngineLimits) -> AdmissionLimits:
 
 
 def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
-    """Build the waiting group of a request, with the numbers of blocks of its source and its targets.
+    """Build the waiting group of a request, with the number of blocks of its source and of its targets.
 
     Raises InvalidArgument for a request that could not run even alone, Unsupported for one that the graphs cannot run.
     """
@@ -90,15 +90,15 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
 
 
 def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
-    """Raise Unsupported where the model can never do this task; the error names the tasks it can do."""
+    """Raise Unsupported if the model can never do this task; the error names the tasks that it can do."""
     if task in (Task.GENERATE, Task.SCORE):
         if not limits.has_decoder:
             raise Unsupported(
-                f"this model is an encoder alone and writes nothing; it gives embeddings{_listed(limits)}"
+                f"this is an encoder-only model, which generates nothing; it gives embeddings{_listed(limits)}"
             )
         return
     if not limits.has_encoder:
-        raise Unsupported("this model is a decoder alone and encodes nothing; it generates and scores")
+        raise Unsupported("this is a decoder-only model, which encodes nothing; it generates and scores")
     head = head_of(task, pooling)
     if head is not None and head not in limits.heads:
         raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")
@@ -112,22 +112,22 @@ def _check_source(request: Request, limits: AdmissionLimits) -> None:
     if limits.has_encoder:
         _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
         return
-    given_ids = request.given_ids(0)
-    _check_tokens("source", given_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
+    decoder_input_ids = request.decoder_input_ids(0)
+    _check_tokens("source", decoder_input_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
 
 
 def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
-    """Return the request's rows, and target positions and most new tokens of each row."""
+    """Return the request's number of rows, and the target positions and the maximum of new tokens of each row."""
     if not request.has_target:
         return 0, 0, 0
     # A prompt counts as part of the target; the begin token of an encoder-decoder does not.
     num_given = len(request.prefix_ids) if limits.has_encoder else 1 + len(request.prefix_ids)
     if request.task is Task.SCORE:
-        # The last token is scored and never fed, so a target of the largest length has room for the begin token.
+        # The last token is scored and never fed, so a target of the maximum length has room for the begin token.
         room = limits.max_target_len - num_given
         _check_tokens("target", request.target_ids, 1, room, limits)
         return 1, len(request.prefix_ids) + len(request.target_ids), 1
-    # At least one token is to be generated.
+    # There must be room for at least one generated token.
     prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
     longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
     _check_tokens("prefix", prefix_ids, 0, longest, limits)

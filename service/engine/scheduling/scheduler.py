@@ -1,8 +1,9 @@
 """Choice of the sequences that join the next step: arithmetic over waiting sequences, rows in use and free blocks.
 
-First come, first served: no sequence overtakes another. A sequence that can start with fewer rows than it wants takes
-the rows that are left. An encoder pass costs less per source the more sources it packs. While more sequences wait than
-fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side effects.
+Sequences start in order of arrival: none overtakes another. A sequence that can start with fewer rows than it wants
+takes the rows that are left. The more sources an encoder pass packs, the less it costs per source. While more sequences
+wait than fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side
+effects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Waiting(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Most rows to take at once."""
+        """Maximum number of rows to take at once."""
 
     @property
     def num_first_rows(self) -> int:
@@ -50,7 +51,7 @@ W = TypeVar("W", bound=Waiting)
 class Batch(Generic[W]):
     """Sequences that join at one step, in order of arrival.
 
-    num_deferred: steps in a row, this one included, in which free rows stayed empty to be filled together.
+    num_deferred: consecutive steps, this one included, in which free rows stayed empty to be filled together later.
     """
 
     joining: tuple[W, ...]

@@ -20,10 +20,10 @@ from antiphon.service.runtime.runner import Runner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """Objects that a stepper works with.
+    """Objects that the parts of a stepper share.
 
     live: every group that has not received its last event, by request id.
-    cancellations: requests of `live` that are to be ended first.
+    cancellations: requests that the next step ends first.
     """
 
     runner: Runner

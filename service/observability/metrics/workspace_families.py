@@ -29,9 +29,9 @@ class WorkspaceFamilies:
             f"{name}residual_bytes", "Measured minus predicted (fused) workspace of the last encoder run."
         )
         self._runs(families, name)
-        self._lone(families)
+        self._single_source_runs(families)
 
-    def _lone(self, families: ModelFamilies) -> None:
+    def _single_source_runs(self, families: ModelFamilies) -> None:
         self.lone_runs = families.counter(
             "encoder_lone_runs",
             "Encoder runs with a single source, by length: up to source_len tokens.",

@@ -164,7 +164,7 @@ def _refusal(name: str, need: Need, free_bytes: int, limit_bytes: int) -> str:
 
 
 def _cache_setting(need: Need, free_bytes: int) -> str:
-    """The setting that makes the cache smaller, and to what, where that alone would do."""
+    """Return the setting that makes the cache smaller, and its value if that alone makes the model fit."""
     room_bytes = free_bytes - (need.memory.total_bytes - need.memory.cache_bytes)
     fitting = max(0, room_bytes // need.block_bytes)
     if fitting >= need.fewest_blocks:

@@ -62,7 +62,7 @@ class ModelSettings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _plain_text_as_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
 

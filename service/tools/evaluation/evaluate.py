@@ -185,7 +185,7 @@ def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | No
         return [args.precision]
     if args.precision or args.checkpoint or args.output:
         raise EvaluationError("--record scores every precision; leave out --precision, --checkpoint and --output")
-    precisions = _held(bundle)
+    precisions = _bundle_precisions(bundle)
     if "float32" not in precisions:
         raise EvaluationError(
             f"{args.model} has no float32 graphs to compare with; export it also with --precision float32"
@@ -193,7 +193,7 @@ def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | No
     return [*precisions]
 
 
-def _held(bundle: Bundle) -> list[Precision]:
+def _bundle_precisions(bundle: Bundle) -> list[Precision]:
     return list(dict.fromkeys(graphs.precision for graphs in bundle.manifest.graphs))
 
 
@@ -203,7 +203,7 @@ def _recorded(
     """Write the scores into the manifest if --record is given. Return them."""
     if args.record:
         measure, exact = scores["float32"].quality
-        record(bundle, measure, {name: held.quality[1] for name, held in scores.items() if name}, exact, files)
+        record(bundle, measure, {name: score.quality[1] for name, score in scores.items() if name}, exact, files)
     return list(scores.values())
 
 
@@ -244,7 +244,7 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
     if bundle.manifest.model.architecture != "encoder-decoder":
         raise EvaluationError(f"{args.model} does not translate; for it --record needs --text, or a --recipe of labels")
-    precisions = _held(bundle)
+    precisions = _bundle_precisions(bundle)
     if "float32" not in precisions and args.checkpoint is None:
         raise EvaluationError(
             f"{args.model} has no float32 graphs to compare with; give the exported checkpoint with --checkpoint"

@@ -124,13 +124,13 @@ def alignment(response: pb.ExplainResponse, *, layer: int | None, head: int | No
     return rows, f"cross-attention of decoder layer {layer}, {shown}"
 
 
-def _existing(option: str, asked: int | None, held: set[int]) -> int:
+def _existing(option: str, given: int | None, existing: set[int]) -> int:
     """Return the given number, or the last one if it is None."""
-    if asked is None:
-        return max(held)
-    if asked not in held:
-        raise Refused(f"{option} is {asked}; the model has 0 to {max(held)}")
-    return asked
+    if given is None:
+        return max(existing)
+    if given not in existing:
+        raise Refused(f"{option} is {given}; the model has 0 to {max(existing)}")
+    return given
 
 
 def read(response: pb.ExplainResponse) -> list[str]:
