@@ -174,7 +174,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     (
         dict(text="a", options=pb.GenerateOptions(prefix_text="", prefix_ids=pb.TokenIds())),
         "options.prefix_ids",
-        "absent where prefix_text is set",
+        "absent if prefix_text is set",
     ),
 ]
 

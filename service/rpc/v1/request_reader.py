@@ -124,7 +124,7 @@ class RequestReader:
             raise InvalidArgument("task", message.task, "TASK_CLASSIFY or TASK_NEXT_SENTENCE")
         self._engine.check_ability(task)
         if task is Task.NEXT_SENTENCE and not message.HasField("text_pair"):
-            raise InvalidArgument("text_pair", None, "set where task is TASK_NEXT_SENTENCE")
+            raise InvalidArgument("text_pair", None, "set if task is TASK_NEXT_SENTENCE")
         arrival = self._arrivals.next(message, context)
         source = await self._inputs.source(message)
         return ReadHead(arrival=arrival, task=task, source_ids=source.ids, type_ids=source.type_ids, picks=(0,))
