@@ -68,14 +68,16 @@ class EngineLimits:
     """
 
     max_num_seqs: int = field(
-        default=64, metadata=_allowed(1, 4096, "Most rows that decode together: outputs and beams.")
+        default=64, metadata=_allowed(1, 4096, "Maximum rows that decode together: outputs and beams.")
     )
     max_num_batched_tokens: int = field(
-        default=1024, metadata=_allowed(1, 1_048_576, "Most source, prefix and scored tokens that one step reads.")
+        default=1024, metadata=_allowed(1, 1_048_576, "Maximum source, prefix and scored tokens of one step.")
     )
-    max_queued_requests: int = field(default=1024, metadata=_allowed(1, 1_000_000, "Most requests that wait."))
+    max_queued_requests: int = field(
+        default=1024, metadata=_allowed(1, 1_000_000, "Maximum number of waiting requests.")
+    )
     max_queued_tokens: int = field(
-        default=131_072, metadata=_allowed(1, 100_000_000, "Most source tokens of waiting requests together.")
+        default=131_072, metadata=_allowed(1, 100_000_000, "Maximum source tokens of all waiting requests.")
     )
     max_queue_time_s: float | None = field(
         default=30.0,
@@ -83,11 +85,13 @@ class EngineLimits:
     )
     kv_cache_blocks: int | None = field(
         default=None,
-        metadata=_allowed(1, 100_000_000, "Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."),
+        metadata=_allowed(
+            1, 100_000_000, "Cache blocks of 16 tokens; unset: enough for max_num_seqs of the longest sequences."
+        ),
     )
     workspace_limit_bytes: int | None = field(
         default=None,
-        metadata=_allowed(1, 2**50, "Most bytes ONNX Runtime may hold beside weights; unset is no limit."),
+        metadata=_allowed(1, 2**50, "Maximum bytes of ONNX Runtime without weights; unset: no limit."),
     )
     encode_budget: EncodeBudget | None = None
 

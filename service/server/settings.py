@@ -70,24 +70,24 @@ class ServerConfig(AccessSettings):
     bundle: Path = Field(default=SHIPPED_BUNDLE, description="Directory of the exported model to serve.")
     models: dict[ModelName, ModelSettings] = Field(
         default_factory=dict,
-        description="A model to serve, NAME=PATH of its bundle; repeat it for each. The first is the default.",
+        description="Name and bundle of a model, NAME=PATH; repeat it for each model. The first one is the default.",
     )
     precision: PrecisionChoice | None = Field(
-        default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
+        default=None, description="Precision of the graphs to run; unset: int8 if the bundle has it."
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
-    port: Port = Field(default=50051, description="Port that gRPC listens on; 0 takes any free one.")
+    port: Port = Field(default=50051, description="Port that gRPC listens on; 0: any free port.")
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Address that /metrics listens on.")
-    metrics_port: Port = Field(default=9090, description="Port that /metrics listens on; 0 takes any free one.")
+    metrics_port: Port = Field(default=9090, description="Port that /metrics listens on; 0: any free port.")
     admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the admin service listens on.")
     admin_port: Port | None = Field(
-        default=None, description="Port of the admin service, which loads and unloads models; 0 takes any free one."
+        default=None, description="Port of the admin service, which loads and unloads models; 0: any free port."
     )
     memory_limit_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
-        default=None, description="Most bytes of all models together: weights, caches, workspaces."
+        default=None, description="Maximum bytes of all models together: weights, caches, workspaces."
     )
     threads: Threads = Field(
-        default_factory=usable_cores, description="Threads that compute one step; unset is every core."
+        default_factory=usable_cores, description="Threads that compute one step; unset: every core."
     )
     max_num_seqs: int = server_limit("max_num_seqs")
     max_num_batched_tokens: int = server_limit("max_num_batched_tokens")
@@ -100,13 +100,13 @@ class ServerConfig(AccessSettings):
         default=500,
         ge=1,
         le=1_000_000,
-        description="Most messages a second of all streams together; with more tokens, a message has several.",
+        description="Maximum messages per second of all streams; if there are more tokens, a message has several.",
     )
     slow_reader_timeout_s: float = Field(
         default=30.0,
         ge=0.1,
         le=86_400,
-        description="Time that an answer, or a message of a stream, may wait for its client to read it.",
+        description="Maximum time until the client reads an answer, or a message of a stream.",
     )
     drain_delay_s: float = Field(
         default=0.0,
@@ -115,26 +115,32 @@ class ServerConfig(AccessSettings):
         description="Time after SIGTERM in which new requests are still served, until load balancers stop sending.",
     )
     drain_grace_s: float = Field(
-        default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
+        default=30.0,
+        ge=0,
+        le=MAX_GRACE_S,
+        description="Maximum time for running requests to finish after SIGTERM and the drain delay.",
     )
     watchdog_timeout_s: float = Field(
-        default=60.0, ge=0.1, le=MAX_GRACE_S, description="Time a step of an engine may take before liveness fails."
+        default=60.0,
+        ge=0.1,
+        le=MAX_GRACE_S,
+        description="Maximum time of an engine's step; if it is exceeded, liveness fails.",
     )
     load_reports: Literal["on", "off"] = Field(
         default="on",
-        description="Whether RPCs report the server's load in a trailer, and a separate service reports it.",
+        description="Load reports in a trailer of every RPC, and by a separate service.",
     )
     load_report_interval_s: float = Field(
         default=1.0, ge=0.1, le=3600, description="Shortest interval between the reports of a load report stream."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
     log_format: LogFormat = Field(default="text", description="Format of log lines; json is one object per line.")
-    access_log: AccessLog = Field(default="all", description="RPCs to log at their end, at level info.")
+    access_log: AccessLog = Field(default="all", description="Finished RPCs to log, at level info.")
     otlp_endpoint: Annotated[str, Field(pattern=ENDPOINT_PATTERN)] | None = Field(
-        default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset sends none."
+        default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset: no spans."
     )
     trace_sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="Share of the calls without a trace that begin one."
+        default=1.0, ge=0, le=1, description="Share of the calls without a trace that start a trace."
     )
 
     @property

@@ -12,7 +12,7 @@ from antiphon.controls.rules import RULES
 from antiphon.controls.table import CONTROLS
 
 _CONTROLS_HEADER = "| Control | Range | Default | Meaning | transformers |"
-_RULES_HEADER = "| Control | must be | where | because |"
+_RULES_HEADER = "| Control | Required value | Condition | Reason |"
 
 
 def updated(document: str) -> str:

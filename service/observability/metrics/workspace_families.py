@@ -40,7 +40,7 @@ class WorkspaceFamilies:
         self.lone_tokens = families.counter("encoder_lone_tokens", "Source tokens of those runs.", "source_len")
         self.lone_workspace = families.counter(
             "encoder_lone_workspace_bytes",
-            "Sum over those runs of the workspace measured, predicted (fused), and of score matrices written out.",
+            "Sums over those runs: workspace measured, predicted (fused), and score matrices if stored (materialised).",
             "source_len",
             "kind",
         )
