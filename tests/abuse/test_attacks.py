@@ -43,7 +43,7 @@ def size_of(name: str) -> Size:
 
 
 @pytest.mark.parametrize("name", attacks(None))
-async def test_server_stands_an_attack_and_answers_everybody_else(
+async def test_server_survives_an_attack_and_answers_honest_clients(
     server: ServerProcess, honest: Honest, name: str
 ) -> None:
     attack, address = attacks(None)[name], Address(port=server.port)
@@ -51,14 +51,14 @@ async def test_server_stands_an_attack_and_answers_everybody_else(
 
 
 @pytest.mark.parametrize("name", BEHIND_TLS)
-async def test_server_stands_an_attack_behind_tls_and_answers_everybody_else(
+async def test_server_with_tls_survives_an_attack_and_answers_honest_clients(
     secured: ServerProcess, honest_behind_tls: Honest, identities: Identities, name: str
 ) -> None:
     attack, address = attacks(identities)[name], Address(port=secured.port, tls=identities.attacker)
     await check(secured, honest_behind_tls, lambda: attack(address, size_of(name)))
 
 
-async def test_server_serves_who_is_connected_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
+async def test_server_answers_connected_clients_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
     """100 connections where 96 files may be open: who is connected is served, and others once the idle have gone."""
     with ServerProcess(SHIPPED_BUNDLE, prefix=("prlimit", "--nofile=96:96")) as server:
         expected.update(expected or await expected_answers(server.target))

@@ -26,7 +26,7 @@ def watch() -> Iterator[Watch]:
 
 
 @pytest.mark.parametrize("fault", [killed, stuck], ids=lambda fault: fault.name)
-def test_alerts_fire_for_a_fault_and_resolve_with_its_cure(fault: Fault, watch: Watch, tmp_path: Path) -> None:
+def test_alerts_fire_for_a_fault_and_resolve_after_its_repair(fault: Fault, watch: Watch, tmp_path: Path) -> None:
     proofs = prove(fault, watch, tmp_path)
     assert {proof.alert for proof in proofs} == {*fault.alerts}
     assert all("<" not in proof.description for proof in proofs)  # <no value>, <error expanding template ...>

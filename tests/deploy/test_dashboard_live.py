@@ -66,7 +66,7 @@ def test_workspace_grows_with_the_length_and_score_matrices_with_its_square(watc
             assert 1.5 < longer / shorter < 2.5, column  # 4 were the square
 
 
-def test_picture_has_curves_of_every_kind_of_panel(watched: Prometheus) -> None:
+def test_image_has_curves_of_every_kind_of_panel(watched: Prometheus) -> None:
     watched.wait(lambda one: len(one.ask(of_panel(T2)["tokens"])) > len(LENGTHS))
     one_a_kind = {panel["type"]: panel for panel in panels()}
     figure = draw(list(one_a_kind.values()), Answers(watched.url, 0.2))

@@ -99,13 +99,13 @@ def test_waits_and_memory_are_measured_beside_ctranslate2(made: Path, tmp_path: 
     assert all(finding["ctranslate2"] is not None for finding in findings)
 
 
-def test_bundle_without_its_checkpoint_is_skipped_with_a_message(bundle: Path) -> None:
+def test_bundle_is_skipped_with_a_message_when_its_checkpoint_is_not_given(bundle: Path) -> None:
     ended = antiphon("bench", str(bundle), "--section", "decode", "--model", "bundle", *SMALL)
     assert ended.returncode == 0, ended.stderr.decode()
     assert b"CTranslate2 needs --checkpoint" in ended.stderr
 
 
-def test_random_model_is_made_once_and_never_ends_by_itself(made: Path, tmp_path: Path) -> None:
+def test_random_model_is_created_once_and_reused(made: Path, tmp_path: Path) -> None:
     """The section itself checks the number of tokens of both sides."""
     setup = Setup(
         bundle=load_bundle(made / "bundle"), corpus=everyday(), models=("random",), work=tmp_path, preset="tiny",
@@ -120,7 +120,7 @@ def test_random_model_is_made_once_and_never_ends_by_itself(made: Path, tmp_path
     assert (setup.random_folder / "ctranslate2").is_dir()
 
 
-def test_checkpoint_of_another_model_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_refused_when_it_belongs_to_another_model(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"")
     ended: subprocess.CompletedProcess[bytes] = antiphon(

@@ -44,7 +44,7 @@ async def test_liveness_fails_while_a_step_does_not_end(bundle: Path) -> None:
     assert "in faulty" in errors  # where the thread is
 
 
-async def test_process_leaves_when_its_model_is_broken_and_every_call_is_told(bundle: Path) -> None:
+async def test_process_exits_when_its_model_is_broken_and_every_call_receives_an_error(bundle: Path) -> None:
     with ServerProcess(bundle, prefix=faulty('raise RuntimeError("secret detail")')) as server:
         async with grpc.aio.insecure_channel(server.target, options=NO_RETRIES) as channel:
             stub: Any = InferenceServiceStub(channel)

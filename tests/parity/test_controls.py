@@ -202,14 +202,14 @@ def some_together(dice: random.Random, choices: Sequence[Controls]) -> Controls:
     return chosen
 
 
-def test_greedy_and_every_beam_search_find_what_transformers_finds(family: Served) -> None:
+def test_greedy_and_beam_search_give_the_outputs_of_transformers(family: Served) -> None:
     count = len(family.sources)
     answers = check(family, [{}] * count + searches())
     assert len({len(token_ids) for token_ids in answers[:count]}) > 3  # some end soon, some late
     assert len({token_id for token_ids in answers for token_id in token_ids}) > 20
 
 
-def test_every_control_alone_does_what_transformers_does(family: Served) -> None:
+def test_every_single_control_gives_the_outputs_of_transformers(family: Served) -> None:
     plain = check(family, [{}] * len(family.sources))
     kinds = list(zip(*(each_alone(ids, family.config) for ids in plain), strict=True))
     answers = check(family, [controls for kind in kinds for controls in kind])
@@ -219,37 +219,37 @@ def test_every_control_alone_does_what_transformers_does(family: Served) -> None
     check(family, [controls | beams for kind in kinds for controls in kind])
 
 
-def test_controls_together_do_what_transformers_does(family: Served) -> None:
+def test_several_controls_give_the_outputs_of_transformers(family: Served) -> None:
     dice = random.Random(4)
     plain = check(family, [{}] * len(family.sources))
     check(family, [some_together(dice, each_alone(ids, family.config)) for _ in range(12) for ids in plain])
 
 
-def test_a_search_whose_forced_token_stops_it_says_nothing(family: Served) -> None:
+def test_search_whose_forced_token_stops_it_has_an_empty_output(family: Served) -> None:
     """It used to stream the stop id where max_new_tokens was 1."""
     stopped: Controls = dict(beam_width=3, forced_first_id=17, stop_ids=(17, 28))
     assert check(family, [stopped | dict(max_new_tokens=count) for count in (1, 2, 5)]) == [()] * 3
 
 
-def test_a_search_may_look_at_more_candidates_than_there_are_tokens(family: Served) -> None:
+def test_search_with_more_candidates_than_tokens_gives_the_outputs_of_transformers(family: Served) -> None:
     stop_ids = tuple(range(20, 28))  # 8 beams look at 8 * (2 + 8) continuations each, of 61 tokens
     check(family, [dict(beam_width=8, stop_ids=stop_ids, num_return_sequences=8), {}])
 
 
-def test_logits_are_shaken_both_ways(family: Served) -> None:
+def test_logits_are_perturbed_in_both_directions(family: Served) -> None:
     for logits_of in family.sources.values():
         plain, up, down = (shaken(logits_of, amount)((1, 7)) for amount in (0.0, SHAKE, -SHAKE))
         assert up + down == pytest.approx(2 * plain, abs=SHAKE / 2)
         assert SHAKE / 2 < np.abs(up - plain).max() < 2 * SHAKE
 
 
-def test_the_shipped_model_searches_as_transformers_does(shipped: Served) -> None:
+def test_searches_of_the_shipped_model_give_the_outputs_of_transformers(shipped: Served) -> None:
     shapes = [(width, penalty) for width in (2, 4, 8) for penalty in (0.0, 1.0, 2.0)]
     asked = [dict(beam_width=w, length_penalty=p, num_return_sequences=w) for w, p in shapes for _ in shipped.sources]
     check(shipped, [{}] * len(shipped.sources) + asked)
 
 
-def test_the_shipped_model_obeys_every_control_as_transformers_does(shipped: Served) -> None:
+def test_every_control_of_the_shipped_model_gives_the_outputs_of_transformers(shipped: Served) -> None:
     plain = check(shipped, [{}] * len(shipped.sources))
     kinds = list(zip(*(each_alone(ids, shipped.config) for ids in plain), strict=True))
     # Its graphs show log-probabilities only, and a repetition penalty on logits looks at their sign.

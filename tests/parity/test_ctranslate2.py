@@ -70,7 +70,7 @@ def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
 
 
-def test_conversion_refuses_models_that_ctranslate2_lacks(tmp_path: Path) -> None:
+def test_conversion_refuses_models_that_ctranslate2_does_not_support(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, positions="rope"), seed=1)
     with pytest.raises(CheckpointError, match="positions='rope'"):
         save_ctranslate2_model(checkpoint, tmp_path)

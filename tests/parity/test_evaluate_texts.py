@@ -66,7 +66,7 @@ def loss_of(theirs: Any, ids: list[int]) -> tuple[float, int]:
     return total, count
 
 
-def test_perplexity_is_that_of_transformers_own_loss(
+def test_perplexity_is_exp_of_the_loss_of_transformers(
     imported: Imported, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encoded = [imported.tokenizer(line)["input_ids"] for line in TEXTS if line.strip()]
@@ -79,7 +79,7 @@ def test_perplexity_is_that_of_transformers_own_loss(
     assert (score["tokens"], score["texts"], score["skipped"]) == (num_tokens, num_texts, len(TEXTS) - num_texts)
 
 
-def test_recorded_perplexity_is_what_each_precision_scores(
+def test_recorded_perplexity_equals_the_score_of_each_precision(
     imported: Imported, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(imported.bundle, tmp_path / "copy"))
@@ -129,7 +129,7 @@ def test_bundle_without_float32_graphs_is_not_recorded(
     assert not load_bundle(copy).manifest.quality
 
 
-def test_profile_says_that_it_measures_encoders(imported: Imported, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_reports_that_it_measures_only_encoders(imported: Imported, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(imported.bundle)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"antiphon profile: {imported.bundle} is a decoder alone; encoders are what is measured"

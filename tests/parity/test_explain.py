@@ -55,7 +55,7 @@ def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, 
 
 
 @pytest.mark.parametrize("overrides", [{}, ODD, *VARIANTS.values()], ids=["paper", "odd", *VARIANTS])
-def test_explain_module_weighs_values_as_the_model_does(overrides: dict[str, object]) -> None:
+def test_explain_module_has_the_attention_weights_of_the_model(overrides: dict[str, object]) -> None:
     """Weights times values must be what the model's attention puts out, with its own (other) code."""
     model = random_transformer(small_config(**overrides))
     given = torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]])
@@ -72,7 +72,7 @@ def test_explain_module_weighs_values_as_the_model_does(overrides: dict[str, obj
 
 
 @pytest.mark.parametrize("overrides", [ODD, *VARIANTS.values()], ids=["odd", *VARIANTS])
-def test_explain_graph_equals_pytorch_however_its_weights_are_stored(
+def test_explain_graph_equals_pytorch_for_every_storage_of_its_weights(
     overrides: dict[str, object], tmp_path: Path
 ) -> None:
     model = random_transformer(small_config(**overrides))
@@ -89,7 +89,7 @@ def test_explain_graph_equals_pytorch_however_its_weights_are_stored(
             assert verify_explain(path, model, precision) < 1e-5
 
 
-def test_verify_explain_refuses_another_models_graph(bundle: Bundle) -> None:
+def test_verify_explain_refuses_the_graph_of_another_model(bundle: Bundle) -> None:
     other = random_transformer(small_config(), seed=1)
     with pytest.raises(VerificationError, match=r"explain.int8.onnx disagrees with the model: an attention weight"):
         verify_explain(bundle.file("explain.int8.onnx"), other, "int8")
@@ -102,7 +102,7 @@ def test_export_adds_an_explain_graph_of_each_precision(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("lowering", ["native", "contrib"])
-def test_explain_graph_reads_the_weights_that_are_stored_already(
+def test_explain_graph_uses_the_weights_that_are_already_stored(
     checkpoint: Checkpoint, tmp_path: Path, lowering: Lowering
 ) -> None:
     sizes = []
@@ -116,7 +116,7 @@ def test_explain_graph_reads_the_weights_that_are_stored_already(
         assert sizes[1][name] - size <= (0 if lowering == "native" else 2048), name
 
 
-def test_explain_graph_is_plain_onnx(bundle: Bundle) -> None:
+def test_explain_graph_contains_only_standard_onnx_operators(bundle: Bundle) -> None:
     for precision in ("float32", "int8"):
         graph = ir.load(bundle.file(f"explain.{precision}.onnx")).graph
         assert {node.domain for node in graph} == {""}
@@ -125,7 +125,7 @@ def test_explain_graph_is_plain_onnx(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_explainer_gives_the_models_weights_with_the_begin_token_first(
+def test_explainer_returns_the_weights_of_the_model_with_the_begin_token_first(
     bundle: Bundle, checkpoint: Checkpoint, precision: str
 ) -> None:
     explanation = Explainer(bundle, precision=precision).explain(SOURCE, TARGET)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_explainer_prefers_int8(bundle: Bundle) -> None:
     assert not np.array_equal(found.cross, Explainer(bundle, precision="float32").explain(SOURCE, TARGET).cross)
 
 
-def test_explainer_takes_the_longest_source_and_target_and_an_empty_target(bundle: Bundle) -> None:
+def test_explainer_accepts_the_longest_source_and_target_and_an_empty_target(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
     longest = explainer.explain([5] * explainer.max_source_len, [6] * explainer.max_target_len)
     assert longest.encoder_self.shape[2:] == (48, 48)
@@ -173,7 +173,7 @@ def test_explainer_refuses_more_weights_than_its_bound(bundle: Bundle, monkeypat
         explainer.explain(SOURCE, [*TARGET, 5])
 
 
-def test_explainer_answers_threads_alike(bundle: Bundle) -> None:
+def test_explainer_gives_equal_answers_in_several_threads(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
     expected = Explainer(bundle).explain(SOURCE, TARGET).cross
     found: list[np.ndarray] = []

@@ -164,7 +164,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_requests_of_a_random_mix_get_the_bits_they_get_alone(
+def test_requests_of_a_random_mix_are_bit_identical_to_each_alone(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
 ) -> None:
     crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=threads, precision=precision)
@@ -178,7 +178,7 @@ def test_requests_of_a_random_mix_get_the_bits_they_get_alone(
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_requests_get_the_bits_they_get_alone_with_every_kind_of_positions(
+def test_requests_are_bit_identical_to_each_alone_with_every_kind_of_positions(
     variant: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     crowded = NativeRunner(variant, max_rows=MAX_ROWS, threads=2, precision=precision)
@@ -187,7 +187,7 @@ def test_requests_get_the_bits_they_get_alone_with_every_kind_of_positions(
         check_against_alone(run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 4), alone)
 
 
-def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
+def test_requests_are_bit_identical_to_each_alone_with_4_bit_weights(
     checkpoint: Checkpoint, tmp_path: Path, loop: asyncio.AbstractEventLoop
 ) -> None:
     bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int4",), explain=False)
@@ -202,7 +202,7 @@ def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_preempted_requests_get_the_bits_they_get_uninterrupted(
+def test_preempted_requests_are_bit_identical_to_uninterrupted_ones(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
 ) -> None:
     longest = NativeRunner(bundle, max_rows=1, threads=1).num_blocks
@@ -216,7 +216,7 @@ def test_preempted_requests_get_the_bits_they_get_uninterrupted(
     assert num_preemptions > 5 * ROUNDS
 
 
-def test_preempted_requests_get_the_bits_they_get_uninterrupted_with_every_kind_of_positions(
+def test_preempted_requests_are_bit_identical_to_uninterrupted_ones_with_every_kind_of_positions(
     variant: Bundle, loop: asyncio.AbstractEventLoop
 ) -> None:
     longest = NativeRunner(variant, max_rows=1, threads=1).num_blocks
@@ -242,7 +242,7 @@ def contending_request(dice: random.Random, name: str, runner: NativeRunner) -> 
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_samples_whose_rows_went_to_other_callers_get_the_bits_they_get_uninterrupted(
+def test_samples_are_bit_identical_to_uninterrupted_ones_when_other_callers_took_their_rows(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     crowded = NativeRunner(bundle, max_rows=2 * MAX_WIDTH, threads=2, precision=precision)
@@ -256,7 +256,7 @@ def test_samples_whose_rows_went_to_other_callers_get_the_bits_they_get_uninterr
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_a_prefix_of_its_own_output_goes_on_with_the_same_bits(
+def test_output_is_bit_identical_when_continued_from_its_own_prefix(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     runner = NativeRunner(bundle, max_rows=1, threads=1, precision=precision)
@@ -277,7 +277,7 @@ def test_a_prefix_of_its_own_output_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_a_score_has_the_bits_that_generation_reports(
+def test_score_is_bit_identical_to_the_log_probabilities_of_generation(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=2, precision=precision)

@@ -65,7 +65,7 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
     bias=st.dictionaries(IDS, st.sampled_from([-3.0, 1.5, 4.0]), max_size=3),
     stop_ids=st.lists(IDS, max_size=2, unique=True).map(tuple),
 )
-def test_edits_choose_what_transformers_processors_choose(
+def test_logits_processors_choose_the_tokens_of_transformers(
     seed: int,
     prefix: tuple[int, ...],
     repetition_penalty: float,
@@ -101,7 +101,7 @@ def test_edits_choose_what_transformers_processors_choose(
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), allowed=st.lists(IDS, min_size=1, max_size=6, unique=True), ngram=st.integers(0, 2))
-def test_allowed_ids_choose_what_transformers_prefix_constraint_chooses(
+def test_allowed_ids_choose_the_tokens_of_the_prefix_constraint_of_transformers(
     seed: int, allowed: list[int], ngram: int
 ) -> None:
     params = SamplingParams(allowed_ids=tuple(allowed), repetition_penalty=1.2, no_repeat_ngram_size=ngram)

@@ -112,7 +112,7 @@ def test_quantized_linear_of_a_row_of_zeros_is_its_bias(positive: bool) -> None:
 
 @pytest.mark.parametrize("op_type", ["Linear", "QuantizedLinear"])
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
-def test_products_are_bit_identical_alone_together_and_on_two_threads(op_type: str, rows: int) -> None:
+def test_products_are_bit_identical_alone_in_a_batch_and_on_two_threads(op_type: str, rows: int) -> None:
     """Large enough that rows and columns are divided among tasks."""
     x, weight = normal(rows, 320), normal(1500, 320)
     if op_type == "Linear":
@@ -166,7 +166,7 @@ def test_activations_of_huge_numbers_equal_eager(activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "tanh"])
-def test_activations_keep_what_is_no_number(activation: str) -> None:
+def test_activations_propagate_nan(activation: str) -> None:
     x = np.array([[1, np.nan, 3]], np.float32)
     (found,) = run_node("Gate", {"x": np.hstack([x, np.ones_like(x)])}, activation=activation)
     assert np.isnan(found).tolist() == [[False, True, False]]
@@ -318,7 +318,7 @@ def test_paged_write_and_cross_attention_equal_eager(
     np.testing.assert_array_equal(alone, found[-tokens[-1] :])
 
 
-def test_paged_operators_divide_heads_among_threads_without_a_difference() -> None:
+def test_paged_operators_are_bit_identical_when_threads_share_the_heads() -> None:
     """A few long rows: large enough that the heads of a row go to different tasks."""
     lens = [700, 3, 1200]
     pool = Pool(lens, 8, 64, "float16")
@@ -339,7 +339,7 @@ def test_paged_operators_divide_heads_among_threads_without_a_difference() -> No
         np.testing.assert_array_equal(single, double)
 
 
-def test_layers_of_a_pool_are_apart() -> None:
+def test_layers_of_a_pool_are_separate() -> None:
     pool = Pool([20], 2, 24, "float32", layers=3)
     before, kv = pool.cache.copy(), normal(20, 2 * 48)
     arrays = {"kv": kv, "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([20])}
@@ -349,7 +349,7 @@ def test_layers_of_a_pool_are_apart() -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0xFFC12345], ids=hex)
-def test_packed_attention_lets_every_nan_through(bits: int) -> None:
+def test_packed_attention_propagates_every_nan(bits: int) -> None:
     """A NaN in a key must not become a key that nobody looks at."""
     qkv = normal(5, 3 * 2 * 8)
     qkv[2, 16 + 3] = np.array(bits, np.uint32).view(np.float32)

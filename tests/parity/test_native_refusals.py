@@ -284,12 +284,12 @@ def run_changed(op_type: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("op_type", CALLS)
-def test_calls_that_refusals_start_from_are_good(op_type: str) -> None:
+def test_valid_calls_succeed_before_they_are_changed(op_type: str) -> None:
     run_changed(op_type, {})
 
 
 @pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Select"])
-def test_calls_without_rows_give_nothing(op_type: str) -> None:
+def test_calls_without_rows_give_empty_outputs(op_type: str) -> None:
     kept = ("weight", "cache", "bias_table", "slopes", "edit_ids", "edit_values")
     arrays, _ = CALLS[op_type]()
     empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}
@@ -323,7 +323,7 @@ ANY_INT = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
 
 @settings(max_examples=150)
 @given(st.data())
-def test_no_lengths_or_tables_end_the_process(data: st.DataObject) -> None:
+def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) -> None:
     """Any integers at all in place of the small ones: an answer or a refusal, and nothing outside the pool changes."""
     packed = ["PackedAttention", "DisentangledAttention"]
     op_type = data.draw(st.sampled_from([*packed, "PagedSelfAttention", "PagedCrossAttention", "PagedWrite"]))
@@ -348,7 +348,7 @@ def test_no_lengths_or_tables_end_the_process(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
-def test_every_processors_kernels_pass_the_same_tests(kernels: str) -> None:
+def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
     """The operators' tests once more with kernels that this processor would not choose, in a process that does."""
     asked = {**os.environ, "ANTIPHON_CPU": kernels}
     here = Path(__file__).parent

@@ -62,7 +62,9 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
-def test_no_call_reads_or_writes_astray(library: Path, environment: dict[str, str], kernels: str) -> None:
+def test_random_calls_read_and_write_only_valid_memory(
+    library: Path, environment: dict[str, str], kernels: str
+) -> None:
     chosen = {**environment, "ANTIPHON_CPU": kernels}
     done = run(chosen, "-m", "tests.parity.native_fuzz", str(library), f"--rounds={ROUNDS}")
     if "which this processor lacks" in done.stderr or "must be one of" in done.stderr:
@@ -73,7 +75,7 @@ def test_no_call_reads_or_writes_astray(library: Path, environment: dict[str, st
     assert last == f"seed 0: {list(CALLS)[-1]} {ROUNDS - 1}\n"
 
 
-def test_a_write_behind_an_array_is_seen(library: Path, environment: dict[str, str]) -> None:
+def test_sanitizer_detects_a_write_behind_an_array(library: Path, environment: dict[str, str]) -> None:
     """The net is there: the library writes seven counters where there is room for one."""
     careless = f"""
 import ctypes, numpy
@@ -85,7 +87,7 @@ ctypes.CDLL({str(library)!r}).antiphon_workspace_stats(None, ctypes.c_void_p(roo
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
 
 
-def test_a_read_behind_a_page_ends_the_process(environment: dict[str, str]) -> None:
+def test_protected_page_detects_a_read_behind_an_array(environment: dict[str, str]) -> None:
     careless = """
 import ctypes, numpy
 from tests.parity.native_fuzz import at_end_of_page

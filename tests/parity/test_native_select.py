@@ -135,7 +135,9 @@ def values_of(logits: Floats, held: Choices, row: int) -> Floats:
 
 @EXAMPLES
 @given(steps(), st.booleans())
-def test_select_chooses_as_numpy_does(step: tuple[Floats, Floats, NDArray[np.int32], Choices], has_bias: bool) -> None:
+def test_select_chooses_the_tokens_of_numpy(
+    step: tuple[Floats, Floats, NDArray[np.int32], Choices], has_bias: bool
+) -> None:
     hidden, weight, positions, held = step
     bias = exact(np.random.default_rng(len(weight)), len(weight)) if has_bias else None
     logits, places = hidden[held.picks] @ weight.T + (0 if bias is None else bias), positions[held.picks]
@@ -185,7 +187,7 @@ def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
 @EXAMPLES
 @given(st.integers(1, 18), st.integers(1, 100), st.integers(1, 300))
 @example(14, 59, 3)  # row 13 has such a state
-def test_quantized_select_equals_select_of_what_it_holds(tokens: int, width: int, vocab: int) -> None:
+def test_quantized_select_equals_select_of_the_dequantised_weights(tokens: int, width: int, vocab: int) -> None:
     """Row by row: a hidden state on the edge between two levels falls one way with, one way without fused products."""
     held = choices_of(range(tokens), [Choice(num_logprobs=vocab)] * tokens)
     hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
@@ -211,7 +213,7 @@ def places(count: int) -> NDArray[np.int32]:
     return np.arange(count, dtype=np.int32)
 
 
-def test_ties_go_to_the_lowest_id() -> None:
+def test_select_takes_the_lowest_id_when_logits_are_equal() -> None:
     weight = np.zeros((90, 8), np.float32)
     weight[[3, 40, 41, 77]] = 1
     found = run_select(np.ones((1, 8), np.float32), weight, places(1), plain(1, num_logprobs=6))
@@ -221,7 +223,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"given_id": 4}, {"edits": [(3, 0.0, 1.0, -np.inf)]}])
-def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, changes: dict[str, Any]) -> None:
+def test_select_reports_exactly_the_rows_that_are_not_finite(value: float, changes: dict[str, Any]) -> None:
     hidden, weight = normal(3, 16), normal(50, 16)
     hidden[1] = value
     held = plain(3, num_logprobs=2, **changes)
@@ -235,7 +237,7 @@ def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, change
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
+def test_select_reports_a_choice_without_an_allowed_token(temperature: float) -> None:
     held = choices_of(range(2), [Choice(temperature=temperature, is_exclusive=True, num_logprobs=2), Choice()])
     found = run_select(normal(2, 8), normal(30, 8), places(2), held)
     assert found.token_ids[0] == NONE_ALLOWED
@@ -245,7 +247,7 @@ def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1.0, 3e38, np.inf])
-def test_no_temperature_lets_forbidden_tokens_through(temperature: float) -> None:
+def test_forbidden_tokens_are_never_sampled_at_any_temperature(temperature: float) -> None:
     allowed = [(token_id, 0.0, 1.0, 0.0) for token_id in (7, 300)]
     held = choices_of(
         [0] * 64, [Choice(temperature=temperature, is_exclusive=True, edits=allowed, seed=seed) for seed in range(64)]
@@ -279,7 +281,7 @@ NARROWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(NARROWED))
 @pytest.mark.parametrize("temperature", [0.05, 2.0, 100.0])
 @pytest.mark.parametrize("vocab", [8000, 32_000])
-def test_large_vocabularies_are_narrowed_as_numpy_does(vocab: int, temperature: float, name: str) -> None:
+def test_large_vocabularies_are_warped_as_by_numpy(vocab: int, temperature: float, name: str) -> None:
     """Buckets, and not only the few tokens that are sorted: logits far apart, and close together."""
     logits = 3 * normal(vocab, seed=1)
     logits[::7] = logits[1::7][: len(logits[::7])]  # ties
@@ -294,7 +296,7 @@ def test_large_vocabularies_are_narrowed_as_numpy_does(vocab: int, temperature: 
 
 @pytest.mark.parametrize("level", [0.0, -0.0, -30.0, 1e30])
 @pytest.mark.parametrize("vocab", [65, 700, 9000])
-def test_of_equal_logits_the_lowest_ids_are_kept(vocab: int, level: float) -> None:
+def test_warpers_keep_the_lowest_ids_of_equal_logits(vocab: int, level: float) -> None:
     logits = np.full(vocab, level, np.float32)
     logits[::2] += 0.0  # one zero of each sign
     half = -(-vocab // 2)
@@ -304,7 +306,7 @@ def test_of_equal_logits_the_lowest_ids_are_kept(vocab: int, level: float) -> No
     assert max(drawn(logits, 400, temperature=1.0, typical_p=0.5)) >= half  # all are as near to the entropy
 
 
-def test_a_nucleus_ends_within_a_level_of_equal_logits() -> None:
+def test_nucleus_can_end_within_a_group_of_equal_logits() -> None:
     """Two tokens of weight 1 and a thousand of weight 1/e: half of the mass is the two and 497.3 of the others."""
     logits = np.full(1002, -1.0, np.float32)
     logits[[400, 900]] = 0.0
@@ -316,7 +318,7 @@ def test_a_nucleus_ends_within_a_level_of_equal_logits() -> None:
 
 
 @pytest.mark.parametrize("changes", list(NARROWED.values()))
-def test_what_narrows_leaves_forbidden_tokens_out(changes: dict[str, Any]) -> None:
+def test_warpers_never_keep_forbidden_tokens(changes: dict[str, Any]) -> None:
     logits = np.full(9000, -np.inf, np.float32)
     logits[[3, 4000, 8999]] = [0.0, 0.0, -1e-3]
     assert set(drawn(logits, 100, temperature=1.0, **changes)) <= {3, 4000, 8999}

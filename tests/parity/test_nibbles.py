@@ -13,7 +13,7 @@ from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config, write_checkpoint
 
 
-def test_graphs_of_int4_agree_with_pytorch_and_are_smaller(tmp_path: Path) -> None:
+def test_int4_graphs_agree_with_pytorch_and_are_smaller(tmp_path: Path) -> None:
     """T5's unscaled scores show what 4 bits lose at its largest; the other variants lose a third of it."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**VARIANTS["t5"]))
     nibbles = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int8", "int4"), explain=False)

@@ -23,7 +23,7 @@ def matrix(sizes: tuple[int, int]) -> NDArray[np.float32]:
 
 
 @given(SIZES)
-def test_float_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
+def test_float_weights_are_equal_after_unpacking(sizes: tuple[int, int]) -> None:
     weight = matrix(sizes)
     packed = pack_float(weight)
     assert packed.shape == (-(-sizes[0] // PANEL), sizes[1], PANEL)
@@ -32,7 +32,7 @@ def test_float_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
 
 
 @given(SIZES)
-def test_int8_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
+def test_int8_weights_are_equal_after_unpacking(sizes: tuple[int, int]) -> None:
     outputs, inputs = sizes
     integers, scales = quantize_rows(matrix(sizes))
     packed = pack_int8(matrix(sizes))
@@ -46,7 +46,7 @@ def test_int8_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
     assert not packed.column_sums[outputs:].any()
 
 
-def test_int8_weights_lie_as_the_kernels_read_them() -> None:
+def test_int8_weights_have_the_order_of_the_kernels() -> None:
     """Output o's inputs 4 g to 4 g + 3 at [o / 16, g, o % 16]."""
     weight = matrix((40, 130))
     integers, _ = quantize_rows(weight)

@@ -90,7 +90,7 @@ def test_int8_graphs_quantise_every_product_and_each_tensor_once(bundle: Bundle)
     assert operators(bundle, "encoder", "int8")["QuantizeLinear"] == 2 * 4 + 1
 
 
-def test_decoder_graphs_move_no_data_between_layouts(bundle: Bundle) -> None:
+def test_decoder_graphs_contain_no_layout_operators(bundle: Bundle) -> None:
     held = operators(bundle, "decoder", "float32")
     assert held["GroupQueryAttention"] == 4
     assert not held["Transpose"] + held["Reshape"] + held["Split"] + held["Concat"]

@@ -68,7 +68,7 @@ def test_native_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoin
     assert compare(found.reshape(expected.shape), expected).excess(TOLERANCES[precision]) is None
 
 
-def test_native_runner_keeps_the_states_of_pytorchs_encoder(bundle: Bundle, checkpoint: Checkpoint) -> None:
+def test_native_runner_returns_the_encoder_states_of_pytorch(bundle: Bundle, checkpoint: Checkpoint) -> None:
     sources, _ = random_batch(checkpoint.config.vocab_size)
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision="float32")
     tables = [(row, row + 8, row + 16)[: blocks_for(len(source), 16)] for row, source in enumerate(sources)]
@@ -93,7 +93,7 @@ MIXED = (
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_native_runner_makes_mixed_choices_the_same_bits_alone_and_in_a_crowd(
+def test_native_runner_mixed_choices_are_bit_identical_alone_and_in_a_crowd(
     bundle: Bundle, precision: Precision, threads: int
 ) -> None:
     sources, tokens = random_batch(bundle.manifest.model.vocab_size)
@@ -112,7 +112,7 @@ def test_native_runner_makes_mixed_choices_the_same_bits_alone_and_in_a_crowd(
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_native_runner_judges_a_target_at_once_as_token_by_token(bundle: Bundle, precision: Precision) -> None:
+def test_native_runner_scores_a_target_in_one_step_as_token_by_token(bundle: Bundle, precision: Precision) -> None:
     sources, tokens = random_batch(bundle.manifest.model.vocab_size)
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
     lens, tables = encode_native(runner, sources)

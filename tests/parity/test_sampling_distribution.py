@@ -139,7 +139,7 @@ def firsts(of_outputs: Mapping[tuple[int, ...], float]) -> dict[int, float]:
 
 @pytest.mark.parametrize("prefix", [(), PREFIX], ids=["from_the_start", "after_a_prefix"])
 @pytest.mark.parametrize("name", list(COMBINATIONS))
-def test_tokens_come_as_often_as_transformers_would_draw_them(
+def test_token_frequencies_follow_the_probabilities_of_transformers(
     served: Served, name: str, prefix: tuple[int, ...]
 ) -> None:
     params = SamplingParams(**{"temperature": 1.0} | COMBINATIONS[name])
@@ -152,7 +152,7 @@ def test_tokens_come_as_often_as_transformers_would_draw_them(
 @pytest.mark.parametrize(
     "other", [dict(temperature=1.15), dict(top_p=0.95), dict(repetition_penalty=1.2), dict(logit_bias=((12, 0.25),))]
 )
-def test_counts_are_many_enough_to_notice_another_distribution(served: Served, other: dict[str, Any]) -> None:
+def test_counts_suffice_to_detect_another_distribution(served: Served, other: dict[str, Any]) -> None:
     params = SamplingParams(temperature=1.0)
     counts = drawn(served, dataclasses.replace(params, **other), PREFIX)
     assert p_value(counts, distribution(served.logits_of, params, PREFIX)) < 1e-4

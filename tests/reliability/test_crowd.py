@@ -65,7 +65,9 @@ async def check_nothing_is_left(server: ServerProcess, before: Footprint, num_bl
     return after
 
 
-async def test_a_thousand_streams_at_once_answer_as_if_alone(server: ServerProcess, expected: dict[int, Texts]) -> None:
+async def test_a_thousand_concurrent_streams_get_the_answers_of_each_alone(
+    server: ServerProcess, expected: dict[int, Texts]
+) -> None:
     before = await at_rest(server)
     num_blocks = server.metrics()["antiphon_kv_cache_blocks{use=free}"]
     numbers = [LONG_KINDS[index % NUM_LONG_KINDS] for index in range(NUM_STREAMS)]
@@ -91,9 +93,7 @@ async def _most_under_way(server: ServerProcess, streams: Sequence[asyncio.Futur
     return most
 
 
-async def test_calls_given_up_at_random_moments_leave_nothing_behind(
-    server: ServerProcess, expected: dict[int, Texts]
-) -> None:
+async def test_cancelled_calls_leave_no_resources_behind(server: ServerProcess, expected: dict[int, Texts]) -> None:
     before = await at_rest(server)
     num_blocks = server.metrics()["antiphon_kv_cache_blocks{use=free}"]
     begin_s = time.monotonic()
@@ -113,7 +113,7 @@ def _descriptors(before: Footprint, after: Footprint) -> dict[str, list[int]]:
     return {"descriptors": [before.descriptors, after.descriptors]}
 
 
-async def test_calls_given_up_leave_no_task_on_the_servers_loop() -> None:
+async def test_cancelled_calls_leave_no_task_on_the_event_loop_of_the_server() -> None:
     """In this process, where the tasks of server and client can be counted."""
     async with serving() as served:
         stub = stub_of(served)

@@ -55,7 +55,7 @@ def killed_in_mid_stream(target: str) -> None:
         assert client.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-async def test_killed_clients_leave_nothing_and_disturb_nobody(server: ServerProcess) -> None:
+async def test_killed_clients_leave_no_resources_and_have_no_effect_on_others(server: ServerProcess) -> None:
     expected = await alone(server)
     before = await asyncio.to_thread(settled, server.process.pid, steady())
     async with AsyncClient(server.target) as neighbour:
@@ -68,7 +68,7 @@ async def test_killed_clients_leave_nothing_and_disturb_nobody(server: ServerPro
     assert NUM_KILLED <= sum(ended.values()) <= NUM_KILLED * STREAMS_EACH
 
 
-async def test_half_open_connections_are_found_out_and_closed(server: ServerProcess) -> None:
+async def test_half_open_connections_are_detected_and_closed(server: ServerProcess) -> None:
     expected = await alone(server)
     before = await asyncio.to_thread(settled, server.process.pid, steady())
     with StallingProxy(server.port) as proxy:

@@ -39,7 +39,7 @@ def uptime_s() -> float:
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-async def test_deadlines_hold_whatever_the_clock_reads(shift: str) -> None:
+async def test_deadlines_hold_for_any_value_of_the_monotonic_clock(shift: str) -> None:
     seconds = SHIFTS[shift]
     prefix = shifted(1 - int(uptime_s()) if seconds is None else seconds)
     with ServerProcess(SHIPPED_BUNDLE, prefix=prefix) as server:

@@ -39,7 +39,7 @@ def idle(port: int, num: int) -> Iterator[None]:
         yield
 
 
-def test_idle_connections_up_to_the_limit_leave_a_server_that_answers_and_rests() -> None:
+def test_server_answers_without_a_busy_loop_beside_idle_connections_up_to_the_limit() -> None:
     with few_files() as server, Client(server.target) as held:
         held.list_models()
         with idle(server.port, 2 * MAX_FILES):
@@ -75,7 +75,7 @@ def check_refused(server: ServerProcess) -> None:
         assert not greeted(connection)
 
 
-def test_max_connections_beyond_the_files_that_may_be_open_is_lowered_with_a_warning() -> None:
+def test_max_connections_is_lowered_with_a_warning_to_the_limit_of_open_files() -> None:
     prefix = ("sh", "-c", f'ulimit -n {MAX_FILES}; exec "$@"', "sh")
     with ServerProcess(SHIPPED_BUNDLE, ["--max-connections", "5000"], prefix=prefix) as server:
         with idle(server.port, 2 * MAX_FILES):

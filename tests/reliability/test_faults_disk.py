@@ -68,7 +68,7 @@ def check_refused(code: int, errors: str, target: Path, digests: dict[str, str])
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of a size of its own needs root")
 @pytest.mark.parametrize("share", SHARES)
-def test_a_full_disk_leaves_the_old_bundle_and_nothing_else(
+def test_full_disk_leaves_only_the_old_bundle(
     share: float, checkpoint: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digests = {name: entry.sha256 for name, entry in load_bundle(bundle).manifest.files.items()}
@@ -80,7 +80,7 @@ def test_a_full_disk_leaves_the_old_bundle_and_nothing_else(
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_a_quota_leaves_the_old_bundle_and_nothing_else(
+def test_quota_leaves_only_the_old_bundle(
     share: float, checkpoint: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digests = {name: entry.sha256 for name, entry in load_bundle(bundle).manifest.files.items()}

@@ -51,7 +51,7 @@ async def outcome(served: Serving, number: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_faults_of_the_model_end_the_streams_they_touch_and_no_others() -> None:
+async def test_faults_of_the_model_end_only_the_affected_streams() -> None:
     faults = Faults(0.05)
     async with serving(EngineConfig(), prepare=faults.arm) as served:
         outcomes = await asyncio.gather(*(outcome(served, number) for number in range(NUM_CALLS)))
@@ -62,7 +62,7 @@ async def test_faults_of_the_model_end_the_streams_they_touch_and_no_others() ->
     assert again == "ok"
 
 
-async def test_a_clock_that_jumps_a_day_ends_deadlines_and_nothing_else() -> None:
+async def test_clock_that_jumps_by_a_day_ends_only_requests_with_deadlines() -> None:
     """As after a suspended machine: monotonic time has passed, and nobody computed."""
     clock = FakeClock()
     gates: list[Gate] = []

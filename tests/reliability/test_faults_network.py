@@ -55,7 +55,7 @@ def test_answers_are_right_while_packets_are_lost(link: LossyLink) -> None:
     report("packet-loss", figures)
 
 
-async def test_a_network_that_goes_away_is_noticed_and_its_calls_are_ended(link: LossyLink) -> None:
+async def test_calls_are_ended_when_the_network_is_lost(link: LossyLink) -> None:
     with serving(link, "--keepalive-time-s", "1", "--keepalive-timeout-s", "0.5") as server:
         await _lose_everything(link, server)
 

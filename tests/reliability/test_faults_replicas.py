@@ -22,7 +22,7 @@ FEW_ROWS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600"]  # most calls w
 CONNECTION = Connection(load_balancing="round_robin", retry=RetryPolicy(budget=None))
 
 
-async def test_no_call_is_lost_that_had_not_begun_to_stream_when_a_replica_is_killed() -> None:
+async def test_no_call_without_a_first_message_is_lost_when_a_replica_is_killed() -> None:
     with ServerProcess(SHIPPED_BUNDLE, FEW_ROWS) as kept, ServerProcess(SHIPPED_BUNDLE, FEW_ROWS) as lost:
         async with AsyncClient(kept.target) as client:
             expected = await references(client, sorted(set(LASTING)))

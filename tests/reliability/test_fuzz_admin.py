@@ -49,7 +49,7 @@ def check_admin_refusal(error: Any, asked: Any) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages_to_the_admin_port_end_in_one_answer_or_one_refusal(server: ServerProcess, name: str) -> None:
+def test_random_messages_to_the_admin_port_get_one_answer_or_one_refusal(server: ServerProcess, name: str) -> None:
     method = METHODS[name]
     assert server.admin_target is not None
     with grpc.insecure_channel(server.admin_target) as channel, Client(server.target) as client:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_target_survives(target: str) -> None:
+def test_fuzz_target_finds_no_error(target: str) -> None:
     limits = ["--seconds", str(SECONDS)] if SECONDS else ["--runs", str(RUNS), "--seed", "1"]
     command = [sys.executable, "-m", "tests.reliability.fuzz", target, *limits]
     result = subprocess.run(

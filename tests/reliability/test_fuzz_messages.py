@@ -89,10 +89,10 @@ def check_random_messages(served: Served, method: MethodDescriptor, num_examples
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal(fake: Served, name: str) -> None:
     check_random_messages(fake, METHODS[name], NUM_EXAMPLES)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages_do_no_harm_to_the_real_model(shipped: Served, name: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal_from_the_shipped_model(shipped: Served, name: str) -> None:
     check_random_messages(shipped, METHODS[name], NUM_BUNDLE_EXAMPLES)

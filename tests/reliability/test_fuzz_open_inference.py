@@ -103,7 +103,7 @@ def check_end(error: Any, ends: Set[grpc.StatusCode] = ENDS) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"ModelStreamInfer"}))
-def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal(fake: Served, name: str) -> None:
     channel, engine = fake
     method = METHODS[name]
     parse = GetMessageClass(method.output_type).FromString
@@ -121,7 +121,7 @@ def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: st
     assert (engine.num_running, engine.num_free_blocks) == (0, engine.num_blocks)
 
 
-def test_random_requests_of_a_stream_get_one_last_response_each(fake: Served) -> None:
+def test_random_requests_of_a_stream_get_one_final_response_each(fake: Served) -> None:
     channel, engine = fake
     method = METHODS["ModelStreamInfer"]
     parse = oip.ModelStreamInferResponse.FromString

@@ -22,12 +22,12 @@ REPEATED = st.builds(lambda text, times: text * times, st.text(CHARACTERS, max_s
 @example("\u0000")
 @example("\ufeff\u200b\u200d\u2028")
 @example("A" * 3000)
-def test_any_text_comes_back_from_the_shipped_tokenizer(text: str) -> None:
+def test_shipped_tokenizer_decodes_random_texts_unchanged(text: str) -> None:
     check_text(shipped_tokenizer(), text)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_any_bytes_are_read_or_refused(target: str) -> None:
+def test_random_bytes_are_read_or_refused(target: str) -> None:
     seeds = SEEDS[target]()
 
     @fuzzed(NUM_EXAMPLES)

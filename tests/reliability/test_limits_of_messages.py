@@ -15,7 +15,7 @@ OVERHEAD = len(pb.TokenizeRequest(text="x" * (MAX_BYTES - 3)).SerializeToString(
 
 
 @pytest.mark.parametrize(("num_bytes", "is_taken"), [(MAX_BYTES - 1, True), (MAX_BYTES, True), (MAX_BYTES + 1, False)])
-async def test_messages_are_read_up_to_their_largest_size(num_bytes: int, is_taken: bool) -> None:
+async def test_messages_are_accepted_up_to_their_maximum_size(num_bytes: int, is_taken: bool) -> None:
     request = pb.TokenizeRequest(text="x" * (num_bytes - OVERHEAD))
     assert len(request.SerializeToString()) == num_bytes
     async with serving(max_message_bytes=MAX_BYTES) as served:
@@ -31,7 +31,7 @@ async def test_messages_are_read_up_to_their_largest_size(num_bytes: int, is_tak
     ("given", "is_taken"),
     [("a", True), ("!~" * 63 + "x", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("a b", False)],
 )
-async def test_request_ids_of_callers_are_kept_where_they_are_well_formed(given: str, is_taken: bool) -> None:
+async def test_request_ids_of_clients_are_kept_when_they_are_well_formed(given: str, is_taken: bool) -> None:
     async with serving() as served:
         call = stub_of(served).GenerateUnary(asking_whole(), metadata=(("x-request-id", given),))
         assert (await call).outputs

@@ -61,7 +61,7 @@ def outcome(channel: grpc.Channel, kind: str, fields: dict[str, Any]) -> str | N
         return violation_of(error)
 
 
-def test_tables_are_of_this_model() -> None:
+def test_tables_of_limits_match_the_model() -> None:
     tokenizer = Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (VOCABULARY, EOS_ID)
     for count in (1, MAX_SOURCE_LEN - 1, MAX_TARGET_LEN):
@@ -76,7 +76,7 @@ def test_every_field_of_the_contract_has_its_limits() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, name: str) -> None:
+def test_options_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, name: str) -> None:
     limit = OPTIONS[name]
 
     def ask(value: Any) -> str | None:
@@ -89,7 +89,7 @@ def test_options_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.C
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
-def test_fields_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
+def test_fields_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
     ask, limit = REQUESTS[kind], REQUESTS[kind].fields[name]
     for value in limit.taken:
         assert outcome(channel, kind, {**without_rivals(kind, ask.base, name), name: value}) is None, str(value)[:80]

@@ -65,7 +65,7 @@ def test_every_setting_has_limits_or_names_a_file() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), cases(are_inside=True))
-def test_settings_are_taken_up_to_their_limits(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_accepted_up_to_their_limits(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", f"{flag_of(name)}={value}", *BESIDE.get(name, ()), "--print-config"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -85,7 +85,7 @@ def test_settings_beyond_their_limits_stop_the_server(
 
 
 @pytest.mark.parametrize("name", [name for name in ModelSettings.model_fields if name != "path"])
-def test_a_models_own_settings_have_the_servers_limits(
+def test_settings_of_a_model_have_the_limits_of_the_server(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     schemas = ModelSettings.model_json_schema()["properties"]

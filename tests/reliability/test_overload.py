@@ -21,7 +21,7 @@ SMALL = ["--max-num-seqs", "2", "--max-queued-requests", "2"]
 RATE_PER_S = 150.0
 
 
-async def test_overload_is_refused_with_advice_and_what_is_taken_is_answered() -> None:
+async def test_overload_is_refused_with_pushback_and_accepted_requests_are_answered() -> None:
     plan = Plan(
         asks=tuple(Ask(source=text, max_new_tokens=64) for text in EVERYDAY[:5]),
         rate=RATE_PER_S,

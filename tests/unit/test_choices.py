@@ -68,7 +68,9 @@ def reference_scores(scores: NDArray[np.float64], control: Control) -> NDArray[n
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), vocab_size=st.integers(2, 30), is_normalized=st.booleans())
-def test_choices_are_edited_as_by_transformers(data: st.DataObject, vocab_size: int, is_normalized: bool) -> None:
+def test_choices_are_processed_as_by_the_logits_processors_of_transformers(
+    data: st.DataObject, vocab_size: int, is_normalized: bool
+) -> None:
     control = data.draw(controls(vocab_size))
     logits = logits_of(1, vocab_size, seed=data.draw(st.integers(0, 10**6)))
     log_probabilities = log_softmax(logits[0])
@@ -91,7 +93,7 @@ def test_choices_are_edited_as_by_transformers(data: st.DataObject, vocab_size: 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10**6))
-def test_choices_draw_from_what_the_edits_left(data: st.DataObject, seed: int) -> None:
+def test_choices_sample_only_tokens_that_the_logits_processors_left(data: st.DataObject, seed: int) -> None:
     control, logits = data.draw(controls(12)), logits_of(1, 12, seed=seed)
     warp = Warp(temperature=1.5, top_k=6, min_p=0.05, typical_p=0.8)
     expected = reference_scores(logits[0].astype(np.float64), control)
@@ -101,7 +103,7 @@ def test_choices_draw_from_what_the_edits_left(data: st.DataObject, seed: int) -
     assert all(kept[token_id] > 0 for token_id in drawn)
 
 
-def test_choices_edit_one_token_several_times_in_order() -> None:
+def test_choices_apply_several_logits_processors_of_one_token_in_order() -> None:
     logits = np.array([[2.0, -3.0, 0.5]], np.float32)
     edits = [(0, 1.0, 2.0, -4.0), (1, 0.0, 1.0, 0.0), (0, 0.0, 3.0, 0.25), (0, 10.0, 1.0, 0.0)]
     drawn = draw(logits, [Choice(num_logprobs=3, edits=edits)])
@@ -125,7 +127,7 @@ def test_choices_never_change_the_logits() -> None:
     np.testing.assert_array_equal(logits, before)
 
 
-def test_choices_are_exclusive_of_tokens_without_an_edit() -> None:
+def test_choices_exclude_tokens_without_a_logits_processor_when_only_listed_ids_are_allowed() -> None:
     logits = logits_of(1, 100)
     edits = [(7, 0.0, 1.0, 0.0), (40, 0.0, 1.0, 0.0), (41, 0.0, 1.0, FORBIDDEN)]
     drawn = draw(logits, [Choice(is_exclusive=True, num_logprobs=4, edits=edits)])
@@ -139,7 +141,7 @@ def test_choices_are_exclusive_of_tokens_without_an_edit() -> None:
     assert found == {7, 40}
 
 
-def test_choices_are_none_where_everything_is_forbidden() -> None:
+def test_choices_are_empty_when_every_token_is_forbidden() -> None:
     logits = logits_of(3, 4)
     all_forbidden = [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in range(4)]
     kinds = [
@@ -156,7 +158,7 @@ def test_choices_are_none_where_everything_is_forbidden() -> None:
     assert np.isneginf(drawn.top_scores).all()
 
 
-def test_choices_judge_a_given_token_and_draw_nothing() -> None:
+def test_choices_score_a_forced_token_without_sampling() -> None:
     logits = logits_of(2, 60)
     kinds = [Choice(given_id=17, num_logprobs=3), Choice(given_id=5, temperature=1.0, edits=[(5, -9.0, 1.0, 0.0)])]
     drawn = draw(logits, kinds)
@@ -169,7 +171,7 @@ def test_choices_judge_a_given_token_and_draw_nothing() -> None:
 CHI_SQUARE_7 = 24.32
 
 
-def test_choices_drawn_over_seeds_follow_the_distribution() -> None:
+def test_choices_sampled_over_seeds_follow_the_distribution() -> None:
     logits, num_draws = logits_of(1, 8, scale=1.0), 8000
     drawn = draw(
         np.repeat(logits, num_draws, axis=0), [Choice(temperature=1.3, seed=seed) for seed in range(num_draws)]
@@ -179,7 +181,7 @@ def test_choices_drawn_over_seeds_follow_the_distribution() -> None:
     assert ((observed - expected) ** 2 / expected).sum() < CHI_SQUARE_7
 
 
-def test_choices_drawn_of_what_warpers_left_follow_the_distribution() -> None:
+def test_choices_sampled_after_logits_warpers_follow_the_distribution() -> None:
     logits = logits_of(1, 300, scale=1.0)
     warp = Warp(temperature=1.3, top_k=40, top_p=0.95, min_p=0.1, typical_p=0.9)
     expected = reference_probabilities(logits[0], warp)
@@ -216,7 +218,7 @@ def choice_strategy(vocab_size: int) -> st.SearchStrategy[Choice]:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), rows=st.integers(2, 9), vocab_size=st.sampled_from([5, 63, 257, 1031]))
-def test_choice_is_the_same_alone_and_among_others(data: st.DataObject, rows: int, vocab_size: int) -> None:
+def test_choice_is_bit_identical_alone_and_in_a_batch(data: st.DataObject, rows: int, vocab_size: int) -> None:
     kinds = data.draw(st.lists(choice_strategy(vocab_size), min_size=rows, max_size=rows))
     positions = data.draw(st.lists(st.integers(0, 500), min_size=rows, max_size=rows))
     logits = logits_of(rows, vocab_size, seed=data.draw(st.integers(0, 99)))
@@ -235,7 +237,7 @@ def test_choice_is_the_same_alone_and_among_others(data: st.DataObject, rows: in
         assert (together.top_ids[row, width:] == -1).all()
 
 
-def test_choices_repeat_themselves_for_a_seed_and_differ_between_positions() -> None:
+def test_choices_are_equal_for_equal_seeds_and_differ_between_positions() -> None:
     logits = logits_of(1, 500, scale=0.5)
     kinds = [Choice(temperature=1.0, seed=12)]
     once = [int(draw(logits, kinds, [position]).token_ids[0]) for position in range(30)]
@@ -253,7 +255,7 @@ def test_choices_take_the_lowest_id_among_equals() -> None:
     assert draw(logits, [Choice(edits=[(0, 5.0, 1.0, 0.0)])]).token_ids[0] == 0
 
 
-def test_choices_are_greedy_in_the_limits_of_their_settings() -> None:
+def test_choices_are_greedy_at_the_limits_of_their_settings() -> None:
     logits = logits_of(6, 400)
     greedy = draw(logits, [GREEDY] * 6).token_ids
     for choice in (
@@ -265,7 +267,7 @@ def test_choices_are_greedy_in_the_limits_of_their_settings() -> None:
         assert draw(logits, [choice] * 6, [3] * 6).token_ids.tolist() == greedy.tolist()
 
 
-def test_choices_never_draw_a_token_the_model_forbids() -> None:
+def test_choices_never_sample_a_token_that_the_model_forbids() -> None:
     logits = np.full((1, 600), -np.inf, np.float32)
     logits[0, [5, 300, 599]] = 0.0
     for top_k, top_p, typical_p in ((0, 1.0, 1.0), (10, 1.0, 1.0), (0, 0.99, 1.0), (10, 0.99, 1.0), (0, 1.0, 0.5)):
@@ -307,7 +309,7 @@ def test_choices_give_log_probabilities_of_the_models_own_distribution() -> None
     assert not draw(logits, [GREEDY] * 3).logprobs.any()
 
 
-def test_choices_give_each_the_log_probabilities_it_asks_for() -> None:
+def test_choices_return_the_log_probabilities_that_each_requests() -> None:
     logits = logits_of(4, 3)
     drawn = draw(logits, [Choice(num_logprobs=count) for count in (-1, 0, 1, 5)])
     assert (drawn.top_ids >= 0).sum(axis=1).tolist() == [0, 0, 1, 3]
@@ -315,7 +317,7 @@ def test_choices_give_each_the_log_probabilities_it_asks_for() -> None:
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == drawn.top_scores.shape == (4, 5)
 
 
-def test_greedy_choices_are_those_of_settings_that_are_off() -> None:
+def test_greedy_choices_equal_choices_with_every_setting_off() -> None:
     built, listed = greedy_choices(np.array([2, 0, 5], np.int32)), choices_of([2, 0, 5])
     for field in dataclasses.fields(Choices):
         ours, theirs = getattr(built, field.name), getattr(listed, field.name)
@@ -328,7 +330,7 @@ def test_settings_are_listed_in_the_order_of_their_fields() -> None:
     assert [*PER_CHOICE, "edit_offsets", "edit_ids", "edit_values"] == [one.name for one in dataclasses.fields(Choices)]
 
 
-def test_no_choices_are_an_empty_draw() -> None:
+def test_zero_choices_give_an_empty_draw() -> None:
     drawn = choose(np.zeros((0, 9), np.float32), choices_of([]), np.zeros(0, np.int32))
     assert drawn.token_ids.shape == (0,)
     assert drawn.top_ids.shape == (0, 0)

@@ -52,7 +52,7 @@ HARMLESS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rule", "breach"), list(zip(RULES, BREACHES, strict=True)))
-def test_each_rule_refuses_what_it_says_and_names_its_field(
+def test_each_rule_refuses_its_combination_and_names_its_field(
     rule: Any, breach: tuple[str, dict[str, Any], dict[str, Any]]
 ) -> None:
     field, params, beside = breach
@@ -67,7 +67,7 @@ def test_harmless_combinations_pass(params: dict[str, Any], beside: dict[str, An
     check_combination(Controls(params=SamplingParams(**params), **beside))
 
 
-def test_docs_give_the_defaults_that_get_model_reports() -> None:
+def test_docs_state_the_defaults_that_get_model_reports() -> None:
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w.]+)", CONTROLS_MD.read_text(encoding="utf-8"), flags=re.MULTILINE)
     documented = {name: value for name, value in rows if re.fullmatch(r"[\d.]+", value)}
     defaults = default_options()

@@ -45,7 +45,7 @@ def test_split_depends_on_the_text_alone() -> None:
     assert sorted(held_out_rule(shuffled).test) == sorted(held_out_rule(pairs).test)
 
 
-def test_large_groups_stay_in_training() -> None:
+def test_large_groups_are_in_the_training_part() -> None:
     pairs = [("one and the same", f"target {index}") for index in range(HELD_OUT_MAX_GROUP + 1)]
     assert held_out_rule(pairs).train == pairs
 
@@ -88,7 +88,7 @@ def test_shipped_recipe_is_valid(name: str) -> None:
     assert load_recipe(name).name == name
 
 
-def test_unknown_recipe_names_those_that_exist() -> None:
+def test_unknown_recipe_is_refused_with_the_names_of_existing_ones() -> None:
     with pytest.raises(RecipeError, match="tatoeba-en-de"):
         load_recipe("no-such-recipe")
 
@@ -101,7 +101,7 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path) -> None:
         load_recipe(str(wrong))
 
 
-def test_recipe_for_half_a_transformer_is_refused(tmp_path: Path) -> None:
+def test_recipe_for_an_encoder_or_decoder_alone_is_refused(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "model/training/recipes/tatoeba-en-de.toml").read_text()
     half = tmp_path / "half.toml"
     half.write_text(text.replace('"encoder-decoder"', '"decoder"').replace("encoder_layers = 6", "encoder_layers = 0"))

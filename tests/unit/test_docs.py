@@ -28,7 +28,7 @@ HISTORY = ("CHANGELOG.md", "DECISIONS.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_of_documents_lead_somewhere(document: Path) -> None:
+def test_links_of_documents_have_targets(document: Path) -> None:
     lost = [link for link in LINK.findall(_prose(document.read_text(encoding="utf-8"))) if not _leads(document, link)]
     assert not lost
 
@@ -57,7 +57,7 @@ def test_paths_of_documents_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_of_documents_have_the_options_they_show(document: Path) -> None:
+def test_commands_in_documents_exist_with_their_options(document: Path) -> None:
     for subcommand, options in _commands(document.read_text(encoding="utf-8")):
         assert subcommand in SUBCOMMANDS
         assert options <= _options(subcommand), subcommand

@@ -40,7 +40,7 @@ def spans_of(text: str, tagged: Tagged) -> list[tuple[str, str]]:
         ("cafe\u0301s", [("cafe", "B-LOC"), ("\u0301s", "O")], [("LOC", "cafe\u0301s")]),
     ],
 )
-def test_spans_are_neighbouring_words_of_one_label(text: str, tagged: Tagged, expected: list[tuple[str, str]]) -> None:
+def test_spans_are_adjacent_words_of_one_label(text: str, tagged: Tagged, expected: list[tuple[str, str]]) -> None:
     assert spans_of(text, tagged) == expected
 
 
@@ -51,7 +51,7 @@ def test_tokens_of_one_characters_bytes_are_one_word() -> None:
     assert span.score == pytest.approx(0.9)
 
 
-def test_tokens_that_stand_nowhere_are_no_words() -> None:
+def test_tokens_without_a_place_in_the_text_are_not_words() -> None:
     tokens = [
         pb.TaggedToken(start=0, end=0, label="B-X", score=1.0),
         pb.TaggedToken(start=0, end=3, label="B-Y", score=1.0),

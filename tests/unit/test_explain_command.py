@@ -93,7 +93,7 @@ async def test_explain_prints_the_entropy_of_every_head(capsys: pytest.CaptureFi
         (["--layer", 0, "--head", 0], 0, slice(0, 1), "cross-attention of decoder layer 0, head 0:"),
     ],
 )
-async def test_explain_prints_what_each_piece_looks_at_most(
+async def test_explain_prints_the_largest_weight_of_each_token(
     capsys: pytest.CaptureFixture[str], flags: list[object], layer: int, heads: slice, title: str
 ) -> None:
     assert await explain(TEXT, "--target-text", TARGET_TEXT, *flags) == 0
@@ -121,7 +121,7 @@ def test_plot_alignment_gives_heavier_weights_darker_cells(tmp_path: Path) -> No
     assert mean_brightness(tmp_path / "ones.png") < mean_brightness(tmp_path / "eye.png")
 
 
-def test_plot_alignment_draws_scripts_and_marks_that_its_font_lacks(tmp_path: Path) -> None:
+def test_plot_alignment_draws_characters_that_its_font_lacks(tmp_path: Path) -> None:
     """Warnings are errors in tests: a glyph the font lacks must not warn either."""
     plot_alignment(tmp_path / "map.png", [[0.5, 0.5]], ["\U00012000", "$x"], ["$"], title="$ \\frac")
     assert png_size(tmp_path / "map.png")[0] > 0
@@ -160,12 +160,12 @@ async def test_explain_refuses_with_one_line(
     assert message in printed.err
 
 
-async def test_explain_tells_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_reports_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert await explain(TEXT, is_explained=False) == 2
     assert "UNIMPLEMENTED: this model's bundle holds no graph" in capsys.readouterr().err
 
 
-async def test_explain_names_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_names_the_target_when_no_server_listens(capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(cli.main, ["explain", "--target", "127.0.0.1:1", TEXT]) == 2
     assert "127.0.0.1:1 is unavailable" in capsys.readouterr().err
 
@@ -175,7 +175,7 @@ async def test_explain_names_a_picture_it_cannot_write(capsys: pytest.CaptureFix
     assert f"--png: {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
 
 
-async def test_explain_says_what_installs_matplotlib(
+async def test_explain_names_the_extra_when_matplotlib_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before the server is asked: the target is one that nobody serves."""

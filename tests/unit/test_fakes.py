@@ -38,7 +38,7 @@ def test_fake_runner_reads_the_history_from_the_blocks(runner: FakeRunner) -> No
     assert len(set(expected)) == 2
 
 
-def test_fake_runner_chooses_after_any_token(runner: FakeRunner) -> None:
+def test_fake_runner_chooses_after_any_packed_token(runner: FakeRunner) -> None:
     choices = choices_of([2, 0, 2], [Choice(), Choice(num_logprobs=2), Choice(given_id=5)])
     held = batch_of([[BOS_ID, 5, 6]], [0], [len(SOURCE)], tables=([(10,)], [(0, 1)]), choices=choices)
     drawn = runner.decode(held)
@@ -47,7 +47,7 @@ def test_fake_runner_chooses_after_any_token(runner: FakeRunner) -> None:
     assert drawn.token_ids[2] == 5
 
 
-def test_fake_runner_lets_rows_share_what_neither_writes(runner: FakeRunner) -> None:
+def test_fake_runner_lets_rows_share_blocks_that_neither_writes(runner: FakeRunner) -> None:
     runner.decode(batch([[BOS_ID, 5, 6, 7]], [0], [(10, 11)]))
     runner.copy_blocks(np.array([11], np.int32), np.array([12], np.int32))
     drawn = runner.decode(batch([[8], [9]], [4, 4], [(10, 11), (10, 12)]))
@@ -55,7 +55,7 @@ def test_fake_runner_lets_rows_share_what_neither_writes(runner: FakeRunner) -> 
         assert drawn.token_ids[row] == runner.logits_after(SOURCE, (BOS_ID, 5, 6, 7, token_id)).argmax()
 
 
-def test_fake_runner_keeps_states_that_depend_on_the_tokens_alone(runner: FakeRunner) -> None:
+def test_fake_runner_computes_states_from_the_tokens_alone(runner: FakeRunner) -> None:
     report = runner.encode([(3, EOS_ID), SOURCE], [(5,), (6, 7)], keep_memory=True)
     assert report.memory is not None
     assert report.memory.shape == (6, MEMORY_WIDTH)
@@ -96,7 +96,7 @@ MISUSES: dict[str, tuple[str, Callable[[FakeRunner], object]]] = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_fake_runner_notices_misuse(runner: FakeRunner, name: str) -> None:
+def test_fake_runner_raises_when_it_is_misused(runner: FakeRunner, name: str) -> None:
     complaint, misuse = MISUSES[name]
     runner.decode(batch([[BOS_ID]], [0], [(10, 11)]))
     with pytest.raises(AssertionError, match=complaint):

@@ -55,7 +55,7 @@ def test_client_refuses_a_fifo(
     assert f"{flag} is {fifo}, which cannot be read: it is not a regular file" in line
 
 
-async def test_token_file_that_becomes_a_fifo_is_an_error_of_the_call(fifo: Path, tmp_path: Path) -> None:
+async def test_call_fails_when_its_token_file_has_become_a_fifo(fifo: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     async with serving() as served, AsyncClient(served.target, connection=Connection(token_file=token)) as client:

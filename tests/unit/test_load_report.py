@@ -43,7 +43,7 @@ async def hold_two(served: Serving) -> tuple[Gate, list[Any]]:
     return gate, calls
 
 
-async def test_report_says_what_the_engine_holds() -> None:
+async def test_report_contains_the_state_of_the_engine() -> None:
     clock = FakeClock()
     async with serving(EngineConfig(max_num_seqs=1)) as served:
         reports = LoadReports(served.calls.models, clock=clock)
@@ -82,7 +82,7 @@ def test_rates_are_those_of_the_recent_past() -> None:
     assert later.rps_fractional == pytest.approx(steady.rps_fractional / 2)
 
 
-async def test_every_rpc_ends_with_a_report_whether_it_succeeds_or_not() -> None:
+async def test_every_rpc_ends_with_a_report_on_success_and_on_failure() -> None:
     async with serving() as served, tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
         stub: Any = InferenceServiceStub(channel)
         oip: Any = GRPCInferenceServiceStub(channel)
@@ -97,7 +97,7 @@ async def test_every_rpc_ends_with_a_report_whether_it_succeeds_or_not() -> None
             assert len(tap.take_reports()) == 1
 
 
-async def test_trailer_holds_the_gauges_of_the_moment() -> None:
+async def test_trailer_contains_the_current_gauges() -> None:
     async with serving(EngineConfig(max_num_seqs=1)) as served:
         gate, calls = await hold_two(served)
         async with tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
@@ -114,7 +114,7 @@ async def test_trailer_holds_the_gauges_of_the_moment() -> None:
     assert (found.named_metrics["num_requests_running"], found.named_metrics["num_requests_waiting"]) == (1, 1)
 
 
-async def test_reports_come_out_of_band_and_no_faster_than_allowed() -> None:
+async def test_reports_are_sent_out_of_band_no_more_often_than_allowed() -> None:
     async with serving(load_report_interval_s=0.1) as served:
         clock = asyncio.get_running_loop().time
         start_s = clock()
@@ -130,7 +130,7 @@ async def test_reports_come_out_of_band_and_no_faster_than_allowed() -> None:
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_no_report_where_they_are_off() -> None:
+async def test_no_report_is_sent_when_reports_are_off() -> None:
     async with serving(load_reports="off") as served:
         async with tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
             stub: Any = InferenceServiceStub(channel)

@@ -40,7 +40,7 @@ def without_checksum(bundle: Path) -> None:
     (bundle / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
-def test_a_bit_flipped_in_any_byte_of_the_manifest_is_refused_with_its_name(copy: Path) -> None:
+def test_manifest_is_refused_by_name_when_any_bit_is_flipped(copy: Path) -> None:
     rng = random.Random(7)
     # The bits of the version too: 3 with its last bit flipped is 2, and version 2 needs no checksum.
     flips = [(at, rng.randrange(8)) for at in range(len(WHOLE))] + [(VERSION_AT, bit) for bit in range(8)]
@@ -50,7 +50,7 @@ def test_a_bit_flipped_in_any_byte_of_the_manifest_is_refused_with_its_name(copy
 
 
 @pytest.mark.parametrize("content", [WHOLE + b"\n", WHOLE.replace(b"  ", b" "), b" " + WHOLE])
-def test_white_space_counts_too(copy: Path, content: bytes) -> None:
+def test_manifest_is_refused_when_white_space_has_changed(copy: Path, content: bytes) -> None:
     (copy / MANIFEST_NAME).write_bytes(content)
     assert f"{copy / MANIFEST_NAME} is damaged" in refusal(copy)
 
@@ -62,14 +62,14 @@ def test_edited_manifest_is_refused_with_a_remedy(copy: Path) -> None:
     assert "export or import it again" in message
 
 
-def test_a_manifest_of_this_version_without_checksum_is_refused(copy: Path) -> None:
+def test_manifest_of_this_version_is_refused_without_checksum(copy: Path) -> None:
     without_checksum(copy)
     text = (copy / MANIFEST_NAME).read_text().replace('"format_version": 2', f'"format_version": {FORMAT_VERSION}')
     (copy / MANIFEST_NAME).write_text(text)
     assert f"{copy / MANIFEST_NAME}: checksum is missing" in refusal(copy)
 
 
-def test_a_manifest_of_version_2_is_read_with_a_warning_and_written_with_a_checksum(
+def test_manifest_of_version_2_is_read_with_a_warning_and_written_with_a_checksum(
     copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_checksum(copy)
@@ -128,7 +128,7 @@ def test_a_wrong_value_is_refused_in_one_line_with_its_field(
     assert len(found.splitlines()) == 1
 
 
-def test_ids_of_a_source_are_held_to_the_source_vocabulary(copy: Path) -> None:
+def test_ids_of_a_source_are_compared_with_the_source_vocabulary(copy: Path) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["model"] |= {"tie_source_target": False, "source_vocab_size": 500}
         manifest["text"]["template"] = ["$text", 500]

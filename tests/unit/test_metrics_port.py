@@ -74,13 +74,13 @@ def trickle(connection: socket.socket, data: bytes) -> None:
             assert time.monotonic() < end_s, "the server never closed the connection"
 
 
-def test_a_byte_now_and_then_does_not_outlive_the_time_of_a_scrape(registry: CollectorRegistry) -> None:
+def test_scrape_that_sends_single_bytes_ends_at_its_time_limit(registry: CollectorRegistry) -> None:
     with served(registry, timeout_s=0.5) as server, idle(server, 1) as (connection,):
         trickle(connection, b"GET /metrics?" + b"a" * 1000)
         assert b"answer 42.0" in scrape(server)
 
 
-def test_a_handshake_that_trickles_does_not_outlive_the_time_of_a_scrape(
+def test_handshake_that_sends_single_bytes_ends_at_its_time_limit(
     registry: CollectorRegistry, authority: Authority
 ) -> None:
     pair = authority.server()
@@ -92,7 +92,7 @@ def test_a_handshake_that_trickles_does_not_outlive_the_time_of_a_scrape(
         trickle(connection, hello)
 
 
-def test_connections_that_say_nothing_keep_nobody_from_scraping(registry: CollectorRegistry) -> None:
+def test_scrapes_work_beside_connections_that_send_nothing(registry: CollectorRegistry) -> None:
     before = threading.active_count()
     with served(registry, timeout_s=PATIENCE_S) as server, idle(server, 5 * MAX_SCRAPES):
         for _ in range(3):
@@ -113,7 +113,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_connection_that_finds_no_descriptor_waits_without_burning_a_core(registry: CollectorRegistry) -> None:
+def test_connection_waits_without_a_busy_loop_when_no_descriptor_is_free(registry: CollectorRegistry) -> None:
     with served(registry) as server, socket.socket() as connection:
         connection.settimeout(PATIENCE_S)
         (acceptor,) = (thread for thread in threading.enumerate() if thread.name == "metrics")

@@ -93,7 +93,9 @@ def scores_of(model: TinyModel, targets: Sequence[Sequence[int]] = TARGETS) -> n
     return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
 
 
-def test_native_runner_decodes_ragged_rows_like_the_network_recomputed(runner: NativeRunner, model: TinyModel) -> None:
+def test_native_runner_decodes_rows_of_different_lengths_like_the_recomputed_network(
+    runner: NativeRunner, model: TinyModel
+) -> None:
     tables = encode(runner)
     drawn = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
     expected = scores_of(model)
@@ -104,7 +106,7 @@ def test_native_runner_decodes_ragged_rows_like_the_network_recomputed(runner: N
     np.testing.assert_array_equal(drawn.logprobs, drawn.top_logprobs[:, 0])
 
 
-def test_native_runner_gives_the_same_bits_at_once_and_one_by_one(runner: NativeRunner) -> None:
+def test_native_runner_is_bit_identical_for_tokens_fed_together_and_one_by_one(runner: NativeRunner) -> None:
     tables = encode(runner)
     at_once = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
     tables = encode(runner)
@@ -119,7 +121,7 @@ def test_native_runner_gives_the_same_bits_at_once_and_one_by_one(runner: Native
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundle, threads: int) -> None:
+def test_native_runner_row_is_bit_identical_alone_and_in_a_batch(bundle: Bundle, threads: int) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=threads)
     together = runner.decode(encode(runner).batch(TARGETS, [0] * 3, num_logprobs=0))
     token_ids, logprobs = together.token_ids.copy(), together.logprobs.copy()
@@ -155,7 +157,7 @@ def assert_same(found: Draw, expected: Draw) -> None:
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=TOLERANCE)
 
 
-def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunner, model: TinyModel) -> None:
+def test_native_runner_samples_as_numpy_does_after_any_token(runner: NativeRunner, model: TinyModel) -> None:
     tables, starts = encode(runner), np.cumsum([0, *map(len, TARGETS)])
     picks = [int(starts[row]) + end - 1 for row, end in ENDS]
     found = set()
@@ -169,7 +171,7 @@ def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunne
     assert NONE_ALLOWED in found
 
 
-def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
+def test_native_runner_uses_the_settings_of_each_step_when_steps_share_arrays(
     runner: NativeRunner, model: TinyModel
 ) -> None:
     """Rows of one token reuse arrays and bindings, whatever came between: other widths, edits, rows, ragged rows."""
@@ -196,7 +198,7 @@ def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
     assert_same(runner.decode(batches[2]), judged(model, batches[2].choices, [(row, 1) for row in range(3)]))
 
 
-def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRunner, model: TinyModel) -> None:
+def test_native_runner_rows_share_blocks_until_one_is_copied(runner: NativeRunner, model: TinyModel) -> None:
     source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block, and three tokens of the next
     runner.encode([source], [(0, 1)])
     first, second = (10, 11), (10, 12)
@@ -211,7 +213,7 @@ def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRu
         np.testing.assert_allclose(scores[row], logits - np.log(np.exp(logits).sum()), atol=TOLERANCE)
 
 
-def test_native_runner_copies_whole_blocks_and_no_others(runner: NativeRunner) -> None:
+def test_native_runner_copies_exactly_the_given_blocks(runner: NativeRunner) -> None:
     generator = np.random.default_rng(0)
     runner.cache[:] = generator.random(runner.cache.shape)
     before = runner.cache.copy()
@@ -223,7 +225,7 @@ def test_native_runner_copies_whole_blocks_and_no_others(runner: NativeRunner) -
             runner.copy_blocks(np.array(sources, np.int32), np.array(targets, np.int32))
 
 
-def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, model: TinyModel) -> None:
+def test_native_runner_returns_encoder_states_when_requested(bundle: Bundle, model: TinyModel) -> None:
     sources = [*SOURCES, *[tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(20)]]
     tables = [(3 * row, 3 * row + 1, 3 * row + 2)[: blocks_for(len(s), BLOCK)] for row, s in enumerate(sources)]
     roomy = NativeRunner(bundle, max_rows=32, threads=1)
@@ -235,13 +237,13 @@ def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, mod
     assert roomy.encode(sources, tables).memory is None
 
 
-def test_native_runner_gives_no_logprobs_unasked(runner: NativeRunner) -> None:
+def test_native_runner_returns_no_log_probabilities_when_none_are_requested(runner: NativeRunner) -> None:
     drawn = runner.decode(encode(runner).batch([[1]] * 3, [0] * 3))
     assert not drawn.logprobs.any()
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == (3, 0)
 
 
-def test_native_runner_half_cache_agrees_within_its_rounding(tmp_path: Path, model: TinyModel) -> None:
+def test_native_runner_float16_cache_agrees_within_its_rounding(tmp_path: Path, model: TinyModel) -> None:
     half = NativeRunner(write_native_bundle(tmp_path / "half", model, "float16"), max_rows=4, threads=1)
     assert half.cache.dtype == np.float16
     drawn = half.decode(encode(half).batch(TARGETS, [0] * 3, num_logprobs=24))
@@ -260,7 +262,7 @@ def test_native_runner_writes_only_the_blocks_it_is_given(runner: NativeRunner) 
     assert written == cross | own
 
 
-def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, model: TinyModel) -> None:
+def test_native_runner_reports_measured_and_predicted_workspace(tmp_path: Path, model: TinyModel) -> None:
     profiled = write_native_bundle(tmp_path / "profiled", model)
     fit = MemoryFit(a=100.0, b=10.0, c=0.0, residual=0.0, exponent=1.0, max_len=40, max_rows=2)
     memory = MemoryProfile(fits={"native-float32": fit}, machine="here")
@@ -274,7 +276,7 @@ def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, mo
     assert 0 < report.peak_workspace_bytes < 1 << 20
 
 
-def test_native_runner_keeps_blocks_it_never_used_out_of_memory(bundle: Bundle) -> None:
+def test_native_runner_uses_no_memory_for_blocks_that_were_never_written(bundle: Bundle) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=1, num_blocks=1 << 20)
     assert runner.cache.nbytes == runner.num_blocks * runner.block_size * runner.cache_bytes_per_token
     before = resident_bytes()
@@ -302,7 +304,7 @@ def test_native_runner_refuses_sources_that_do_not_fit(
         runner.encode(sources, tables)
 
 
-def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runner: NativeRunner) -> None:
+def test_native_runner_names_graph_and_operator_when_a_batch_has_indices_out_of_range(runner: NativeRunner) -> None:
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*PagedWrite"):
         runner.encode([[5, 2]], [(runner.num_blocks,)])
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*Embed"):
@@ -334,7 +336,7 @@ def test_native_runner_names_a_graph_that_onnx_runtime_refuses(tmp_path: Path, m
         NativeRunner(bundle, max_rows=1, threads=1)
 
 
-def test_native_runner_names_what_a_graph_lacks(tmp_path: Path, model: TinyModel) -> None:
+def test_native_runner_names_the_missing_part_of_a_graph(tmp_path: Path, model: TinyModel) -> None:
     bundle = write_native_bundle(tmp_path / "b", model)
     graph = onnx.load(bundle.path / "decoder.onnx")
     graph.graph.output[0].name = graph.graph.node[-1].output[0] = "chosen"
@@ -352,7 +354,7 @@ def test_native_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path:
     assert runner.encode([[5] * 16], [table[:1]]).rows == 1
 
 
-def test_open_runner_takes_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
+def test_open_runner_accepts_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
     contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
     assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
     assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9

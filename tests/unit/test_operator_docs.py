@@ -28,13 +28,13 @@ def signature(node: Node) -> str:
     return " ".join([node.name, *inputs, "->", *(str(ELEMENTS[output.kind]) for output in node.outputs)])
 
 
-def test_documented_operators_are_the_declared_ones() -> None:
+def test_documented_operators_equal_the_declared_ones() -> None:
     _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
     assert marker
     assert generated == "\n" + document(OPERATORS), "run python -m antiphon.model.ops.operator_table docs/OPERATORS.md"
 
 
-def test_kernels_of_the_native_library_are_the_declared_ones() -> None:
+def test_kernels_of_the_native_library_equal_the_declared_ones() -> None:
     library = ctypes.CDLL(str(LIBRARY))
     library.antiphon_operators.restype = ctypes.c_char_p
     registered = library.antiphon_operators().decode().splitlines()

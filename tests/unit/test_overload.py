@@ -104,7 +104,7 @@ async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
     return error, details
 
 
-async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
+async def test_request_is_refused_before_it_is_read_when_the_queue_is_full() -> None:
     """Its invalid source is not read: reading takes CPU time from running requests."""
     async with overload(EngineConfig(max_queued_requests=2)) as held:
         unread = asking(prefix_ids=pb.TokenIds(ids=(10**6,)))
@@ -116,7 +116,7 @@ async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
     assert (refused.code(), details_of(refused).reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
 
 
-async def test_a_queue_full_of_requests_pushes_back() -> None:
+async def test_queue_full_of_requests_refuses_with_pushback() -> None:
     async with overload(EngineConfig(max_queued_requests=3)) as held:
         await held.hold()
         held.wait(3)
@@ -124,7 +124,7 @@ async def test_a_queue_full_of_requests_pushes_back() -> None:
         assert "3 requests wait" in (error.details() or "")
 
 
-async def test_a_queue_full_of_tokens_pushes_back() -> None:
+async def test_queue_full_of_tokens_refuses_with_pushback() -> None:
     async with overload(EngineConfig(max_queued_tokens=2 * LENGTH)) as held:
         await held.hold()
         held.wait(1, client="one")
@@ -133,7 +133,7 @@ async def test_a_queue_full_of_tokens_pushes_back() -> None:
         assert f"{2 * LENGTH} source tokens wait" in (error.details() or "")
 
 
-async def test_a_client_that_would_fill_the_queue_is_pushed_back_and_others_are_not() -> None:
+async def test_client_that_would_fill_the_queue_is_refused_with_pushback_and_others_are_accepted() -> None:
     async with overload(EngineConfig(max_queued_requests=8)) as held:
         await held.hold()
         held.wait(4, client=THIS_HOST)
@@ -143,7 +143,7 @@ async def test_a_client_that_would_fill_the_queue_is_pushed_back_and_others_are_
         held.wait(2)
 
 
-async def test_a_wait_above_the_bound_pushes_back_for_as_long_as_it_would_take() -> None:
+async def test_wait_above_the_limit_is_refused_with_the_expected_time_as_pushback() -> None:
     async with overload(EngineConfig(max_queue_time_s=1.0)) as held:
         await held.measure()
         await held.hold()
@@ -156,7 +156,7 @@ async def test_a_wait_above_the_bound_pushes_back_for_as_long_as_it_would_take()
         assert (await stub_of(held.served).GenerateUnary(asking_whole())).outputs
 
 
-async def test_a_deadline_before_its_turn_is_refused_at_once() -> None:
+async def test_request_is_refused_at_once_when_its_deadline_is_before_its_turn() -> None:
     async with overload(EngineConfig()) as held:
         await held.measure()
         await held.hold()
@@ -172,7 +172,7 @@ async def test_a_deadline_before_its_turn_is_refused_at_once() -> None:
         assert (await patient).outputs
 
 
-async def test_a_batch_request_waits_behind_what_an_interactive_one_overtakes() -> None:
+async def test_expected_wait_of_a_batch_request_includes_requests_that_an_interactive_one_overtakes() -> None:
     """The expected wait of an interactive request counts little of the batch that waits, that of a batch all of it."""
     async with overload(EngineConfig(max_queue_time_s=5.0)) as held:
         await held.measure()
@@ -188,7 +188,7 @@ async def test_a_batch_request_waits_behind_what_an_interactive_one_overtakes() 
         assert (await taken).outputs
 
 
-async def test_what_could_never_run_is_no_overload() -> None:
+async def test_request_that_could_never_run_is_refused_as_invalid_and_not_as_overload() -> None:
     """A source that the workspace cannot hold, and a target that the pool cannot: the fields are named at once."""
     budget = EncodeBudget(max_bytes=100, predict=lambda num_tokens, longest: 10 * num_tokens)
     async with serving(EngineConfig(encode_budget=budget)) as served:
@@ -199,7 +199,7 @@ async def test_what_could_never_run_is_no_overload() -> None:
         assert (await stub_of(served).GenerateUnary(asking_whole((9,) * 9))).outputs
 
 
-async def test_preemption_is_not_seen_by_clients() -> None:
+async def test_preemption_is_invisible_to_clients() -> None:
     """Many streams over a pool of few blocks: the same answers as alone, in order, each once."""
 
     def tight(runner: FakeRunner) -> None:

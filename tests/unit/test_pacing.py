@@ -55,7 +55,7 @@ class Gone:
         raise grpc.aio.InternalError
 
 
-async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
+async def test_pacing_ends_each_write_whose_client_reads_nothing() -> None:
     """The first write sets the timer; it serves later writes too."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     order: list[int] = []
@@ -89,7 +89,7 @@ async def test_pacing_limits_the_time_of_each_message_and_not_of_the_stream() ->
         await writing
 
 
-async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
+async def test_pacing_reports_no_slow_reader_when_the_call_is_cancelled() -> None:
     """A call that ended otherwise is not reported as a slow reader if its time passes during its cleanup."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     reader = Reader()
@@ -102,6 +102,6 @@ async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
         await pacing.writer(reader).write(Empty())  # type: ignore[arg-type]
 
 
-async def test_pacing_ends_a_write_to_a_call_that_is_gone() -> None:
+async def test_pacing_cancels_a_write_when_its_call_has_ended() -> None:
     with pytest.raises(asyncio.CancelledError):
         await Pacing(1.0, client_waits()).writer(Gone()).write(Empty())  # type: ignore[arg-type]

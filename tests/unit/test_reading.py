@@ -66,7 +66,7 @@ def bench() -> Iterator[Bench]:
         (DeadlineExceeded("by the engine, which has counted it"), None, 0.0, {}),
     ],
 )
-async def test_reading_says_why_an_answer_was_not_read_to_its_end(
+async def test_reading_reports_why_an_answer_was_not_read_to_its_end(
     bench: Bench, error: BaseException, within_s: float | None, passed_s: float, counted: dict[str, float]
 ) -> None:
     request, stream = bench.ask(within_s=within_s)

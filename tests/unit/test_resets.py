@@ -50,7 +50,7 @@ async def test_connection_that_resets_most_of_many_calls_is_closed_once() -> Non
 
 
 @pytest.mark.parametrize(("answered", "reset"), [(600, 600), (0, 499), (10_000, 5_000)])
-async def test_connection_that_resets_few_calls_or_half_of_them_stays(answered: int, reset: int) -> None:
+async def test_connection_stays_open_when_it_resets_few_calls_or_half_of_them(answered: int, reset: int) -> None:
     connections = Connections()
     connections.end(answered, is_reset=False)
     connections.end(reset, is_reset=True)
@@ -68,7 +68,7 @@ async def test_resets_are_forgotten_after_a_while() -> None:
 @pytest.mark.parametrize(
     ("family", "host", "shown"), [("AF_INET", "127.0.0.1", "ipv4:127.0.0.1"), ("AF_INET6", "::1", "ipv6:%5B::1%5D")]
 )
-def test_disconnect_ends_the_connection_of_a_peer_and_no_other(family: str, host: str, shown: str) -> None:
+def test_disconnect_closes_only_the_connection_of_the_given_peer(family: str, host: str, shown: str) -> None:
     kind = getattr(socket, family)
     with socket.socket(kind) as listener:
         try:

@@ -45,7 +45,7 @@ def limits(max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Schedule
     return SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
-def test_scheduler_admits_in_order_of_arrival_whatever_the_lengths() -> None:
+def test_scheduler_admits_in_order_of_arrival_for_any_lengths() -> None:
     assert admitted(schedule(items(5, 3, 5, 3, 9), num_running=2, num_free_blocks=50, limits=limits())) == [
         0,
         1,
@@ -64,17 +64,17 @@ def test_scheduler_stops_at_the_token_budget() -> None:
     assert admitted(schedule(items(40, 60, 1), num_running=0, num_free_blocks=50, limits=limits())) == [0, 1]
 
 
-def test_scheduler_prefills_a_sequence_longer_than_the_budget_alone() -> None:
+def test_scheduler_prefills_a_sequence_alone_when_it_is_longer_than_the_budget() -> None:
     assert admitted(schedule(items(500, 1), num_running=0, num_free_blocks=50, limits=limits())) == [0]
     assert admitted(schedule(items(1, 500), num_running=0, num_free_blocks=50, limits=limits())) == [0]
 
 
-def test_scheduler_lets_none_overtake_one_that_waits_for_blocks() -> None:
+def test_scheduler_lets_no_request_overtake_one_that_waits_for_blocks() -> None:
     waiting = [Item(0, 3, 2), Item(1, 3, 9), Item(2, 3, 1)]
     assert admitted(schedule(waiting, num_running=0, num_free_blocks=10, limits=limits())) == [0]
 
 
-def test_scheduler_takes_all_rows_of_a_request_or_none() -> None:
+def test_scheduler_admits_all_rows_of_a_request_or_none() -> None:
     waiting = [Item(0, 3, num_rows=4), Item(1, 3, num_rows=0), Item(2, 3, num_rows=3), Item(3, 3)]
     assert admitted(schedule(waiting, num_running=2, num_free_blocks=50, limits=limits())) == [0, 1]
     assert admitted(schedule(waiting, num_running=0, num_free_blocks=50, limits=limits())) == [0, 1, 2, 3]
@@ -87,7 +87,7 @@ def quadratic(max_bytes: int) -> EncodeBudget:
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), max_bytes=st.integers(0, 4000))
-def test_scheduler_encodes_no_more_together_than_is_predicted_to_fit(lengths: list[int], max_bytes: int) -> None:
+def test_scheduler_encodes_together_only_sources_that_are_predicted_to_fit(lengths: list[int], max_bytes: int) -> None:
     budget = quadratic(max_bytes)
     bounds = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=10_000, encode_budget=budget)
     taken = len(schedule(items(*lengths), num_running=0, num_free_blocks=99, limits=bounds).joining)
@@ -98,7 +98,7 @@ def test_scheduler_encodes_no_more_together_than_is_predicted_to_fit(lengths: li
 
 
 @given(max_bytes=st.integers(0, 4000), longest=st.integers(1, 80))
-def test_encode_budget_knows_its_longest_source(max_bytes: int, longest: int) -> None:
+def test_encode_budget_computes_its_longest_source(max_bytes: int, longest: int) -> None:
     budget = quadratic(max_bytes)
     fitting = [length for length in range(1, longest + 1) if budget.fits(length, length)]
     assert budget.longest_source(longest) == len(fitting)
@@ -110,7 +110,7 @@ def test_scheduler_limits_name_the_field_that_is_wrong(field: str) -> None:
         limits(**{"max_num_seqs": 1, "max_num_batched_tokens": 1, field: 0})
 
 
-def test_scheduler_fills_free_rows_at_once_when_all_that_wait_fit() -> None:
+def test_scheduler_fills_free_rows_at_once_when_all_waiting_requests_fit() -> None:
     many = limits(max_num_seqs=32)
     assert admitted(schedule(items(3), num_running=31, num_free_blocks=50, limits=many)) == [0]
 

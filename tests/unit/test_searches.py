@@ -101,7 +101,7 @@ def beam_requests(draw: st.DrawFn, name: str) -> Generate:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_searches_in_a_crowd_find_what_transformers_finds_alone(
+def test_searches_in_a_crowd_find_the_hypotheses_of_transformers_alone(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
@@ -140,7 +140,7 @@ def params_of(data: st.DataObject) -> SamplingParams:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_blocks_and_rows_are_whole_after_any_mix_of_requests_cancels_and_faults(
+def test_blocks_and_rows_are_consistent_after_any_mix_of_requests_cancels_and_faults(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=data.draw(st.sampled_from([40, 200])), reads_history=True)
@@ -186,7 +186,7 @@ def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenE
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_streamed_search_tells_only_what_its_best_hypothesis_begins_with(
+def test_streamed_search_sends_only_a_prefix_of_its_best_hypothesis(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
@@ -199,14 +199,14 @@ def test_a_streamed_search_tells_only_what_its_best_hypothesis_begins_with(
     assert [event.finish_reason for event in events if event.finish_reason] == [one.finish_reason for one in expected]
 
 
-def test_a_streamed_search_tells_its_agreed_prefix_before_its_end(bench: Bench) -> None:
+def test_streamed_search_sends_the_common_prefix_of_its_beams_before_its_end(bench: Bench) -> None:
     params = SamplingParams(beam_width=2, max_new_tokens=10, forced_first_id=9, ignore_eos=True)
     events, _ = drain(bench, "a", request_of("a", source_of(target_len=12), params=params))
     assert events[0].token_ids[0] == 9
     assert events[0].finish_reason is None
 
 
-def test_samples_of_a_request_are_those_of_as_many_requests(bench: Bench) -> None:
+def test_samples_of_a_request_equal_those_of_separate_requests(bench: Bench) -> None:
     params = SamplingParams(temperature=1.0, seed=7, num_return_sequences=4, max_new_tokens=9)
     together = bench.add("together", source_of(target_len=9), params)
     fewer = bench.add("fewer", source_of(target_len=9), dataclasses.replace(params, num_return_sequences=2))
@@ -219,7 +219,7 @@ def test_samples_of_a_request_are_those_of_as_many_requests(bench: Bench) -> Non
     assert last.num_generated == sum(len(e.token_ids) + (e.finish_reason is FinishReason.STOP) for e in many)
 
 
-def test_a_prefix_counts_once_for_a_group_that_joins(bench: Bench) -> None:
+def test_prefix_counts_once_for_a_new_group(bench: Bench) -> None:
     source, prefix = source_of(target_len=9, length=7), (5, 6, 7)
     sampled = SamplingParams(temperature=1.0, num_return_sequences=4, max_new_tokens=2)
     searched = SamplingParams(beam_width=4, max_new_tokens=2)
@@ -232,7 +232,7 @@ def test_a_prefix_counts_once_for_a_group_that_joins(bench: Bench) -> None:
     assert bench.runner.decoded_tokens[1:3] == [4 + 4 + 3, 4]
 
 
-def test_beams_share_the_blocks_they_have_in_common(bench: Bench) -> None:
+def test_beams_share_blocks_of_common_tokens(bench: Bench) -> None:
     params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
     group = bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
     bench.step()
@@ -243,7 +243,7 @@ def test_beams_share_the_blocks_they_have_in_common(bench: Bench) -> None:
     bench.finish()
 
 
-def test_a_time_limit_returns_what_there_is(bench: Bench) -> None:
+def test_time_limit_returns_the_output_so_far(bench: Bench) -> None:
     sampled = SamplingParams(time_limit_s=5.0)
     searched = SamplingParams(time_limit_s=5.0, beam_width=2, num_return_sequences=2, ignore_eos=True)
     groups = [bench.add(name, source_of(target_len=25), p) for name, p in (("a", sampled), ("b", searched))]
@@ -261,7 +261,7 @@ def test_a_time_limit_returns_what_there_is(bench: Bench) -> None:
     assert (event.finish_reason, event.token_ids) == (FinishReason.TIME_LIMIT, ())
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it(bench: Bench) -> None:
+def test_stop_string_ends_the_output_with_the_token_that_completes_it(bench: Bench) -> None:
     request = request_of("free", source_of(target_len=9))
     free = bench.ask(request)
     bench.finish()
@@ -280,7 +280,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(bench: Bench) -> No
     assert [one.token_id for one in event.logprobs] == list(token_ids[:5])
 
 
-def test_constraints_that_leave_nothing_end_the_output(bench: Bench) -> None:
+def test_constraints_that_leave_no_token_end_the_output(bench: Bench) -> None:
     nothing = SamplingParams(allowed_ids=(20,), no_repeat_ngram_size=1, ignore_eos=True)
     single = bench.add("single", source_of(target_len=9), nothing)
     beams = bench.add("beams", source_of(target_len=9), dataclasses.replace(nothing, beam_width=2))
@@ -290,7 +290,7 @@ def test_constraints_that_leave_nothing_end_the_output(bench: Bench) -> None:
     assert bench.output(beams).finish_reason is FinishReason.EXHAUSTED
 
 
-def test_a_forced_first_token_is_produced_and_judged(bench: Bench) -> None:
+def test_forced_first_token_is_produced_and_scored(bench: Bench) -> None:
     params = SamplingParams(forced_first_id=33, max_new_tokens=3, num_logprobs=1)
     group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6))
     bench.finish()
@@ -302,7 +302,7 @@ def test_a_forced_first_token_is_produced_and_judged(bench: Bench) -> None:
     assert event.logprobs[0].alternatives[0][0] == logits.argmax()
 
 
-def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) -> None:
+def test_score_equals_the_log_probability_that_generation_reports(bench: Bench) -> None:
     running = bench.add("running", source_of(target_len=12))
     params = SamplingParams(num_logprobs=2)
     source = source_of(target_len=6, variant=1)
@@ -320,7 +320,7 @@ def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) ->
     assert bench.output(running).finish_reason is bench.output(again).finish_reason
 
 
-def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
+def test_score_includes_a_target_without_end_token(bench: Bench) -> None:
     asked = bench.ask(scored(request_of("score", source_of(target_len=6)), (9, 8, 7)))
     bench.finish()
     event = bench.output(asked)
@@ -328,7 +328,7 @@ def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
     assert (event.finish_reason, event.token_ids) == (FinishReason.STOP, ())
 
 
-def test_a_search_after_a_prefix_may_be_forced_its_first_token(bench: Bench) -> None:
+def test_first_token_of_a_search_can_be_forced_after_a_prefix(bench: Bench) -> None:
     """Beams beside the first have not read the prefix: none may go on from its own blocks, dead or alive."""
     params = SamplingParams(beam_width=3, num_return_sequences=3, forced_first_id=9, max_new_tokens=5, ignore_eos=True)
     group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6, 7))
@@ -343,7 +343,7 @@ def vector_of(event: TokenEvent) -> NDArray[np.float32]:
     return event.readout.values
 
 
-def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
+def test_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     source, other = source_of(target_len=3, length=7), source_of(target_len=2, length=4)
     bench.add("other", other)
     asked = [
@@ -364,12 +364,12 @@ def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     assert vector_of(bench.output(largest)) == pytest.approx(top / np.linalg.norm(top), abs=1e-6)
 
 
-def test_more_rows_than_a_batch_has_are_refused(bench: Bench) -> None:
+def test_request_is_refused_when_it_needs_more_rows_than_a_batch_has(bench: Bench) -> None:
     with pytest.raises(InvalidArgument, match="beam_width is 9; it must be at most 8"):
         bench.add("a", source_of(target_len=3), SamplingParams(beam_width=9))
 
 
-def test_a_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench: Bench) -> None:
+def test_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench: Bench) -> None:
     params = SamplingParams(beam_width=4, ignore_eos=True, max_new_tokens=9)
     broken = bench.add("broken", source_of(target_len=9), params)
 
@@ -386,7 +386,7 @@ def test_a_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench:
     assert bench.output(whole).finish_reason is FinishReason.LENGTH
 
 
-def test_occupancy_follows_the_blocks_that_beams_give_back(bench: Bench) -> None:
+def test_occupancy_decreases_with_the_blocks_that_beams_free(bench: Bench) -> None:
     params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
     bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
     for _ in range(6):

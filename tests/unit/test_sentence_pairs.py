@@ -21,7 +21,7 @@ def documents(count: int, seed: int, max_sentences: int = 8) -> Documents:
 
 
 @given(st.integers(2, 12), st.integers(0, 1000), st.integers(2, 60))
-def test_pairs_keep_to_the_length_and_have_two_parts(count: int, seed: int, max_tokens: int) -> None:
+def test_pairs_respect_the_length_and_have_two_parts(count: int, seed: int, max_tokens: int) -> None:
     for pair in sentence_pairs(documents(count, seed), max_tokens, seed):
         assert pair.first
         assert pair.second

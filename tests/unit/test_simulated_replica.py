@@ -35,7 +35,7 @@ UNBOUNDED = (10**9, math.inf)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_one_row_and_equal_work_wait_as_m_d_1(load: float) -> None:
+def test_one_row_with_equal_work_waits_like_m_d_1(load: float) -> None:
     """Pollaczek-Khinchine: W = rho D / (2 (1 - rho))."""
     seconds = 0.02
     answers = _run(_curve((1,), (1 / seconds,)), 1, load / seconds, np.ones(NUM_REQUESTS), UNBOUNDED)
@@ -44,7 +44,7 @@ def test_one_row_and_equal_work_wait_as_m_d_1(load: float) -> None:
 
 
 @pytest.mark.parametrize("load", [0.6, 0.85])
-def test_rows_that_do_not_slow_each_other_wait_as_m_m_c(load: float) -> None:
+def test_independent_rows_wait_like_m_m_c(load: float) -> None:
     """Erlang C: the share that waits, and the mean wait."""
     rows, per_s = 8, 5.0
     work = np.random.default_rng(3).exponential(1.0, NUM_REQUESTS)
@@ -58,7 +58,7 @@ def test_rows_that_do_not_slow_each_other_wait_as_m_m_c(load: float) -> None:
 
 
 @pytest.mark.parametrize("spread", ["equal", "exponential"])
-def test_shared_rows_answer_as_processor_sharing(spread: str) -> None:
+def test_shared_rows_answer_like_processor_sharing(spread: str) -> None:
     """M/G/1 with processor sharing: T = S / (1 - rho), whatever the distribution of work."""
     load, seconds, rows = 0.7, 0.01, 512
     rng = np.random.default_rng(5)
@@ -69,7 +69,7 @@ def test_shared_rows_answer_as_processor_sharing(spread: str) -> None:
     assert max(answers.wait_s) == 0
 
 
-def test_overload_is_refused_and_the_rest_answered_at_the_most() -> None:
+def test_overload_is_refused_and_the_rest_is_answered_at_full_rate() -> None:
     """Twice what it can do: half is refused, and nobody waits longer than the queue takes to drain."""
     answers = _run(_curve((1,), (50.0,)), 1, 100.0, np.ones(50_000), (20, math.inf))
     assert len(answers.refused_s) / 50_000 == pytest.approx(0.5, rel=TOLERANCE)

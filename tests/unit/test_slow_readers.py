@@ -83,7 +83,7 @@ class Steps:
             assert self._released.wait(60)
 
 
-async def test_unread_stream_does_not_hold_the_engine_and_is_ended_after_a_while() -> None:
+async def test_unread_stream_does_not_block_the_engine_and_is_ended_at_its_time_limit() -> None:
     async with serving(slow_reader_timeout_s=COMPUTED_S) as served, stuck(served) as call:
         steps = Steps(served)
         await steps.begun()
@@ -95,7 +95,7 @@ async def test_unread_stream_does_not_hold_the_engine_and_is_ended_after_a_while
         await expect_slow_reader(call)
 
 
-async def test_reader_of_nothing_at_all_is_told_why_its_stream_ended() -> None:
+async def test_client_that_reads_nothing_receives_the_status_of_its_stream() -> None:
     """Not even the first message fits the window; the status still comes once it is read."""
     async with serving(slow_reader_timeout_s=0.3) as served, stuck(served, window_bytes=TINY_WINDOW_BYTES) as call:
         await Steps(served).begun()
@@ -103,7 +103,7 @@ async def test_reader_of_nothing_at_all_is_told_why_its_stream_ended() -> None:
         await expect_slow_reader(call)
 
 
-async def test_slow_reader_gives_up_its_rows_and_blocks_while_it_runs() -> None:
+async def test_slow_reader_loses_its_rows_and_blocks_while_its_request_runs() -> None:
     """The engine is held until the reader's patience is over; then the next step must not decode for it."""
     async with serving(slow_reader_timeout_s=0.3) as served:
         steps = Steps(served)
@@ -127,7 +127,7 @@ async def test_deadline_ends_a_stream_that_waits_for_its_reader() -> None:
         assert ended(served) == {"deadline/streaming": 1.0}
 
 
-async def test_client_that_hangs_up_ends_a_stream_that_waits_for_its_reader() -> None:
+async def test_cancellation_ends_a_stream_that_waits_for_its_reader() -> None:
     async with serving() as served:
         async with stuck(served) as call:
             steps = Steps(served)
@@ -138,7 +138,7 @@ async def test_client_that_hangs_up_ends_a_stream_that_waits_for_its_reader() ->
         assert ended(served) == {"client/streaming": 1.0}
 
 
-async def test_reader_that_is_slow_but_in_time_gets_every_token() -> None:
+async def test_reader_that_is_slow_but_in_time_receives_every_token() -> None:
     async with serving(slow_reader_timeout_s=60) as served:
         expected = await joined(stub_of(served).Generate(asking(LONG, **HEAVY)))
         assert sum(map(len, expected.values())) == 2 * (30 + 1)  # end tokens have log-probabilities too

@@ -26,7 +26,7 @@ def bundle(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Bundle
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_stepper_decodes_ragged_rows_like_the_network_recomputed(
+def test_stepper_decodes_rows_of_different_lengths_like_the_recomputed_network(
     bundle: Bundle, model: TinyModel, lowering: Lowering
 ) -> None:
     stepper = GraphStepper(bundle.path, bundle.graph_set("float32", lowering), model.config)

@@ -41,7 +41,7 @@ def pieces_of(ids: list[int], sizes: list[int]) -> list[list[int]]:
 @example("aabaab", ["aab", "abaa"], [1, 1, 1])
 @example("abababc", ["ababc", "bab"], [])
 @example("aaab", ["ab", "aab", "b"], [2])
-def test_filter_lets_out_exactly_the_text_before_the_first_stop_string(
+def test_filter_returns_exactly_the_text_before_the_first_stop_string(
     text: str, stops: list[str], sizes: list[int]
 ) -> None:
     ids = TOKENIZER.encode(text)
@@ -72,7 +72,7 @@ def test_filter_cuts_before_a_stop_string_that_the_end_completes() -> None:
 
 
 @given(TEXTS, STOPS)
-def test_matcher_tells_at_the_token_that_completes_a_stop_string(text: str, stops: list[str]) -> None:
+def test_matcher_reports_the_token_that_completes_a_stop_string(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode(text)
     matcher = matcher_of(stops)
     results = [matcher.push(token_id) for token_id in ids]
@@ -83,7 +83,7 @@ def test_matcher_tells_at_the_token_that_completes_a_stop_string(text: str, stop
 
 
 @given(TEXTS, STOPS)
-def test_filter_holds_back_no_more_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
+def test_filter_holds_back_only_text_that_can_become_a_stop_string(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode(text)
     whole = TOKENIZER.decode(ids)
     if text_before_stop(whole, stops)[1]:
@@ -93,7 +93,7 @@ def test_filter_holds_back_no_more_than_may_become_a_stop_string(text: str, stop
     assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_filter_passes_text_through_when_there_are_no_stop_strings() -> None:
+def test_filter_returns_text_unchanged_when_there_are_no_stop_strings() -> None:
     ids = TOKENIZER.encode("abä ab")
     filtered = StopFilter((), TOKENIZER.stream())
     assert "".join(filtered.push([token_id]) for token_id in ids) + filtered.finish() == "abä ab"
@@ -109,6 +109,6 @@ def test_check_stop_strings_refuses_too_many_and_wrong_lengths(stops: list[str],
     assert caught.value.field == "stop_strings"
 
 
-def test_check_stop_strings_takes_what_the_contract_allows() -> None:
+def test_check_stop_strings_accepts_everything_that_the_contract_allows() -> None:
     check_stop_strings([])
     check_stop_strings(["x" * 256, "\n"] * 8)

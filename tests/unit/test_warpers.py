@@ -26,7 +26,7 @@ def probabilities(logits: Logits, warp: Warp) -> NDArray[np.float64]:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 300, 999, 1000, 5000])
 @pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1.0])
-def test_distribution_is_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+def test_distribution_equals_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
     warp = Warp(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = logits_of(1, 1000, seed=top_k)[0]
     ours, theirs = probabilities(logits, warp), reference_probabilities(logits, warp)
@@ -44,7 +44,7 @@ def test_distribution_is_that_of_transformers(temperature: float, top_k: int, to
     min_p=st.floats(0.0, 1.0),
     typical_p=st.floats(0.01, 1.0),
 )
-def test_distribution_is_narrowed_in_the_order_of_transformers(
+def test_logits_warpers_are_applied_in_the_order_of_transformers(
     vocab_size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
     logits = logits_of(1, vocab_size, seed=seed)[0]

@@ -68,7 +68,7 @@ def measured_peak(workspace: Workspace, run: Any, rows: int) -> int:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 512])
-def test_workspace_peak_is_exactly_what_the_graph_holds(workspace: Workspace, rows: int) -> None:
+def test_workspace_peak_equals_the_bytes_of_the_graphs_arrays(workspace: Workspace, rows: int) -> None:
     run = session(workspace)
     for _ in range(3):
         assert measured_peak(workspace, run, rows) == rows * (INNER + WIDTH) * 4
@@ -100,7 +100,7 @@ def test_workspace_output_belongs_to_its_holder(workspace: Workspace) -> None:
     assert workspace.stats().in_use_bytes == before
 
 
-def test_workspace_returns_what_exceeds_its_cache(workspace: Workspace) -> None:
+def test_workspace_frees_memory_beyond_its_cache(workspace: Workspace) -> None:
     run = session(workspace)
     run.run(None, ones(1 << 18))  # 160 MiB
     stats = workspace.stats()
@@ -135,7 +135,7 @@ def using(workspace: Workspace) -> Iterator[None]:
         workspace.leave(previous)
 
 
-def test_workspaces_of_their_own_count_and_bound_apart(workspace: Workspace) -> None:
+def test_separate_workspaces_have_separate_counts_and_limits(workspace: Workspace) -> None:
     one, two = Workspace(is_own=True), Workspace(is_own=True)
     before = workspace.stats()
     with using(one):
@@ -152,7 +152,7 @@ def test_workspaces_of_their_own_count_and_bound_apart(workspace: Workspace) -> 
     assert workspace.stats() == before
 
 
-def test_workspaces_of_their_own_measure_while_others_run(workspace: Workspace) -> None:
+def test_separate_workspace_is_measured_while_others_run(workspace: Workspace) -> None:
     """A peak was of all sessions of the process: two models could not run at once and be measured."""
     rows: dict[int, list[int]] = {1: [], 300: []}
 
@@ -172,7 +172,7 @@ def test_workspaces_of_their_own_measure_while_others_run(workspace: Workspace) 
     }
 
 
-def test_workspace_of_its_own_keeps_nothing_when_it_is_gone() -> None:
+def test_separate_workspace_frees_all_memory_when_it_is_deleted() -> None:
     own = Workspace(is_own=True)
     with using(own):
         session(own).run(None, ones(1 << 12))
