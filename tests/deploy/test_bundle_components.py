@@ -72,7 +72,7 @@ def test_component_changes_nothing_else_of_the_base(component: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("component", ["bundle-s3", "bundle-image"])
-def test_init_container_has_the_restrictions_and_resources_of_the_server(component: str, tmp_path: Path) -> None:
+def test_init_container_has_the_restrictions_of_the_server(component: str, tmp_path: Path) -> None:
     pod = pod_of(rendered(component, tmp_path))
     (server,), (copier,) = pod["containers"], pod["initContainers"]
     assert copier["securityContext"] == server["securityContext"]

@@ -44,7 +44,7 @@ def test_dockerfile_installs_only_locked_packages() -> None:
         assert re.search(r"--require-hashes -r requirements/(build|image|image-cuda)\.lock|--no-index", line), line
 
 
-def test_dockerfile_final_stages_run_nothing_as_root() -> None:
+def test_dockerfile_runs_nothing_as_root_in_final_stages() -> None:
     found = stages()
     for name in ("cpu", "cuda"):
         first, *rest = found[name]

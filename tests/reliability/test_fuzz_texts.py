@@ -22,7 +22,7 @@ REPEATED = st.builds(lambda text, times: text * times, st.text(CHARACTERS, max_s
 @example("\u0000")
 @example("\ufeff\u200b\u200d\u2028")
 @example("A" * 3000)
-def test_shipped_tokenizer_decodes_random_texts_unchanged(text: str) -> None:
+def test_shipped_tokenizer_decodes_to_the_normalised_text(text: str) -> None:
     check_text(shipped_tokenizer(), text)
 
 
