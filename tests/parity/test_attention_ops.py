@@ -1,4 +1,4 @@
-"""The two attention operators: their registration with PyTorch, and their lowering, one node at a time."""
+"""The two attention operators: registration with PyTorch, and lowering of single nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lens(*values: int) -> Tensor:
 
 
 def run_lowered(op_type: str, inputs: Arrays, outputs: list[str], **attributes: Any) -> list[np.ndarray[Any, Any]]:
-    """One attention node in a graph of its own, lowered and run; sizes are free where the graphs' are."""
+    """Lower and run one attention node in a separate graph, with the dynamic sizes of the exported graphs."""
     values = {
         name: None
         if tensor is None

@@ -1,4 +1,4 @@
-"""Checkpoints with older tokenizer files: the converted tokenizers give the same ids as the originals."""
+"""Conversion of older tokenizer files: the converted tokenizers give the same ids as the originals."""
 
 from __future__ import annotations
 

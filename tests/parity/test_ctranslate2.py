@@ -1,4 +1,4 @@
-"""The PyTorch model against CTranslate2 with the same weights."""
+"""The PyTorch model compared with CTranslate2 with the same weights."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
     torch.manual_seed(seed)
     model = Transformer(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too, because a zero bias would hide a missing one
+        for parameter in model.parameters():  # norms and biases too, because a bias of zero would hide a missing one
             parameter.add_(torch.randn_like(parameter) * 0.2)
     tokenizer = Tokenizer.train([], config.vocab_size)
     return Checkpoint(

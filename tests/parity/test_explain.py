@@ -1,4 +1,4 @@
-"""The explain graph against PyTorch, its weights stored once, and the explainer that runs it."""
+"""The explain graph compared with PyTorch, its weights, which are stored once, and the explainer that runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.parity.exports import small_config
 SOURCE = [11, 12, 13, 14, 15, 2]
 TARGET = [21, 22, 23]
 
-# Widths that are no multiple of what weights are packed in, where slices must take off what packing added.
+# Widths that are not multiples of the packing sizes, so that slices must remove the padding of packed weights.
 ODD: dict[str, object] = dict(d_model=72, head_dim=20, num_heads=3, d_ff=90, vocab_size=270)
 
 
@@ -56,7 +56,7 @@ def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, 
 
 @pytest.mark.parametrize("overrides", [{}, ODD, *VARIANTS.values()], ids=["paper", "odd", *VARIANTS])
 def test_explain_module_has_the_attention_weights_of_the_model(overrides: dict[str, object]) -> None:
-    """Weights times values must be what the model's attention puts out, with its own (other) code."""
+    """Weights times values must be equal to the outputs of the model's attention, which is separate code."""
     model = random_transformer(small_config(**overrides))
     given = torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]])
     expected = observed_values(model, lambda: model(*given))
@@ -85,7 +85,7 @@ def test_explain_graph_equals_pytorch_for_every_storage_of_its_weights(
             path = tmp_path / f"{layout}.{precision}.onnx"
             with WeightsFile(tmp_path / f"{layout}.{precision}.bin") as weights:
                 weights.save(graph, path)
-            # Only the order of float32 sums differs; a weight wrongly unpacked is off by orders of magnitude.
+            # Only the order of float32 sums differs. A wrongly unpacked weight has an error orders of magnitude larger.
             assert verify_explain(path, model, precision) < 1e-5
 
 
@@ -111,7 +111,7 @@ def test_explain_graph_uses_the_weights_that_are_already_stored(
         directory.mkdir()
         write_graphs(checkpoint.model, directory, ("int8",), (lowering,), explain=explain_too)
         sizes.append({path.name: path.stat().st_size for path in directory.glob("*.bin")})
-    # Contrib graphs keep the embedding's scales times sqrt(M): one table of 272 floats may come on top.
+    # Contrib graphs store the embedding's scales times sqrt(M), so one table of 272 floats can be added.
     for name, size in sizes[0].items():
         assert sizes[1][name] - size <= (0 if lowering == "native" else 2048), name
 

@@ -1,4 +1,4 @@
-"""The export command: what it writes, what it refuses, and that a refusal leaves nothing behind."""
+"""The export command: written files, refusals, and no files left after a refusal."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_native_graphs_contain_only_operators_of_this_project(bundle: Bundle) ->
 def test_export_refuses_graphs_that_disagree_with_the_model(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowering: Lowering
 ) -> None:
-    """A fault of the exporter, played by tracing another model than the checkpoint's."""
+    """The test simulates an exporter fault: it traces another model than that of the checkpoint."""
     other = random_transformer(small_config(), seed=1)
 
     def trace_other(model: Transformer, lowering: Lowering) -> ir.Model:

@@ -1,4 +1,4 @@
-"""Encoders alone behind real gRPC: what clients get, beside what transformers' pipelines say of the same checkpoint."""
+"""Encoder-only models over real gRPC: answers equal those of transformers' pipelines for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CLOSE: dict[str, Any] = dict(rel=2e-4, abs=2e-5)
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A checkpoint of transformers, and the bundle of it."""
+    """Checkpoint of transformers and its bundle."""
 
     folder: Path
     model: Any
@@ -72,7 +72,7 @@ def imported(folder: Path, kind: str) -> Imported:
     name, settings = KINDS[kind]
     checkpoint = folder / "checkpoint"
     model = write_checkpoint(checkpoint, transformers.BertConfig(**SIZES, **settings), name)
-    if kind == "tag":  # so that its labels differ
+    if kind == "tag":  # so that the labels of the texts differ
         with torch.no_grad():
             model.classifier.weight.mul_(8)
             model.classifier.bias.zero_()
@@ -138,7 +138,7 @@ async def test_next_sentence_scores_equal_those_of_the_original(bundles: dict[st
 
 
 async def test_tags_and_spans_equal_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
-    """Offsets count code points of the text as it was sent; the pipeline's `first` aggregation makes spans of words."""
+    """Offsets count code points of the sent text; the pipeline's aggregation `first` joins words to spans."""
     texts = (*TEXTS, "the  big café cat\u0301s, dog", "x" * 3)
     each = bundles["tag"].pipeline("token-classification", ignore_labels=[])
     async with serving(bundles, "tag") as served:
@@ -179,7 +179,7 @@ async def test_embeddings_equal_the_states_of_the_original(bundles: dict[str, Im
 
 
 async def ask_everything(client: AsyncClient) -> list[Any]:
-    """Every call of a pre-training model at once."""
+    """Make every call of a pre-training model concurrently."""
     asked: list[Any] = [client.fill_mask(text.replace("the", "[MASK]"), top_k=9) for text in TEXTS if "the" in text]
     asked += [client.classify(text, pair=TEXTS[1], next_sentence=True) for text in TEXTS]
     asked += [client.embed(text, pooling=pooling) for text in TEXTS for pooling in ("mean", "none")]
@@ -194,7 +194,7 @@ async def test_answers_are_bit_identical_alone_and_in_a_crowd(bundles: dict[str,
 
 
 def test_states_and_outputs_of_heads_are_bit_identical_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
-    """Sources of unequal lengths and types, in one run and in a run each; so with states that a head reads."""
+    """Sources of different lengths and types are encoded in one run and in separate runs, and so are heads run."""
     runner = EncoderRunner(load_bundle(bundles["pretraining"].bundle), max_rows=8, threads=1)
     dice = np.random.default_rng(3)
     sources = [dice.integers(5, 19, length).tolist() for length in (1, 31, 7, 16, 40)]

@@ -1,9 +1,9 @@
-"""The same answer alone or in a batch with others: every request's tokens, log-probabilities and scores, bit by bit.
+"""Answers are bit-identical alone and in a batch: tokens, log-probabilities and scores of every request.
 
-Random mixes of requests go through the engine's steps over native graphs: any lengths and any controls (greedy,
-sampled, beams, penalties, constraints, prefixes, targets to score, sources to embed), joining and leaving when the dice
-say so, some cancelled. Each is then run alone, with one thread. ANTIPHON_IDENTITY_ROUNDS mixes are drawn for each graph
-set and number of threads; `make soak` draws many.
+Random mixes of requests go through the engine's steps over native graphs, with any lengths and any controls (greedy,
+sampled, beams, penalties, constraints, prefixes, targets to score, sources to embed). They start and end at random
+steps, and some are cancelled. Each is then run alone, with one thread. ANTIPHON_IDENTITY_ROUNDS is the number of mixes
+for each graph set and number of threads; `make soak` runs many.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
     if task is Task.SCORE:
         params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
         return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.max_target_len)))
-    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # only encoder-only models have it
+    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # encoder-only models have it
     return Embed(arrival=made.arrival, source_ids=source, pooling=pooling)
 
 
 def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
-    """Controls of every kind, a few at a time."""
+    """Return a few random controls of every kind."""
 
     def some(values: list[Any], default: Any) -> Any:
         return dice.choice(values) if dice.random() < 0.3 else default
@@ -104,7 +104,7 @@ def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
 
 
 def long_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
-    """The same, but for most of what writes in one row: that begins early and ends at the last position there is."""
+    """Return a random request. If it uses a single row, it starts early and ends at the last position."""
     made = random_request(dice, name, runner)
     while made.task is Task.GENERATE and made.params.num_rows > 1 and dice.random() < 0.9:
         made = random_request(dice, name, runner)
@@ -122,9 +122,9 @@ def run_mix(
     draw: Callable[[random.Random, str, NativeRunner], Request] = random_request,
 ) -> Crowd:
     crowd = Crowd(runner, loop)
-    pace = dice.choice([0.1, 0.4, 1.5])  # steps for each arrival: the crowd is dense or thin
+    pace = dice.choice([0.1, 0.4, 1.5])  # steps between arrivals, so that batches are large or small
     for index in range(count):
-        with contextlib.suppress(InvalidArgument):  # more beams than a small pool could ever hold
+        with contextlib.suppress(InvalidArgument):  # more beams do not fit into a small pool
             crowd.add(draw(dice, str(index), runner))
         while dice.random() < pace / (1 + pace):
             crowd.step(*dice.sample(list(crowd.live), int(dice.random() < 0.05 * len(crowd.live))))
@@ -174,7 +174,7 @@ def test_requests_of_a_random_mix_are_bit_identical_to_each_alone(
         crowd = run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS)
         check_against_alone(crowd, alone)
         num_mixed_steps += crowd.watcher.num_mixed_steps
-    assert num_mixed_steps > ROUNDS  # prefixes were fed beside other rows' tokens
+    assert num_mixed_steps > ROUNDS  # prefixes were fed in steps with other rows' tokens
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
@@ -228,7 +228,7 @@ def test_preempted_requests_are_bit_identical_to_uninterrupted_ones_with_every_k
 
 
 def contending_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
-    """One of a few callers; half of all are of one that asks for samples as long as they may be."""
+    """Return a request of one of a few callers. Half of them come from one caller with samples of maximum length."""
     made = random_request(dice, name, runner)
     if dice.random() < 0.5:
         return changed(made, client=dice.choice("xyz"))

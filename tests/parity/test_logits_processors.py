@@ -21,7 +21,7 @@ IDS = st.integers(3, VOCAB - 1)
 
 
 def model(seed: int) -> LogitsOf:
-    """Logits of few tokens that come again and again, so that penalties bite."""
+    """Return logits in which few tokens are likely and repeat, so that penalties have an effect."""
 
     def logits_of(target: tuple[int, ...]) -> NDArray[np.float32]:
         dice = np.random.default_rng(zlib.crc32(repr((seed, target[-2:])).encode()))
@@ -39,7 +39,7 @@ def _choice(edits: LogitsProcessors) -> Choice:
 
 
 def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...], max_new_tokens: int) -> list[int]:
-    """Choose token by token with the edits of params; without the end token."""
+    """Generate greedily with the logits processors of params. Return the tokens without the end token."""
     target = (BOS_ID, *prefix)
     edits = LogitsProcessors.of(params, target, EOS_ID)
     for _ in range(max_new_tokens):
@@ -50,7 +50,7 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
         target = (*target, token_id)
         if edits is not None:
             edits.push(token_id)
-            edits = edits.fork()  # a fork continues as the original would
+            edits = edits.fork()  # a fork continues like the original
     return list(target[1 + len(prefix) :])
 
 

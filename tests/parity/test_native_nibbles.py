@@ -1,6 +1,6 @@
-"""4-bit weights: what is quantised how, and the operator that reads them against integer arithmetic.
+"""4-bit weights: their quantisation, and the operator that reads them, compared with integer arithmetic.
 
-test_native_refusals.py runs this once more with the kernels of every other processor.
+test_native_refusals.py runs these tests again with the kernels of every other processor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arrays_of(x: Floats, weight: Floats, bias: Floats | None = None) -> dict[str
 
 
 def expected_of(x: Floats, weight: Floats) -> NDArray[np.float64]:
-    """Rows in 8 bits, each by its own scale, times what the 4-bit integers stand for."""
+    """Return the product of rows in 8 bits, each with its own scale, and the dequantised 4-bit weights."""
     levels = np.where((x >= 0).all(axis=1, keepdims=True), 255, 127)
     step = np.abs(x).max(axis=1, keepdims=True).astype(np.float64) / levels
     rows = np.rint(np.divide(x, step, out=np.zeros(x.shape), where=step > 0))
@@ -46,7 +46,7 @@ def check(rows: int, inputs: int, outputs: int, *, positive: bool) -> None:
     x, weight = np.abs(x) if positive else x, normal(outputs, inputs, seed=1)
     (found,) = run_node("NibbleLinear", arrays_of(x, weight), width=outputs, activation="none")
     expected = expected_of(x, weight)
-    # Float32 from group to group; an activation on the edge between two levels may fall either way.
+    # Groups are added in float32, and an activation between two levels can be rounded either way.
     size = np.abs(x).max(axis=1, keepdims=True) * inputs**0.5
     assert (np.abs(found - expected) <= 0.05 * size).all()
     assert (np.abs(found - expected) <= 1e-5 * size).mean() > 0.9

@@ -1,7 +1,7 @@
-"""The native library built for AddressSanitizer and UndefinedBehaviorSanitizer, every operator called at random.
+"""Random calls of every native operator, in a library with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-ANTIPHON_SANITIZE_ROUNDS calls of each operator with each instruction set that this processor has; `make sanitize` makes
-many. Leaks are not looked for: Python and ONNX Runtime keep what they have until the process ends.
+ANTIPHON_SANITIZE_ROUNDS is the number of calls of each operator with each instruction set of this processor; `make
+sanitize` makes many. Leaks are not checked, because Python and ONNX Runtime keep memory until the process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=un
 
 
 def runtime(name: str) -> str:
-    """The path of one of the compiler's own libraries."""
+    """Return the path of a library of the compiler."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         pytest.skip("no C++ compiler")
@@ -76,7 +76,7 @@ def test_random_calls_read_and_write_only_valid_memory(
 
 
 def test_sanitizer_detects_a_write_behind_an_array(library: Path, environment: dict[str, str]) -> None:
-    """The net is there: the library writes seven counters where there is room for one."""
+    """The sanitizer is in effect: it reports that the library writes seven counters into the space of one."""
     careless = f"""
 import ctypes, numpy
 room = numpy.zeros(1, numpy.uint64)

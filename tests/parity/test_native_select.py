@@ -1,8 +1,8 @@
-"""The end of a step, Select, against the NumPy account of it: every control, alone and together, and rows apart.
+"""The sampler operator Select compared with NumPy, for every control, alone and combined, and for single rows.
 
-Hidden states and weights are multiples of powers of two, few enough that logits are exact in any order of addition:
-tokens must then be the same, ties included. Only exp and sums of it differ in their last bits, so a sampled token may
-differ where a random number or the end of a nucleus falls on an edge.
+Hidden states and weights are few multiples of powers of two, so logits are exact in any order of addition and tokens
+must be equal, ties included. Only exponentials and their sums differ in the last bits, so a sampled token can differ
+when a random number or the end of a nucleus is on a boundary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def choices(vocab: int) -> st.SearchStrategy[Choice]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Floats, Floats, NDArray[np.int32], Choices]:
-    """Hidden states [N, M], weights [V, M], positions [N] and choices after some of the tokens."""
+    """Return hidden states [N, M], weights [V, M], positions [N] and choices after some of the tokens."""
     vocab, width, tokens = draw(st.integers(1, 700)), draw(st.integers(1, 60)), draw(st.integers(1, 5))
     held = draw(st.lists(choices(vocab), min_size=1, max_size=6))
     picks = [draw(st.integers(0, tokens - 1)) for _ in held]
@@ -86,7 +86,7 @@ def run_select(
 
 
 def subset(held: Choices, rows: list[int]) -> Choices:
-    """Some of the choices, with their edits."""
+    """Return some of the choices, with their logits processors."""
     spans = [range(held.edit_offsets[row], held.edit_offsets[row + 1]) for row in rows]
     edits = [index for span in spans for index in span]
     whole = {field.name: getattr(held, field.name) for field in fields(held)}
@@ -124,7 +124,7 @@ def may_draw(values: Floats, warp: Warp, uniform: float, token: int) -> bool:
 
 
 def values_of(logits: Floats, held: Choices, row: int) -> Floats:
-    """The edited values [V] of one choice, up to a number that all of them share: the scores of every token."""
+    """Return the processed logits [V] of one choice, up to a constant."""
     everything = replace(subset(held, [row]), num_logprobs=np.array([len(logits)], np.int32))
     drawn = choose(logits[None], everything, np.zeros(1, np.int32))
     values = np.full(len(logits), -np.inf, np.float32)
@@ -174,7 +174,7 @@ def test_choices_are_bit_identical_alone_and_on_two_threads(
 
 
 def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
-    """Hidden states as 8 bits hold them; is_fused: by a processor that rounds once where it multiplies and adds."""
+    """Quantise hidden states to 8 bits and back. is_fused: multiplication and addition are rounded once."""
     is_positive = (hidden >= 0).all(axis=1, keepdims=True)
     levels, zero = np.where(is_positive, 255, 127).astype(np.float32), np.where(is_positive, 0, 128)
     size = np.abs(hidden).max(axis=1, keepdims=True)
@@ -186,9 +186,9 @@ def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
 
 @EXAMPLES
 @given(st.integers(1, 18), st.integers(1, 100), st.integers(1, 300))
-@example(14, 59, 3)  # row 13 has such a state
+@example(14, 59, 3)  # row 13 has a state between two levels
 def test_quantized_select_equals_select_of_the_dequantised_weights(tokens: int, width: int, vocab: int) -> None:
-    """Row by row: a hidden state on the edge between two levels falls one way with, one way without fused products."""
+    """Rows are compared one by one, because fused products round a state between two levels differently."""
     held = choices_of(range(tokens), [Choice(num_logprobs=vocab)] * tokens)
     hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
     parts: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
@@ -262,7 +262,7 @@ def row_of(logits: Floats) -> tuple[Floats, Floats]:
 
 
 def drawn(logits: Floats, count: int, **changes: Any) -> list[int]:
-    """Tokens that so many seeds draw from one row of logits [V]."""
+    """Return the tokens that a number of seeds sample from one row of logits [V]."""
     hidden, weight = row_of(logits)
     held = choices_of([0] * count, [Choice(seed=seed, **changes) for seed in range(count)])
     found: list[int] = run_select(hidden, weight, places(1), held).token_ids.tolist()
@@ -282,7 +282,7 @@ NARROWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("temperature", [0.05, 2.0, 100.0])
 @pytest.mark.parametrize("vocab", [8000, 32_000])
 def test_large_vocabularies_are_warped_as_by_numpy(vocab: int, temperature: float, name: str) -> None:
-    """Buckets, and not only the few tokens that are sorted: logits far apart, and close together."""
+    """Logits far apart and close together use the buckets, and not only the few tokens that are sorted."""
     logits = 3 * normal(vocab, seed=1)
     logits[::7] = logits[1::7][: len(logits[::7])]  # ties
     changes: dict[str, Any] = dict(temperature=temperature, **NARROWED[name])
@@ -303,15 +303,15 @@ def test_warpers_keep_the_lowest_ids_of_equal_logits(vocab: int, level: float) -
     for changes in (dict(top_p=0.5), dict(top_k=half), dict(top_p=0.5, min_p=1.0, typical_p=0.9)):
         tokens = drawn(logits, 400, temperature=1.0, **changes)
         assert half - 1 - half // 8 <= max(tokens) < half
-    assert max(drawn(logits, 400, temperature=1.0, typical_p=0.5)) >= half  # all are as near to the entropy
+    assert max(drawn(logits, 400, temperature=1.0, typical_p=0.5)) >= half  # all are equally close to the entropy
 
 
 def test_nucleus_can_end_within_a_group_of_equal_logits() -> None:
-    """Two tokens of weight 1 and a thousand of weight 1/e: half of the mass is the two and 497.3 of the others."""
+    """Two tokens have weight 1 and a thousand 1/e: half of the mass is the first two and 497.3 of the others."""
     logits = np.full(1002, -1.0, np.float32)
     logits[[400, 900]] = 0.0
     kept = set(drawn(logits, 8000, temperature=1.0, top_p=0.5))
-    last = -(-(0.5 * (2 + 1000 / np.e) - 2) // (1 / np.e))  # equal tokens that are kept, those of the lowest ids
+    last = -(-(0.5 * (2 + 1000 / np.e) - 2) // (1 / np.e))  # equal tokens that are kept: the lowest ids
     expected = {400, 900} | set([index for index in range(1002) if index not in (400, 900)][: int(last)])
     assert kept <= expected
     assert len(kept) > 0.99 * len(expected)
@@ -325,7 +325,7 @@ def test_warpers_never_keep_forbidden_tokens(changes: dict[str, Any]) -> None:
 
 
 def test_samples_follow_the_distribution() -> None:
-    """One hidden state at 4000 positions: frequencies are the probabilities, within five deviations."""
+    """Frequencies over 4000 positions of one hidden state are the probabilities, within five standard deviations."""
     draws, vocab = 4000, 12
     hidden, weight = np.repeat(normal(1, 6), draws, axis=0), normal(vocab, 6)
     held = plain(draws, temperature=0.8, seed=2**63 + 11)

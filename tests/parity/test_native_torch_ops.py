@@ -1,4 +1,4 @@
-"""The native operators as PyTorch sees them: schemas, shape rules, and that none changes what it is given."""
+"""The native operators as PyTorch operators: schemas, shape rules, and unchanged inputs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_native_op_passes_pytorch_checks(name: str) -> None:
 
 
 def test_select_op_passes_pytorch_checks() -> None:
-    """Its shape rule is left out: how many candidates come back is in the data."""
+    """The shape rule is not tested, because the number of returned candidates depends on the data."""
     settings = [
         Choice(num_logprobs=2, edits=[(3, 0.5, 2.0, -1.0)]),
         Choice(temperature=1.0, seed=7),

@@ -1,4 +1,4 @@
-"""Encoders alone through the Open Inference Protocol: what antiphon.v1 gives, in tensors."""
+"""Encoder-only models over the Open Inference Protocol: the answers of antiphon.v1 as tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def infer(served: ServedBundle, request: oip.ModelInferRequest) -> dict[st
 
 
 async def described(served: ServedBundle) -> tuple[list[str], bool]:
-    """Names of the outputs, what the model is for first, and whether its streams have several responses a request."""
+    """Return the output names, the main one first, and whether streams have several responses for a request."""
     async with grpc.aio.insecure_channel(served.target) as channel:
         stub: Any = GRPCInferenceServiceStub(channel)
         metadata = await stub.ModelMetadata(oip.ModelMetadataRequest())
