@@ -1,6 +1,6 @@
-"""A few seconds of the endurance run: every answer right, and no thread or descriptor left when the clients have gone.
+"""A few seconds of the endurance run: correct answers, and no thread or descriptor left after the clients.
 
-Memory is for the long run to judge (make endurance): seconds say nothing of it.
+Memory is checked only by the long run (make endurance), because it cannot be judged within seconds.
 """
 
 from __future__ import annotations

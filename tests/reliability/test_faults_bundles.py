@@ -1,4 +1,4 @@
-"""Bundles that were cut short or have a bit flipped: refused before anything is served, with the file's name."""
+"""Truncated bundles and bundles with a flipped bit are refused before anything is served, with the file's name."""
 
 from __future__ import annotations
 

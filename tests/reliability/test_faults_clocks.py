@@ -1,4 +1,4 @@
-"""Servers whose monotonic clock reads anything at all: deadlines, time limits and pings count from it."""
+"""Servers with any value of the monotonic clock, from which deadlines, time limits and pings are counted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.asking import LONG, ask, references, whole
 
-# Seconds added to the clock since boot: a machine that has just started, and one that has been up for 30 years.
+# Seconds added to the clock since boot: a machine that has just started, and one that has run for 30 years.
 SHIFTS = {"just booted": None, "up for 30 years": 30 * 365 * 86_400}
 
 
 def shifted(seconds: int) -> tuple[str, ...]:
-    """Return the command prefix that runs a command in a time namespace of its own."""
+    """Return the command prefix that runs a command in a separate time namespace."""
     offset = str(seconds)
     return ("unshare", "--time", "--monotonic", offset, "--boottime", offset)
 

@@ -1,4 +1,4 @@
-"""Faults of the model at random steps, and clocks that jump: one terminal event each, and the server goes on."""
+"""Faults of the model at random steps, and clocks that jump: one terminal event each, and the server continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_CALLS = size("FAULT_CALLS", 60) * 5
 
 
 class Faults:
-    """Lets encoder runs and decoder steps fail by chance."""
+    """Raises errors in random encoder runs and decoder steps."""
 
     def __init__(self, share: float) -> None:
         self.share, self.num_raised = share, 0
@@ -38,7 +38,7 @@ class Faults:
 
 
 async def outcome(served: Serving, number: int) -> str:
-    """`ok`, or the status of a stream; either way it ends once."""
+    """Return `ok` or the status of a stream, which must end exactly once."""
     heard: list[pb.GenerateResponse] = []
     try:
         async for response in stub_of(served).Generate(asking((3 + number % 20, *SOURCE[1:]))):
@@ -63,7 +63,7 @@ async def test_faults_of_the_model_end_only_the_affected_streams() -> None:
 
 
 async def test_clock_that_jumps_by_a_day_ends_only_requests_with_deadlines() -> None:
-    """As after a suspended machine: monotonic time has passed, and nobody computed."""
+    """Like after a suspension of the machine, monotonic time has passed without a step."""
     clock = FakeClock()
     gates: list[Gate] = []
     async with serving(prepare=lambda runner: gates.append(Gate(runner)), clock=clock) as served:

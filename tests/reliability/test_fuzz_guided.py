@@ -1,4 +1,4 @@
-"""Each target of fuzz.py for a moment, guided by coverage; `make fuzz` runs them for minutes."""
+"""Short runs of each target of fuzz.py, guided by coverage; `make fuzz` runs them for minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that only an encoder answers: their limits, and random messages, against a fake one that has every head."""
+"""Requests that only an encoder answers: limits and random messages, with a fake encoder that has every head."""
 
 from __future__ import annotations
 

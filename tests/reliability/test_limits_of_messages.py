@@ -1,4 +1,4 @@
-"""Sizes of messages and what metadata may hold, one below, at, and one above."""
+"""Limits of message sizes and metadata: one below, at, and one above."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from antiphon.v1 import inference_pb2 as pb
 from tests.serving import asking_whole, serving, stub_of
 
 MAX_BYTES = 1024
-# Around a text of so many bytes: tag and length.
+# Tag and length of a text with this number of bytes.
 OVERHEAD = len(pb.TokenizeRequest(text="x" * (MAX_BYTES - 3)).SerializeToString()) - (MAX_BYTES - 3)
 
 

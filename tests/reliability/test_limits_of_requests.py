@@ -1,4 +1,4 @@
-"""The table of limits, each tried below, at and above, over gRPC against the shipped model."""
+"""The table of limits, tested below, at and above each limit, over gRPC with the shipped model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.reliability.limits import (
 )
 
 METHODS = {method.input_type.name: method for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods}
-# The shipped model has no head for these; test_limits_of_encoders.py tries them.
+# The shipped model has no head for these; test_limits_of_encoders.py tests them.
 ENCODER = {"ClassifyRequest", "TagRequest", "FillMaskRequest"}
 FIELDS = [(name, field) for name, ask in REQUESTS.items() for field in ask.fields]
 PATIENCE_S = 60
@@ -43,7 +43,7 @@ def channel() -> Iterator[grpc.Channel]:
 
 
 def outcome(channel: grpc.Channel, kind: str, fields: dict[str, Any]) -> str | None:
-    """None for an answer; of a refusal as bad input, the field that it names."""
+    """Return None for an answer, the named field for INVALID_ARGUMENT, or another status."""
     method = METHODS[kind]
     request = GetMessageClass(method.input_type)(**fields)
     make: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
@@ -108,7 +108,7 @@ def test_models_are_found_by_their_exact_name(channel: grpc.Channel, kind: str) 
 
 
 def without_rivals(kind: str, base: dict[str, Any], name: str) -> dict[str, Any]:
-    """The request without the other fields of the same oneof."""
+    """Return the request without the other fields of the same oneof."""
     descriptor = METHODS[kind].input_type
     oneof = descriptor.fields_by_name[name].containing_oneof
     rivals = {field.name for field in oneof.fields} if oneof else set()
