@@ -2,7 +2,7 @@
 
     python -m tests.deploy.alerts_check [--scale 60] [--keep FILE] [FAULT ...]
 
-Exit code 1 where an alert is not proved. `make alerts-check` keeps what this prints in docs/alerts-check.txt.
+The exit code is 1 if an alert is not proved. `make alerts-check` keeps what this prints in docs/alerts-check.txt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Alerts fire and resolve through a real Alertmanager for real faults; only the fast ones.
+"""Alerts fire and resolve through a real Alertmanager for real faults. Only the fast ones are tested here.
 
-All of them: `make alerts-check`, whose output is docs/alerts-check.txt.
+`make alerts-check` tests all of them; its output is docs/alerts-check.txt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.deploy.faults import killed, stuck
 from tests.deploy.proof import Fault, prove
 from tests.deploy.watching import Watch, watching
 
-# Five minutes in two and a half seconds: the shortest that four scrapes fit the shortest range of, 2 minutes.
+# Five minutes become two and a half seconds. With shorter times the shortest range, 2 minutes, has under four scrapes.
 SCALE = 120
 
 

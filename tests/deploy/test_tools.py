@@ -1,4 +1,4 @@
-"""Installation of programs for tests of deployment that are not installed."""
+"""Installation of missing programs for tests of deployment."""
 
 from __future__ import annotations
 

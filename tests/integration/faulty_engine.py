@@ -1,6 +1,6 @@
 """A real server process whose decoder hangs, raises an error, or waits for the test.
 
-The fault is put in at the runner's boundary; all else is as served.
+The fault is simulated at the runner's boundary; everything else is the real server.
 """
 
 from __future__ import annotations

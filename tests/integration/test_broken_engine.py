@@ -35,11 +35,11 @@ async def test_liveness_fails_while_a_step_does_not_end(bundle: Path) -> None:
             metrics = await asyncio.to_thread(server.metrics)
             assert metrics["antiphon_engine_stuck"] == 1
             assert metrics["antiphon_engine_last_step_age_seconds"] > 0.5
-            for number in (signal.SIGTERM, signal.SIGINT):  # of two of a kind, close together, one might be lost
+            for number in (signal.SIGTERM, signal.SIGINT):  # one of two equal signals can be lost
                 server.process.send_signal(number)
             code, errors = await asyncio.to_thread(server.finish)
             call.cancel()
-    assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # whichever came second
+    assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # whichever signal came second
     assert errors.count("CRITICAL") == 1
     assert "in faulty" in errors  # where the thread is
 

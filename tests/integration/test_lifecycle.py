@@ -135,7 +135,7 @@ async def test_drain_ends_remaining_requests_after_its_grace(bundle: Path, tmp_p
         async with AsyncClient(server.target) as client:
             streams = await begun(server, client, engine, 8)
             server.process.send_signal(signal.SIGTERM)
-            engine.release()  # a step that does not end would be a hang, which has another exit code
+            engine.release()  # a step that never ends would be a hang, which has another exit code
             results = await asyncio.gather(
                 *(_whole(stream, first) for stream, first in streams), return_exceptions=True
             )

@@ -1,4 +1,4 @@
-"""Log of the real process: one line for every RPC, and no word of a client's text."""
+"""Log of the real process: one line for every RPC, and no text of a client."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_access_log_can_be_limited_to_errors(bundle: Path) -> None:
 
 @contextlib.contextmanager
 def unheard(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a server whose standard error is a pipe that nobody reads."""
+    """Start a server whose standard error is an unread pipe."""
     read_end, write_end = os.pipe()
     command = [*ANTIPHON, "serve", "--port", "0", "--metrics-port", "0", "--threads", "1", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write_end, text=True, env=environment()) as process:

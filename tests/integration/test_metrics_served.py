@@ -33,7 +33,7 @@ NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
 async def traffic(target: str) -> list[pb.Usage]:
     """Make answered, streamed, refused, expired and cancelled requests; return the usage of the answered ones."""
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
-        await channel.channel_ready()  # or the first deadlines would pass before anything is sent
+        await channel.channel_ready()  # otherwise the first deadlines would pass before anything is sent
         stub: Any = InferenceServiceStub(channel)
         asked = [
             stub.GenerateUnary(_whole(3 + index), metadata=(("traceparent", PARENT),)) for index in range(NUM_ANSWERED)
@@ -92,7 +92,7 @@ def _check_ends(metrics: Mapping[str, float]) -> None:
     answered = total(metrics, "request_success_total")
     cancelled = sum(total(metrics, "cancellations_total", stage) for stage in inner)
     late = sum(total(metrics, "deadline_misses_total", stage) for stage in inner)
-    hopeless = total(metrics, "deadline_misses_total", "stage=submit")  # on a machine that is very busy
+    hopeless = total(metrics, "deadline_misses_total", "stage=submit")  # on a very busy machine
     errors = total(metrics, "request_errors_total")
     assert (answered, errors) == (NUM_ANSWERED + NUM_STREAMED, 0)
     assert (cancelled, late + hopeless) == (NUM_CANCELLED, NUM_LATE)

@@ -1,4 +1,4 @@
-"""Several models in one real server: each answers as it does alone; they come and go while others run."""
+"""Several models in one real server: each answers as alone, and models are loaded and unloaded while others run."""
 
 from __future__ import annotations
 

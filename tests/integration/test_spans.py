@@ -56,7 +56,7 @@ async def test_spans_of_a_server_agree_with_the_answers_to_its_clients(bundle: P
             seen = await traffic(server)
             await asyncio.to_thread(collector.wait_for, "streamed")
             server.process.send_signal(signal.SIGTERM)
-            code, errors = await asyncio.to_thread(server.finish)  # the rest comes while it leaves
+            code, errors = await asyncio.to_thread(server.finish)  # the rest is exported during shutdown
         assert (code, "Traceback" in errors) == (0, False)
         assert {*collector.rpcs} == {"streamed", "alone", "refused", "cancelled"}
         assert collector.resource["service.name"] == "antiphon"
@@ -99,7 +99,7 @@ def _check_unhappy(collector: Collector) -> None:
     assert {*collector.parts(alone)} == {"queue", "encode", "decode"}
     attributes = attributes_of(refused)
     assert (attributes["rpc.grpc.status_code"], attributes["error.type"]) == (3, "INVALID_FIELD")
-    assert (refused.status.code, collector.parts(refused)) == (UNSET, {})  # it is the client's fault
+    assert (refused.status.code, collector.parts(refused)) == (UNSET, {})  # the client caused it
     attributes = attributes_of(cancelled)
     assert (attributes["rpc.grpc.status_code"], attributes["antiphon.cancel_cause"]) == (1, "client")
     assert attributes_of(collector.parts(cancelled)["decode"])["antiphon.finish_reasons"] == "cancelled"

@@ -80,7 +80,7 @@ async def refusal_of(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
     stub: Any = InferenceServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]), timeout=PATIENCE_S)
-    assert not caught.value.initial_metadata()  # to be tried elsewhere
+    assert not caught.value.initial_metadata()  # another server can be tried
     return caught.value
 
 
@@ -116,7 +116,7 @@ async def test_sigterm_cancels_a_running_load_and_its_caller_receives_an_error(h
         assert server.admin_target is not None
         with AdminClient(server.admin_target) as admin:
             loading = asyncio.ensure_future(asyncio.to_thread(admin.load_model, "second", str(held)))
-            pipe = await asyncio.to_thread((held / MANIFEST_NAME).open, "wb")  # opens once it is being read
+            pipe = await asyncio.to_thread((held / MANIFEST_NAME).open, "wb")  # opens when the server reads it
             server.process.send_signal(signal.SIGTERM)
             with pytest.raises(ServerError) as caught:
                 await loading

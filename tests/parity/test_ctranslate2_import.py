@@ -253,9 +253,9 @@ def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str
     save_ctranslate2_model(checkpoint, tmp_path, quantization=quantization)
     source = _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
     # The converted model has its positions as a table, and relative positions have no maximum. It has no padding token.
-    told = {"positions", "positions_offset", "sinusoids", "pad_id", "head_dim", "attention_scale"}
-    told |= {"max_source_len", "max_target_len"} if name == "t5" else set()
-    assert source.config.model_dump(exclude=told) == checkpoint.config.model_dump(exclude=told)
+    changed = {"positions", "positions_offset", "sinusoids", "pad_id", "head_dim", "attention_scale"}
+    changed |= {"max_source_len", "max_target_len"} if name == "t5" else set()
+    assert source.config.model_dump(exclude=changed) == checkpoint.config.model_dump(exclude=changed)
     assert source.config.resolved_head_dim == checkpoint.config.resolved_head_dim
     assert source.config.resolved_attention_scale == pytest.approx(checkpoint.config.resolved_attention_scale)
     weights, expected = load_model(source).state_dict(), checkpoint.model.state_dict()

@@ -188,9 +188,9 @@ async def ask_everything(client: AsyncClient) -> list[Any]:
 
 async def test_answers_are_bit_identical_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "pretraining") as served:
-        alone = [told(await one) for one in await ask_everything(served.client)]
+        alone = [comparable(await one) for one in await ask_everything(served.client)]
         together = await asyncio.gather(*await ask_everything(served.client))
-        assert alone == list(map(told, together))
+        assert alone == list(map(comparable, together))
 
 
 def test_states_and_outputs_of_heads_are_bit_identical_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
@@ -210,7 +210,7 @@ def test_states_and_outputs_of_heads_are_bit_identical_alone_and_in_a_crowd(bund
         )
 
 
-def told(answer: Any) -> Any:
+def comparable(answer: Any) -> Any:
     return next(getattr(answer, name) for name in ("places", "labels", "vector") if hasattr(answer, name))
 
 

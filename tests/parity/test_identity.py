@@ -288,7 +288,7 @@ def test_score_is_bit_identical_to_the_log_probabilities_of_generation(
     crowd.finish()
     for event in crowd.events("made"):
         target = tuple(one.token_id for one in event.logprobs)
-        name = f"judged {event.output_index}"
+        name = f"scored {event.output_index}"
         crowd.add(scored(made, target, name=name))
         crowd.finish()
         assert crowd.events(name)[0].logprobs == event.logprobs

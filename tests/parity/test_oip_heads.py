@@ -82,7 +82,7 @@ async def test_fill_mask_next_sentence_and_embeddings_are_returned(bundles: dict
         found = await infer(served, text_request(*MASKED, parameters={"top_k": 4}))
         following = await served.client.classify(TEXTS[0], pair=TEXTS[2], next_sentence=True)
         pair = {"text_input": ("BYTES", (1,), [TEXTS[0].encode()]), "text_pair": ("BYTES", (1,), [TEXTS[2].encode()])}
-        judged = await infer(served, infer_request(pair, ["labels"], parameters={"task": "next_sentence"}))
+        next_sentence = await infer(served, infer_request(pair, ["labels"], parameters={"task": "next_sentence"}))
         vectors = await asyncio.gather(*(served.client.embed(text, pooling="max", normalize=True) for text in TEXTS))
         options = {"pooling": "max", "normalize": True}
         embedded = await infer(served, text_request(*TEXTS, outputs=["embedding"], parameters=options))
@@ -92,7 +92,7 @@ async def test_fill_mask_next_sentence_and_embeddings_are_returned(bundles: dict
         shown = [[(one["token_id"], one["text"]) for one in place["fillings"]] for place in places]
         assert shown == [[(one.token_id, one.text) for one in place.fillings] for place in answer.places]
         assert [place["position"] for place in places] == [place.position for place in answer.places]
-    assert judged["labels"] == [[one.label for one in following.labels]]
+    assert next_sentence["labels"] == [[one.label for one in following.labels]]
     assert embedded["embedding"] == [list(one.vector) for one in vectors]
 
 

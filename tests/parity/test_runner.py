@@ -117,8 +117,8 @@ def test_native_runner_scores_a_target_in_one_step_as_token_by_token(bundle: Bun
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
     lens, tables = encode_native(runner, sources)
     fed, given = tokens[:, :-1], tokens[:, 1:]
-    judged = choices_of(range(given.size), [Choice(given_id=int(i), num_logprobs=0) for i in given.ravel()])
-    at_once = runner.decode(batch_of(fed.tolist(), [0] * 8, lens, tables=tables, choices=judged)).logprobs.copy()
+    forced = choices_of(range(given.size), [Choice(given_id=int(i), num_logprobs=0) for i in given.ravel()])
+    at_once = runner.decode(batch_of(fed.tolist(), [0] * 8, lens, tables=tables, choices=forced)).logprobs.copy()
     for step in range(STEPS - 1):
         choices = choices_of(range(8), [Choice(given_id=int(i), num_logprobs=0) for i in given[:, step]])
         batch = batch_of(fed[:, step : step + 1].tolist(), [step] * 8, lens, tables=tables, choices=choices)

@@ -100,8 +100,8 @@ async def _sample(pid: int, plan: Plan, tally: Tally, samples: list[Sample]) -> 
 
 def _figures(plan: Plan, tally: Tally, samples: Sequence[Sample]) -> dict[str, Any]:
     warm = [sample for sample in samples if sample.time_s >= plan.warm_up_s] or samples[-1:]
-    stretch = max(1, len(warm) // 10)
-    first, last = ([sample.held for sample in part] for part in (warm[:stretch], warm[-stretch:]))
+    part_len = max(1, len(warm) // 10)
+    first, last = ([sample.held for sample in part] for part in (warm[:part_len], warm[-part_len:]))
     growth = _median(last, "resident_bytes") / _median(first, "resident_bytes") - 1
     return {
         "minutes": round(samples[-1].time_s / 60, 2),

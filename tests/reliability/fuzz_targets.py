@@ -104,8 +104,8 @@ def stops(data: bytes) -> None:
     strings = [stop for stop in head.decode("utf-8", "replace").split("\n") if stop][:4]
     token_ids = [int.from_bytes(tail[at : at + 2], "little") % VOCABULARY for at in range(0, len(tail), 2)]
     text = tokenizer.decode(token_ids)
-    told = StopFilter(strings, tokenizer.stream())
-    heard = "".join(told.push((token_id,)) for token_id in token_ids) + told.finish()
+    filtered = StopFilter(strings, tokenizer.stream())
+    heard = "".join(filtered.push((token_id,)) for token_id in token_ids) + filtered.finish()
     ends = [(text.index(stop) + len(stop), -len(stop)) for stop in strings if stop in text]
     expected = text[: sum(min(ends))] if ends else text
     assert heard == expected, (heard, expected)

@@ -140,8 +140,8 @@ class _Memory:
     def ends(self) -> tuple[float, float]:
         """Return the median bytes of the first part after the warm-up, and of the last part."""
         warm = self._samples[len(self._samples) // 10 :]
-        stretch = max(1, len(warm) // 10)
-        return statistics.median(warm[:stretch]), statistics.median(warm[-stretch:])
+        part_len = max(1, len(warm) // 10)
+        return statistics.median(warm[:part_len]), statistics.median(warm[-part_len:])
 
     @property
     def growth(self) -> float:

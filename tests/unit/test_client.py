@@ -170,21 +170,21 @@ async def test_generate_outputs_gives_every_output_and_generate_text_the_best() 
 async def test_score_and_embed_agree_between_the_clients() -> None:
     def ask(target: str) -> tuple[Any, ...]:
         with Client(target) as client:
-            judged = client.score(SOURCES[3], "the cat", num_alternatives=2)
+            scored = client.score(SOURCES[3], "the cat", num_alternatives=2)
             vector = client.embed(SOURCES[3], pooling="max", normalize=True).vector
-            return judged.logprobs, judged.score, vector
+            return scored.logprobs, scored.score, vector
 
     async with serving() as served, AsyncClient(served.target) as client:
-        judged = await client.score(SOURCES[3], served.tokenizer.encode("the cat"), num_alternatives=2)
+        scored = await client.score(SOURCES[3], served.tokenizer.encode("the cat"), num_alternatives=2)
         embedding = await client.embed(SOURCES[3], pooling="max", normalize=True)
         synchronous = await asyncio.to_thread(ask, served.target)
         states = served.runner.memory((*SOURCES[3], EOS_ID))
         with pytest.raises(ValueError, match="mean, max, first"):
             await client.embed("a", pooling="median")  # type: ignore[arg-type]
-    assert synchronous == (judged.logprobs, judged.score, embedding.vector)
-    assert isinstance(judged.logprobs[0], TokenLogprob)
-    assert [len(entry.alternatives) for entry in judged.logprobs] == [2] * len(judged.logprobs)
-    assert judged.score == pytest.approx(sum(entry.logprob for entry in judged.logprobs))
+    assert synchronous == (scored.logprobs, scored.score, embedding.vector)
+    assert isinstance(scored.logprobs[0], TokenLogprob)
+    assert [len(entry.alternatives) for entry in scored.logprobs] == [2] * len(scored.logprobs)
+    assert scored.score == pytest.approx(sum(entry.logprob for entry in scored.logprobs))
     expected = states.max(axis=0)
     assert embedding.vector == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
 

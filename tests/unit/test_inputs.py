@@ -48,7 +48,7 @@ async def test_begin_token_that_is_the_end_token_is_called_the_end() -> None:
 
 
 async def test_prefix_of_a_decoder_only_model_can_contain_every_token_except_the_end() -> None:
-    halves: dict[str, Any] = dict(architecture="decoder", encoder_layers=0)
-    assert await prefix_of((30, BOS, PAD), **halves) == (30, BOS, PAD)
+    architecture: dict[str, Any] = dict(architecture="decoder", encoder_layers=0)
+    assert await prefix_of((30, BOS, PAD), **architecture) == (30, BOS, PAD)
     with pytest.raises(InvalidArgument, match="the end token 2"):
-        await prefix_of((30, EOS), **halves)
+        await prefix_of((30, EOS), **architecture)

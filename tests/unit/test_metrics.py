@@ -163,14 +163,14 @@ def test_metrics_read_the_queue_at_every_scrape(scrape: Scrape) -> None:
 def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scrape) -> None:
     other = Metrics(scrape.families, "two")
     waiting = Waiting()
-    watched = weakref.ref(waiting)
+    reference = weakref.ref(waiting)
     other.watch_queue(waiting, lambda: 0.0)
     other.holds(weights=1, cache=2, workspace=3)
     for report in (other.encoded, scrape.metrics.encoded):
         report(REPORT, 30)
     other.remove()
     del waiting
-    assert watched() is None
+    assert reference() is None
     other.decoded(1, 1, 0.1)  # an engine may still end its last requests
     other.finished(FinishReason.STOP, "running", TIMING)
     assert {labels["model_name"] for labels in labels_of(scrape.registry) if "model_name" in labels} == {"one"}
@@ -234,9 +234,9 @@ def test_arena_metrics_contain_the_counts_of_an_allocator_and_its_highest_peak(s
     assert scrape("arena_peak_bytes") == workspace.highest_bytes
     assert scrape("arena_refusals_total") == 0
     scrape.metrics.remove()
-    watched = weakref.ref(workspace)
+    reference = weakref.ref(workspace)
     del workspace
-    assert watched() is None
+    assert reference() is None
 
 
 def test_latency_exemplars_have_the_trace_id_in_the_bucket_of_their_value(scrape: Scrape) -> None:

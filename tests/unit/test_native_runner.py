@@ -144,7 +144,7 @@ KINDS = (
 )
 
 
-def judged(model: TinyModel, choices: Choices, ends: Sequence[tuple[int, int]] = ENDS) -> Draw:
+def expected_draw(model: TinyModel, choices: Choices, ends: Sequence[tuple[int, int]] = ENDS) -> Draw:
     """Return NumPy's samples after a recomputed pass; each end is a row and its number of targets."""
     logits = np.stack([model.logits(SOURCES[row], TARGETS[row][:end]) for row, end in ends])
     return choose(logits, choices, np.array([end - 1 for _, end in ends], np.int32))
@@ -165,7 +165,7 @@ def test_native_runner_samples_as_numpy_does_after_any_token(runner: NativeRunne
         settings = [replace(KINDS[(seed + index) % len(KINDS)], seed=2**63 + seed) for index in range(len(ENDS))]
         choices = choices_of(picks, settings)
         drawn = runner.decode(tables.batch(TARGETS, [0] * 3, choices=choices))
-        assert_same(drawn, judged(model, choices))
+        assert_same(drawn, expected_draw(model, choices))
         found |= set(drawn.token_ids.tolist())
     assert len(found) > 8
     assert NONE_ALLOWED in found
@@ -191,11 +191,11 @@ def test_native_runner_uses_the_settings_of_each_step_when_steps_share_arrays(
     for index in [0, 0, 1, 2, 0, 3, 4, 4, 1, 2, 2, 0]:
         for _ in range(2):
             drawn = runner.decode(batches[index])
-            assert_same(drawn, judged(model, batches[index].choices, [(row, 1) for row in range(3)]))
+            assert_same(drawn, expected_draw(model, batches[index].choices, [(row, 1) for row in range(3)]))
         runner.decode(ragged)
     alone = batch_of([[1]], [0], tables.lens[:1], tables=(tables.self_tables[:1], tables.cross[:1]))
     assert runner.decode(alone).token_ids.shape == (1,)
-    assert_same(runner.decode(batches[2]), judged(model, batches[2].choices, [(row, 1) for row in range(3)]))
+    assert_same(runner.decode(batches[2]), expected_draw(model, batches[2].choices, [(row, 1) for row in range(3)]))
 
 
 def test_native_runner_rows_share_blocks_until_one_is_copied(runner: NativeRunner, model: TinyModel) -> None:

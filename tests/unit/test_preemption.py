@@ -310,10 +310,10 @@ def test_preempted_requests_of_a_random_crowd_get_their_uninterrupted_answers(
         alone = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
         for group in crowded.all:
             together = crowded.outputs(group)
-            twin = alone.ask(group.request)
+            same_alone = alone.ask(group.request)
             alone.finish()
             if together[-1].finish_reason is not FinishReason.CANCELLED:
-                uninterrupted = alone.outputs(twin)
+                uninterrupted = alone.outputs(same_alone)
                 assert [*map(seen, together)] == [*map(seen, uninterrupted)]
                 assert num_generated(together) == num_generated(uninterrupted)
         assert alone.sample("preemptions_total") == 0

@@ -165,9 +165,9 @@ def test_samples_run_one_after_the_other_when_fewer_rows_are_free(loop: asyncio.
     events = bench.outputs(many)
     assert [len(event.token_ids) for event in events] == [8] * 4
     alone = Bench(loop, max_rows=4, num_blocks=64, reads_history=True)
-    twin = alone.ask(many.request)
+    same_alone = alone.ask(many.request)
     alone.finish()
-    assert answers(events) == answers(alone.outputs(twin))
+    assert answers(events) == answers(alone.outputs(same_alone))
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "time limit"])
@@ -264,7 +264,7 @@ def test_requests_of_a_random_crowd_of_callers_get_the_answers_of_each_alone(
         for group in crowded.all:
             together = crowded.outputs(group)
             assert sum(event.is_last for event in together) == 1
-            twin = alone.ask(group.request)
+            same_alone = alone.ask(group.request)
             alone.finish()
             if all(event.finish_reason is not FinishReason.CANCELLED for event in together):
-                assert answers(together) == answers(alone.outputs(twin))
+                assert answers(together) == answers(alone.outputs(same_alone))

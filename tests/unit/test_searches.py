@@ -180,8 +180,8 @@ def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenE
         bench.step()
         bench.loop.run_until_complete(asyncio.sleep(0))
     bench.loop.run_until_complete(asyncio.wait_for(reader, 30))
-    told = tuple(token_id for event in events if event.output_index == 0 for token_id in event.token_ids)
-    return events, told
+    streamed_ids = tuple(token_id for event in events if event.output_index == 0 for token_id in event.token_ids)
+    return events, streamed_ids
 
 
 @settings(max_examples=25, deadline=None)
@@ -194,8 +194,8 @@ def test_streamed_search_sends_only_a_prefix_of_its_best_hypothesis(
     whole = bench.ask(dataclasses.replace(request, is_streamed=False))
     bench.finish()
     expected = bench.outputs(whole)
-    events, told = drain(bench, "streamed", request)
-    assert told == expected[0].token_ids
+    events, streamed_ids = drain(bench, "streamed", request)
+    assert streamed_ids == expected[0].token_ids
     assert [event.finish_reason for event in events if event.finish_reason] == [one.finish_reason for one in expected]
 
 
@@ -313,10 +313,10 @@ def test_score_equals_the_log_probability_that_generation_reports(bench: Bench) 
     again = bench.add("again", source_of(target_len=8))
     asked = bench.ask(scored(request_of("score", source, params=params), target_ids))
     bench.finish()
-    judged = bench.output(asked)
-    assert judged.logprobs == event.logprobs
-    assert judged.score == pytest.approx(event.score)
-    assert (judged.finish_reason, judged.num_generated, judged.token_ids) == (FinishReason.STOP, 0, ())
+    score = bench.output(asked)
+    assert score.logprobs == event.logprobs
+    assert score.score == pytest.approx(event.score)
+    assert (score.finish_reason, score.num_generated, score.token_ids) == (FinishReason.STOP, 0, ())
     assert bench.output(running).finish_reason is bench.output(again).finish_reason
 
 
