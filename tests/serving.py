@@ -81,7 +81,7 @@ class Gate:
     def _pass(self, num_rows: int) -> None:
         self.reached.set()
         if not self._open.wait(timeout=60):
-            raise AssertionError("nobody opened the gate")
+            raise AssertionError("the test did not open the gate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

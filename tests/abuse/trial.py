@@ -48,7 +48,7 @@ class Outcome:
         if self.sent.num_left_open:
             found.append(f"the server left {self.sent.num_left_open} calls open: {dict(self.sent.ends)}")
         if self.in_flight:
-            found.append(f"{self.in_flight} calls are in flight when nobody asks anything")
+            found.append(f"{self.in_flight} calls are in flight although no client has one")
         return found
 
     @property

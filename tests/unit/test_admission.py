@@ -1,4 +1,4 @@
-"""Requests refused before they run: token ids outside the vocabulary of the source or of the target."""
+"""Refusal of requests before they run: token ids outside the vocabulary, and sources that are too long."""
 
 from __future__ import annotations
 

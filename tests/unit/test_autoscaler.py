@@ -1,4 +1,4 @@
-"""The autoscaler's algorithm, by the examples of Kubernetes' own documentation."""
+"""The autoscaler's algorithm, tested with the examples of Kubernetes' documentation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_scaling_down_is_limited_by_the_documented_policies() -> None:
 
 
 def test_policies_limit_changes_over_their_whole_period() -> None:
-    """Within one minute no more than it allows, however often the controller looks."""
+    """A policy limits the changes of one minute at any interval of the controller."""
     up = Rules(window_s=0, select="Max", policies=(Policy(kind="Pods", value=4, period_s=60),))
     scaler = Autoscaler(Scaling(min_replicas=1, max_replicas=100, up=up))
     current, at = 2, {}
@@ -68,7 +68,7 @@ def test_disabled_direction_changes_nothing() -> None:
 
 
 def test_stabilised_scaling_down_follows_the_largest_recommendation_in_the_window() -> None:
-    """A dip shorter than the window is not followed; a lasting one is, once the window has passed."""
+    """A dip shorter than the window has no effect; a longer one has, after the window."""
     down = Rules(window_s=300, select="Max", policies=ANY.policies)
     scaler = Autoscaler(Scaling(min_replicas=1, max_replicas=20, up=ANY, down=down))
     current, counts = 10, {}

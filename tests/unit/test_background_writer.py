@@ -10,7 +10,7 @@ PATIENCE_S = 60
 
 
 class Slow:
-    """Keeps the batches it is given. Blocks in the first call until `go` is set."""
+    """Stores the written batches. Blocks in the first call until `go` is set."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

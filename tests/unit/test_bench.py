@@ -186,7 +186,7 @@ async def test_offer_measures_waits_from_the_scheduled_time_and_gives_up_at_its_
 
 
 class Machine:
-    """Doubles numbers, once opened; remembers the batches it was given."""
+    """Doubles numbers after it was opened; stores its batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -235,7 +235,7 @@ async def test_batcher_reports_a_fault_to_every_request_of_its_batch() -> None:
         raise BenchFailure("broken")
 
     async with Batcher(fail, BatcherConfig(workers=2, max_batch=8, window_s=0.0)) as batcher:
-        for _ in range(3):  # more faults than workers: each is free again
+        for _ in range(3):  # more faults than workers, so each worker must be free again
             with pytest.raises(BenchFailure, match="broken"):
                 await batcher.ask(1)
 

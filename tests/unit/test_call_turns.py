@@ -8,7 +8,7 @@ from antiphon.service.rpc.calls.call_turns import CallTurns
 
 
 async def test_call_of_another_caller_starts_before_the_rest_of_a_burst() -> None:
-    """It waited behind 5,100 calls of one client: 4 to 6 seconds."""
+    """Regression: it waited behind 5,100 calls of one client for 4 to 6 seconds."""
     turns, started = CallTurns(calls_per_turn=2), list[str]()
 
     async def call(caller: str) -> None:

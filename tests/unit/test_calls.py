@@ -157,7 +157,7 @@ async def test_refused_requests_are_freed_without_garbage_collection(num_charact
                 error = await refusal(ask(request.SerializeToString()))
                 assert details_of(error).field == "text"
                 del error
-            await stub_of(served).GetModel(pb.GetModelRequest())  # by its answer the other calls are over
+            await stub_of(served).GetModel(pb.GetModelRequest())  # when it is answered, the other calls have ended
             await served.settled()
             assert num_requests() == before
         finally:

@@ -53,7 +53,7 @@ def test_loaded_encoder_has_the_saved_heads_and_one_layer(tmp_path: Path) -> Non
     assert loaded.encoder is not None
     assert loaded.get_parameter("heads.fill_mask.output.weight") is loaded.encoder.embedding.weight
     assert len({id(layer) for layer in loaded.encoder.layers}) == 1
-    assert not torch.equal(model.encode(ids), expected)  # token types tell
+    assert not torch.equal(model.encode(ids), expected)  # token types make a difference
 
 
 def test_model_names_its_heads_when_another_is_requested(tmp_path: Path) -> None:

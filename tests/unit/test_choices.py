@@ -1,4 +1,4 @@
-"""Choices against transformers' logits processors, against their own distribution, and against their neighbours."""
+"""Choices compared with transformers' logits processors, with their distribution, and with other batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORBIDDEN = -np.inf
 
 
 def draw(logits: Logits, settings: list[Choice], positions: list[int] | None = None) -> Draw:
-    """Choose after rows of logits, one each; where these stand matters to draws only."""
+    """Choose one token after each row of logits; positions affect only sampled tokens."""
     held = np.array(positions or [0] * len(settings), np.int32)
     return choose(logits, choices_of(range(len(settings)), settings), held)
 
@@ -37,7 +37,7 @@ class Control:
 
     @property
     def edits(self) -> list[tuple[int, float, float, float]]:
-        """The same as edits of single tokens, several for one token where several touch it."""
+        """Return the settings as logits processors of single tokens; a token can have several."""
         edits = [(token_id, value, 1.0, 0.0) for token_id, value in self.bias.items()]
         edits += [(token_id, 0.0, self.penalty, 0.0) for token_id in self.penalised]
         return edits + [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in self.suppressed]
@@ -55,7 +55,7 @@ def controls(vocab_size: int) -> st.SearchStrategy[Control]:
 
 
 def reference_scores(scores: NDArray[np.float64], control: Control) -> NDArray[np.float64]:
-    """[V] after transformers' processors of the same controls."""
+    """Return the logits [V] after transformers' processors of the same controls."""
     torch = pytest.importorskip("torch")
     held = pytest.importorskip("transformers.generation.logits_process")
     chain = held.LogitsProcessorList([])

@@ -87,7 +87,7 @@ def test_options_have_a_field_for_every_field_of_the_contract() -> None:
     assert {field.name for field in dataclasses.fields(Options)} == set(pb.GenerateOptions.DESCRIPTOR.fields_by_name)
 
 
-# Of each kind of control a value that is false, which must not be taken for an absent one, and another.
+# For each kind of control a value that is false, which must not count as absent, and another value.
 VALUES: dict[Kind, tuple[Any, Any]] = {
     Kind.WHOLE_NUMBER: (0, 5),
     Kind.NUMBER: (0.0, -1.5),
@@ -202,7 +202,7 @@ async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None
 
 
 class LargeExplainer:
-    """Far more weights than the texts call for."""
+    """Returns far more weights than the texts need."""
 
     encoder_self = decoder_self = cross = np.full((1, 2, 500, 1000), 1e-3, np.float32)
 

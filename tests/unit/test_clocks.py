@@ -14,13 +14,13 @@ import antiphon.client
 import antiphon.service
 from tests.serving import Gate, asking_whole, refusal, serving, stub_of
 
-# Who may read the wall clock: what is stamped for people, and what makes good for its jumps.
+# Modules that may read the wall clock: for timestamps, and to correct deadlines after its jumps.
 ALLOWED = {"access_log.py", "deadline.py", "histogram.py", "logs.py", "spans.py", "statistics.py"}
 WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "ctime", "now", "utcnow", "today"}
 
 
 def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Set the clock, for Python alone; a call of this process has its deadline by it already when it is made."""
+    """Set the clock, only for Python. Calls of this process already have their deadlines when they are made."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + seconds)
 

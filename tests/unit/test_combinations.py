@@ -1,4 +1,4 @@
-"""Rules of combinations: each is broken alone, harmless combinations pass, and the docs give the defaults."""
+"""Rules of combinations: each one is violated alone, valid combinations pass, and the docs state the defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from antiphon.service.rpc.v1.options import default_options
 CONTROLS_MD = Path(__file__).resolve().parents[2] / "docs" / "CONTROLS.md"
 BEAMS: dict[str, Any] = dict(beam_width=4)
 
-# One breach of each rule, in the rules' order: parameters, and what is set beside them.
+# One violation of each rule, in the rules' order: parameters, and other settings of the request.
 BREACHES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("temperature", dict(temperature=0.5, **BEAMS), {}),
     ("top_k", dict(top_k=5, **BEAMS), {}),
@@ -38,7 +38,7 @@ BREACHES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 HARMLESS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (dict(top_k=5, top_p=0.5, min_p=0.5), {}),  # each keeps the likeliest token
+    (dict(top_k=5, top_p=0.5, min_p=0.5), {}),  # each keeps the most likely token
     (dict(seed=5), {}),
     (dict(seed=5, num_logprobs=0, num_return_sequences=4, length_penalty=-1.0, **BEAMS), {}),
     (dict(early_stopping=EarlyStopping.FIRST, stop_ids=(5,), min_new_tokens=2, **BEAMS), dict(prefix_text="a")),

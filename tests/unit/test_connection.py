@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 # Longer than any test waits: a client answered in time has followed the retry delay of the server.
 PUSHED_BACK = RetryPolicy(backoff_s=600, max_backoff_s=600)
 AT_ONCE = RetryPolicy(backoff_s=0.01, max_backoff_s=0.01)
-# The wire keeps two or three digits of a deadline, rounded up.
+# gRPC sends two or three digits of a deadline, rounded up.
 WIRE = 1.1
 
 Ask = Callable[..., Awaitable[str]]
@@ -174,7 +174,7 @@ async def test_round_robin_skips_a_replica_that_reports_that_it_is_not_ready() -
             while not (leaving.ended and staying.ended):  # until both are connected
                 await client.generate_text("a")
             await leaving.probes.leave()
-            for _ in range(50):  # until the news has come
+            for _ in range(50):  # until the client has received the new state
                 before = len(leaving.ended)
                 for _ in range(20):
                     await client.generate_text("a")

@@ -168,7 +168,7 @@ async def test_load_is_finished_when_its_caller_has_left(host: Host) -> None:
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    assert await host.control.unload("first", 5)  # waits its turn
+    assert await host.control.unload("first", 5)  # waits for its turn
     assert host.names == ["second"]
     assert host.control.models.find("").name == "second"
 

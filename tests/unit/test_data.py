@@ -59,7 +59,7 @@ def test_padding_is_cut_to_the_limits_of_the_model() -> None:
 
 
 def test_batches_have_few_shapes() -> None:
-    """Every new shape costs a compilation; there are about (length steps of targets) x (of sources) shapes."""
+    """Every new shape needs a compilation; there are about (length steps of targets) x (of sources) shapes."""
     made = examples(3000, seed=2)
     batches = (
         collate(chosen, TOKENIZER, rows_of(max(len(e.target) for e in chosen) + 1, 200))

@@ -1,4 +1,4 @@
-"""Documents against the code: links, headings, paths, commands and their options exist."""
+"""Documents compared with the code: links, headings, paths, commands and their options exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S* )*(?:\S*/)?antiphon (?P<subcommand>[a-
 END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
-# Paths that stand for a file of the reader's, or for one that was here once: DECISIONS.md and CHANGELOG.md are history.
+# Paths of the reader's files, and of former files, because DECISIONS.md and CHANGELOG.md describe the past.
 EXAMPLES = {"model/checkpoints/families/NAME.py", "model/ops/operators/NAME.py"}
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")
 
@@ -45,7 +45,7 @@ def _leads(document: Path, link: str) -> bool:
 
 @cache
 def _anchors(document: Path) -> frozenset[str]:
-    """The headings of a document as links name them: lower case, words joined by hyphens, punctuation left out."""
+    """Return the headings of a document as in links: lower case, words joined by hyphens, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.M)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
 
@@ -69,7 +69,7 @@ def test_commands_are_found() -> None:
 
 
 def _commands(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Subcommand and options of each `antiphon SUBCOMMAND ...` in a shell block or an indented line."""
+    """Return subcommand and options of each `antiphon SUBCOMMAND ...` in a shell block or an indented line."""
     blocks = [body for language, body in FENCE.findall(text) if language in ("sh", "bash")]
     for line in "\n".join([*blocks, *INDENTED.findall(text)]).replace("\\\n", " ").splitlines():
         if found := COMMAND.search(END.split(line)[0]):

@@ -33,9 +33,9 @@ def spans_of(text: str, tagged: Tagged) -> list[tuple[str, str]]:
         ("Lovelace", [("Love", "B-PER"), ("lace", "O")], [("PER", "Lovelace")]),
         ("Lovelace", [("Love", "O"), ("lace", "B-PER")], []),
         ("Berlin, too", [("Berlin", "B-LOC"), (",", "O"), ("too", "O")], [("LOC", "Berlin")]),
-        # Vocabularies that count the space before a word to it.
+        # Vocabularies in which the space before a word belongs to it.
         ("in New York", [("in", "O"), (" New", "B-LOC"), (" York", "I-LOC")], [("LOC", "New York")]),
-        # Every sign by itself, and every character where no spaces part words; marks belong to their letter.
+        # Every sign is a word, and so is every character in scripts without spaces; marks belong to their letter.
         ("東京に", [("東", "B-LOC"), ("京", "I-LOC"), ("に", "O")], [("LOC", "東京")]),
         ("cafe\u0301s", [("cafe", "B-LOC"), ("\u0301s", "O")], [("LOC", "cafe\u0301s")]),
     ],

@@ -145,7 +145,7 @@ async def test_engine_drain_finishes_accepted_requests_and_refuses_new_ones(benc
             streams.append(bench.submit(str(len(streams)), source_of(target_len=4)))
         except Unavailable:
             break
-        except QueueFull:  # the thread that drains is not there yet
+        except QueueFull:  # the draining thread has not started yet
             pass
         await asyncio.sleep(0)
     gate.open()

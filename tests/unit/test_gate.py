@@ -50,7 +50,7 @@ async def test_every_token_of_the_file_is_accepted_and_names_the_caller(tokens: 
         for token in (ALICE, BOB):
             async with AsyncClient(served.target, connection=Connection(token=token)) as client:
                 await client.generate_text(SOURCE)
-        # Any case of the scheme, which HTTP leaves open.
+        # HTTP allows any case of the scheme.
         await stub_of(served).GetModel(pb.GetModelRequest(), metadata=(("authorization", f"bEARER {BOB}"),))
         await served.settled()
         assert [call.caller for call in served.ended] == ["alice", "bob", "bob"]
@@ -81,7 +81,7 @@ async def test_call_without_a_token_is_refused(metadata: Any, reason: str, chall
             trailers = dict(error.trailing_metadata())
             assert trailers["www-authenticate"] == challenge
             assert trailers["x-request-id"]
-    labels = {"model_name": "", "reason": reason}  # counted once told, so perhaps only as the server ends
+    labels = {"model_name": "", "reason": reason}  # counted after the client has the status
     assert served.registry.get_sample_value("antiphon_requests_refused_total", labels) == 2
 
 
@@ -251,7 +251,7 @@ async def test_calls_beyond_the_limit_are_refused_with_pushback_and_health_is_no
         assert await _health_of(served) == health_pb2.HealthCheckResponse.SERVING
         gates[0].open()
         await running
-        for _ in range(3):  # none is left counted
+        for _ in range(3):  # the count is zero again
             await stub.GetModel(pb.GetModelRequest())
 
 
@@ -288,7 +288,7 @@ async def test_response_beyond_the_limit_is_not_sent() -> None:
 
 async def test_connections_beyond_the_limit_are_closed() -> None:
     def connect(served: Serving) -> AsyncClient:
-        # Metadata tells one client's connection from another's, which gRPC would share.
+        # Different metadata prevent gRPC from sharing one connection between clients.
         return AsyncClient(served.target, connection=Connection(retry=ONCE, keepalive_s=10.0 + len(clients)))
 
     clients: list[AsyncClient] = []
@@ -311,7 +311,7 @@ async def test_old_connection_is_closed_and_its_calls_continue() -> None:
         stub = stub_of(served)
         running = asyncio.ensure_future(_text_of(stub.Generate(asking())))
         await asyncio.to_thread(gates[0].reached.wait)
-        await served.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)  # told to go
+        await served.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)  # the server has sent GOAWAY
         gates[0].open()
         assert await running == await _text_of(stub.Generate(asking())) != ""
 

@@ -13,7 +13,7 @@ from tests.serving import Gate, asking, serving
 
 
 class Wire:
-    """Forwards bytes between a client and a server until it is cut. Then it discards them and closes nothing."""
+    """Forwards bytes between a client and a server until `cut`. Then it discards them and closes nothing."""
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")

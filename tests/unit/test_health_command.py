@@ -1,4 +1,4 @@
-"""`antiphon health` against a live health service: exit codes, and what is said of whom."""
+"""`antiphon health` with a live health service: exit codes and messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_health_exits_with_1_for_an_unknown_service(capsys: pytest.Capture
 
 
 async def test_health_exits_with_1_when_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as silent:  # bound, so that nobody else takes the port, and not listening
+    with socket.socket() as silent:  # bound, so that no other process takes the port, and not listening
         silent.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         assert await ask("--target", target) == 1
@@ -84,7 +84,7 @@ def test_health_exits_with_2_when_a_flag_is_wrong(
 ) -> None:
     try:
         code = cli.main(["health", *flags])
-    except SystemExit as left:  # argparse's way
+    except SystemExit as left:  # the exit of argparse
         code = int(left.code or 0)
     assert code == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Special tokens in a target prefix that is given as ids: refused, but for those that the model uses there."""
+"""Special tokens in a target prefix of ids are refused, except those that the model uses there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOS_IS_A_LANGUAGE = byte_bpe_format(tiny_tokenizer()).model_copy(update=dict(lan
 
 
 async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **config: Any) -> tuple[int, ...]:
-    """Return the prefix of these ids as the model reads it."""
+    """Return the prefix of these ids in the form that the model receives."""
     tokenizer = tiny_tokenizer()
     limits = pb.Limits(max_source_len=32, max_target_len=32, max_text_bytes=1024)
     model = preset("tiny", vocab_size=tokenizer.vocab_size, **config)

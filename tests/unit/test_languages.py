@@ -59,7 +59,7 @@ async def test_template_is_not_added_twice_to_ids_that_already_contain_it() -> N
     async with serving(text=FIRST) as served:
         for ids in (SOURCE, (*SOURCE, EOS_ID), (EN, *SOURCE), (EN, *SOURCE, EOS_ID)):
             assert await encoded(served, request(ids)) == (EN, *SOURCE, EOS_ID)
-        # Another language than the request's is a token like any other.
+        # A language other than the request's is an ordinary token.
         assert await encoded(served, request((DE, *SOURCE))) == (EN, DE, *SOURCE, EOS_ID)
         assert await encoded(served, request((DE, *SOURCE), source_language="de")) == (DE, *SOURCE, EOS_ID)
 
@@ -70,7 +70,7 @@ async def test_target_language_is_the_first_token_of_the_target() -> None:
         output = (await stub.GenerateUnary(request(target_language="fr"))).outputs[0]
         free = (await stub.GenerateUnary(request())).outputs[0]
         assert output.token_ids[0] == FR != free.token_ids[0]
-        assert output.token_ids[1:] == free.token_ids[1:]  # the fake looks at positions only
+        assert output.token_ids[1:] == free.token_ids[1:]  # the output of the fake model depends only on positions
 
 
 async def test_target_language_is_placed_before_a_prefix() -> None:
@@ -97,7 +97,7 @@ async def test_score_includes_the_target_language_as_the_first_token() -> None:
 
 @pytest.mark.parametrize(("code", "expected"), [("", DE), ("fr", FR)])
 async def test_target_language_is_the_begin_token(code: str, expected: int) -> None:
-    """The fake model refuses to be begun with anything else."""
+    """The fake model refuses any other first token."""
 
     def begin(runner: FakeRunner) -> None:
         runner.begin_id = expected

@@ -34,7 +34,7 @@ def out_of_band(served: Serving, **fields: Any) -> Any:
 
 
 async def hold_two(served: Serving) -> tuple[Gate, list[Any]]:
-    """Two requests: one runs and is held, one waits."""
+    """Start two requests: one runs and is blocked, one waits."""
     gate = Gate(served.runner)
     calls = [stub_of(served).GenerateUnary(asking_whole()) for _ in range(2)]
     await asyncio.to_thread(gate.reached.wait)
@@ -102,7 +102,7 @@ async def test_trailer_contains_the_current_gauges() -> None:
         gate, calls = await hold_two(served)
         async with tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
             stub: Any = InferenceServiceStub(channel)
-            # What was reported at most 100 ms ago is reported again: ask until it is newer than the two.
+            # A report is reused for 100 ms, so the test repeats the call until the report is newer than both requests.
             async with asyncio.timeout(60):
                 while True:
                     await stub.Tokenize(pb.TokenizeRequest(text="x"))
@@ -121,10 +121,10 @@ async def test_reports_are_sent_out_of_band_no_more_often_than_allowed() -> None
         call = out_of_band(served, report_interval=Duration(nanos=1))
         first, _, third = [await call.read() for _ in range(3)]
         took_s = clock() - start_s
-        await asyncio.wait_for(served.calls.wait_until_idle(), 60)  # it holds up no drain
+        await asyncio.wait_for(served.calls.wait_until_idle(), 60)  # the stream does not delay the drain
         call.cancel()
         error = await refusal(out_of_band(served, report_interval=Duration(seconds=-1)))
-    assert took_s >= 0.15  # two intervals, one of which may have begun before
+    assert took_s >= 0.15  # two intervals, one of which can have begun before
     assert "num_requests_running" in first.named_metrics
     assert third.rps_fractional >= 0
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT

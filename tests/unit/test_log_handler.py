@@ -1,4 +1,4 @@
-"""A log that is not read blocks no caller. Written lines are in order, and missing lines are reported."""
+"""An unread log blocks no caller. Written lines are in order, and missing lines are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from antiphon.service.observability.log_handler import BackgroundHandler
 from tests.disks import disk_of
 
-# A bound for a test that would otherwise hang.
+# Turns a hang into a failure.
 PATIENCE_S = 60
 
 
@@ -60,7 +60,7 @@ def test_logging_does_not_block_when_the_pipe_is_not_read(log: logging.Logger) -
                 assert "log records are missing here" in found
         handler.flush()
     assert len(dropped) == num_missing
-    assert num_missing >= 200 - 50 - 10  # what waits, and what a pipe takes
+    assert num_missing >= 200 - 50 - 10  # the queued lines, and those in the pipe
 
 
 def test_lines_are_counted_as_dropped_when_the_reader_has_closed_the_pipe(log: logging.Logger) -> None:
@@ -96,7 +96,7 @@ def test_every_line_that_the_device_refuses_is_counted(log: logging.Logger) -> N
         for index in range(300):
             log.info("line %d", index)
         handler.flush()
-    assert (early, len(later)) == (300, 600)  # those that were dropped before anybody asked are reported too
+    assert (early, len(later)) == (300, 600)  # lines that were dropped before the first report are included
 
 
 def test_line_is_written_with_escapes_when_the_stream_cannot_encode_it(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_line_is_written_with_escapes_when_the_stream_cannot_encode_it(tmp_path:
 def test_written_and_dropped_lines_add_up_to_all_lines_when_the_disk_was_full(
     log: logging.Logger, tmp_path: Path
 ) -> None:
-    """The old handler lost 350 of 600 lines, and neither the log nor the metric reported it."""
+    """Regression: the old handler lost 350 of 600 lines, and neither the log nor the metric reported it."""
     with disk_of(64 * 1024, tmp_path / "disk") as disk, (disk / "log").open("a") as stream:
         (disk / "other").write_bytes(b"x" * 40_000)
         handler = BackgroundHandler(stream)
@@ -145,7 +145,7 @@ def test_log_reports_dropped_lines_without_a_further_line(log: logging.Logger, t
 
 
 def check_accounts(text: str, num_counted: int, *, num_logged: int) -> None:
-    """Lines written plus lines counted as dropped are all lines logged."""
+    """Check that written lines plus lines counted as dropped are all logged lines."""
     lines = text.splitlines()
     whole = [line for line in lines if re.fullmatch(r"line \d{4} y{90}", line)]
     (notice,) = (line for line in lines if " missing" in line)

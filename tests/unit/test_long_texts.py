@@ -21,7 +21,7 @@ KIB = 1024
 
 
 class Blocked:
-    """Work that occupies the thread until it is opened."""
+    """Work that blocks the thread until `open`."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -44,7 +44,7 @@ def ask(texts: LongTexts, caller: str, num_bytes: int, work: Callable[[], Any] =
 
 
 async def blocked(texts: LongTexts, num_bytes: int = 1, caller: str = "blocker") -> tuple[Blocked, asyncio.Task[Any]]:
-    """The thread, held by a text of another caller."""
+    """Return the thread, blocked by a text of another caller."""
     work = Blocked()
     task = ask(texts, caller, num_bytes, work)
     await asyncio.to_thread(work.started.wait, PATIENCE_S)
@@ -151,7 +151,7 @@ async def test_server_refuses_long_texts_beyond_its_bound_with_pushback() -> Non
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert details_of(error).reason == "TOO_MANY_TEXTS"
             assert (details_of(error).retry_after_s or 0) > 0
-        assert (await stub.Tokenize(pb.TokenizeRequest(text="a cat"))).token_ids  # a short one waits for nobody
+        assert (await stub.Tokenize(pb.TokenizeRequest(text="a cat"))).token_ids  # a short text does not wait
         work.opened.set()
         await holding
         assert (await stub.Tokenize(pb.TokenizeRequest(text="a " * 1500))).normalized_text == ("a " * 1500).strip()

@@ -67,7 +67,7 @@ NO_LIMIT = resource.RLIM_INFINITY
         ((100, 1000), 937, 0, 1000, 936, True),
         ((100, 1000), 800, 128, 1000, 808, False),
         ((100, 100), 10, 0, 100, 36, False),
-        ((100, 100), 1000, 128, 100, 25, True),  # a quarter of them, where the others would take all
+        ((100, 100), 1000, 128, 100, 25, True),  # a quarter, because the other files would use all
         ((1000, NO_LIMIT), 10, 0, 1_000_000, 999_936, False),
         ((1000, NO_LIMIT), 2_000_000, 0, 2_000_064, 2_000_000, False),
         ((NO_LIMIT, NO_LIMIT), 10, 0, NO_LIMIT, None, False),

@@ -42,7 +42,7 @@ def without_checksum(bundle: Path) -> None:
 
 def test_manifest_is_refused_by_name_when_any_bit_is_flipped(copy: Path) -> None:
     rng = random.Random(7)
-    # The bits of the version too: 3 with its last bit flipped is 2, and version 2 needs no checksum.
+    # The bits of the version too: 3 with its last bit flipped becomes 2, and version 2 needs no checksum.
     flips = [(at, rng.randrange(8)) for at in range(len(WHOLE))] + [(VERSION_AT, bit) for bit in range(8)]
     for at, bit in flips:
         (copy / MANIFEST_NAME).write_bytes(WHOLE[:at] + bytes([WHOLE[at] ^ 1 << bit]) + WHOLE[at + 1 :])

@@ -40,7 +40,7 @@ def test_masking_changes_only_predicted_tokens(rows: int, length: int, seed: int
     special = torch.isin(ids, torch.tensor(SPECIAL))
     assert not (chosen & special).any(), "special tokens are never predicted"
     replaced = chosen & (inputs != ids) & (inputs != MASK)
-    assert not torch.isin(inputs[replaced], torch.tensor(SPECIAL)).any(), "nor drawn"
+    assert not torch.isin(inputs[replaced], torch.tensor(SPECIAL)).any(), "special tokens are never random replacements"
     for row in range(rows):
         ordinary = int((~special[row]).sum())
         assert int(chosen[row].sum()) == min(ordinary, max(1, round(ordinary * rate)))

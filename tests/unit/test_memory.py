@@ -69,7 +69,7 @@ def test_need_uses_the_workspace_of_the_limit_the_profile_or_the_default(tmp_pat
 
     assert workspace(bundle) == DEFAULT_WORKSPACE_BYTES
     assert workspace(measured, max_num_batched_tokens=64) == 1000 + 10 * 64
-    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source is taken all the same
+    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source counts in any case
     assert workspace(measured, workspace_limit_bytes=77) == 77
 
 

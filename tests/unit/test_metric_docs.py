@@ -1,4 +1,4 @@
-"""docs/OBSERVABILITY.md has a row for every metric there is, word for word, and no others."""
+"""docs/OBSERVABILITY.md has exactly one row for every metric, with the same help text."""
 
 from __future__ import annotations
 

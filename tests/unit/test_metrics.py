@@ -89,7 +89,7 @@ def test_metrics_count_workspace_by_length_of_runs_of_one_source(scrape: Scrape)
     for length in (32, 33, 64):
         lone = dataclasses.replace(REPORT, rows=1, num_tokens=length, longest=length)
         scrape.metrics.encoded(dataclasses.replace(lone, predicted_materialised_bytes=length**2), length)
-    scrape.metrics.encoded(REPORT, 30)  # of three sources: of no one length
+    scrape.metrics.encoded(REPORT, 30)  # of three sources, so of no single length
     runs = {length: scrape("encoder_lone_runs_total", source_len=length) for length in LENGTHS}
     assert {length: count for length, count in runs.items() if count} == {"32": 1, "64": 2}
     assert scrape("encoder_lone_tokens_total", source_len="64") == 33 + 64
@@ -171,7 +171,7 @@ def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scr
     other.remove()
     del waiting
     assert reference() is None
-    other.decoded(1, 1, 0.1)  # an engine may still end its last requests
+    other.decoded(1, 1, 0.1)  # an engine can still end its last requests
     other.finished(FinishReason.STOP, "running", TIMING)
     assert {labels["model_name"] for labels in labels_of(scrape.registry) if "model_name" in labels} == {"one"}
 
@@ -205,7 +205,7 @@ def test_metrics_contain_memory_of_models_and_the_budget_when_it_is_set(scrape: 
 def test_counters_are_zero_under_every_label_before_their_first_event(scrape: Scrape) -> None:
     before = labels_of(scrape.registry)
     for reason, stage, cause in product(FinishReason, ("waiting", "encoding", "running"), CancelCause):
-        if (reason, cause) != (FinishReason.CANCELLED, CancelCause.DEADLINE):  # that is a deadline miss
+        if (reason, cause) != (FinishReason.CANCELLED, CancelCause.DEADLINE):  # counts as a deadline miss
             scrape.metrics.finished(reason, stage, TIMING, cause=cause)
     for cause in CancelCause:
         scrape.metrics.left_unread(cause)

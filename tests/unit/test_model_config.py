@@ -41,7 +41,7 @@ def test_rope_needs_an_even_head_width() -> None:
 
 
 def test_relative_distances_must_exceed_the_exact_buckets() -> None:
-    """At or below half of the buckets the logarithm for the other buckets is at most 0, so there would be none."""
+    """At or below half of the buckets, the logarithm for the others is at most 0, so none of them would exist."""
     preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
     with pytest.raises(ValidationError, match="relative_max_distance=16"):
         preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)

@@ -1,4 +1,4 @@
-"""The native runner over graphs built by hand, against the same network recomputed in NumPy."""
+"""The native runner with graphs built by hand, compared with the same network recomputed in NumPy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def runner(bundle: Bundle) -> NativeRunner:
 
 
 class Tables:
-    """Blocks of rows, taken from one pool in an order that leaves none next to another's."""
+    """Blocks of rows, taken from one pool in an order in which no block is next to another of its row."""
 
     def __init__(self, runner: NativeRunner, sources: Sequence[Sequence[int]]) -> None:
         pool = BlockPool(runner.num_blocks, runner.block_size)
@@ -75,7 +75,7 @@ class Tables:
         choices: Choices | None = None,
     ) -> DecodeBatch:
         width = max(map(len, self.cross))
-        cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # what is unused may be anything
+        cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # unused entries can have any value
         tables = (self.self_tables, cross)
         return batch_of(fed, past_lens, self.lens, tables=tables, num_logprobs=num_logprobs, choices=choices)
 
@@ -87,7 +87,7 @@ def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> 
 
 
 def scores_of(model: TinyModel, targets: Sequence[Sequence[int]] = TARGETS) -> np.ndarray:
-    """Log-probabilities [R, V] after the last of each row's targets."""
+    """Return the log-probabilities [R, V] after the last target of each row."""
     pairs = zip(SOURCES, targets, strict=True)
     logits = np.stack([model.logits(source, target) for source, target in pairs]).astype(np.float64)
     return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
@@ -130,7 +130,7 @@ def test_native_runner_row_is_bit_identical_alone_and_in_a_batch(bundle: Bundle,
         assert (alone.token_ids[0], alone.logprobs[0]) == (token_ids[row], logprobs[row])
 
 
-# Every token of ragged rows is looked at, in an order of its own, and one of them twice.
+# Picks of every token of rows with different lengths, in another order, and of one token twice.
 ENDS = ((2, 21), (0, 1), (1, 1), (0, 3), (2, 1), (2, 20), (0, 3))
 KINDS = (
     Choice(temperature=0.5),
@@ -174,11 +174,9 @@ def test_native_runner_samples_as_numpy_does_after_any_token(runner: NativeRunne
 def test_native_runner_uses_the_settings_of_each_step_when_steps_share_arrays(
     runner: NativeRunner, model: TinyModel
 ) -> None:
-    """Rows of one token reuse arrays and bindings, whatever came between: other widths, edits, rows, ragged rows."""
+    """Steps of single tokens reuse arrays and bindings after steps with other widths, logits processors and rows."""
     tables = encode(runner)
-    many = [
-        (token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)
-    ] * 15  # more than there is room for at first
+    many = [(token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)] * 15  # more than the initial capacity
     sets = [
         [Choice()] * 3,
         list(KINDS[:3]),
@@ -199,7 +197,7 @@ def test_native_runner_uses_the_settings_of_each_step_when_steps_share_arrays(
 
 
 def test_native_runner_rows_share_blocks_until_one_is_copied(runner: NativeRunner, model: TinyModel) -> None:
-    source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block, and three tokens of the next
+    source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block and three tokens of the next one
     runner.encode([source], [(0, 1)])
     first, second = (10, 11), (10, 12)
     runner.decode(batch_of([past], [0], [len(source)], tables=([first], [(0, 1)])))
@@ -320,7 +318,7 @@ def test_native_runner_names_graph_and_operator_when_a_batch_has_indices_out_of_
 
 
 def rewrite(bundle: Bundle, name: str, content: bytes) -> Bundle:
-    """Replace a file and list it as if it belonged."""
+    """Replace a file and update the manifest for it."""
     (bundle.path / name).write_bytes(content)
     files = {**bundle.manifest.files, name: file_entry(bundle.path / name)}
     write_manifest(bundle.path, bundle.manifest.model_copy(update={"files": files}))

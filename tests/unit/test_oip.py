@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over a real channel: same answers as antiphon.v1, errors that name its own fields."""
+"""The Open Inference Protocol over a real channel: the answers of antiphon.v1, and errors that name its own fields."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ async def test_raw_and_typed_elements_exclude_each_other_and_shared_memory_is_re
     both, fewer, shared = text_request("x"), text_request("x"), text_request("x")
     both.inputs[0].contents.bytes_contents.append(b"x")
     fewer.raw_input_contents.append(b"")
-    shared.inputs[0].parameters["binary_data_size"].int64_param = 5  # kserve's, of no meaning here
+    shared.inputs[0].parameters["binary_data_size"].int64_param = 5  # parameters of kserve without effect here
     shared.inputs[0].parameters["shared_memory_region"].string_param = "mine"
     async with serving() as served:
         errors = [await refusal(oip_stub(served).ModelInfer(request)) for request in (both, fewer, shared)]

@@ -18,12 +18,12 @@ from antiphon.model.ops.torch_registration import register, torch_operator, torc
 from antiphon.model.ops.workspace import LIBRARY
 
 DOCS = Path(__file__).parents[2] / "docs" / "OPERATORS.md"
-# ONNXTensorElementDataType; a cache is of any type, which the kernel checks.
+# ONNXTensorElementDataType; a cache can have any type, which the kernel checks.
 ELEMENTS: dict[Kind, int] = {"cache": 0, "float": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
 
 
 def signature(node: Node) -> str:
-    """The line by which the native library describes a node."""
+    """Return the native library's line that describes a node."""
     inputs = [f"{ELEMENTS[given.kind]}{'?' if given.optional else ''}" for given in node.inputs]
     return " ".join([node.name, *inputs, "->", *(str(ELEMENTS[output.kind]) for output in node.outputs)])
 

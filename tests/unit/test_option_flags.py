@@ -1,4 +1,4 @@
-"""Every control is a flag of the same name, and refusals speak of flags."""
+"""Every control is a flag of the same name, and refusals name flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many at once, in order: bounded concurrency, bounded reading ahead, nothing left running."""
+"""Concurrent work with ordered results: bounded concurrency, bounded reading ahead, and no task left running."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.serving import Details, Serving, asking, asking_whole, details_of, re
 
 STEP_S = 0.1
 THIS_HOST = "ipv4:127.0.0.1"
-LENGTH = 5  # source tokens of everything that waits
+LENGTH = 5  # source tokens of every waiting request
 
 
 class Overload:
@@ -73,7 +73,7 @@ class Overload:
         self.clock.advance(STEP_S)
         self.reached.set()
         if not self._is_open.wait(timeout=60):
-            raise AssertionError("nobody opened")
+            raise AssertionError("the test did not open the gate")
 
 
 @contextlib.asynccontextmanager
@@ -173,7 +173,7 @@ async def test_request_is_refused_at_once_when_its_deadline_is_before_its_turn()
 
 
 async def test_expected_wait_of_a_batch_request_includes_requests_that_an_interactive_one_overtakes() -> None:
-    """The expected wait of an interactive request counts little of the batch that waits, that of a batch all of it."""
+    """The expected wait of an interactive request includes few waiting batch requests, that of a batch request all."""
     async with overload(EngineConfig(max_queue_time_s=5.0)) as held:
         await held.measure()
         await held.hold()
@@ -189,7 +189,7 @@ async def test_expected_wait_of_a_batch_request_includes_requests_that_an_intera
 
 
 async def test_request_that_could_never_run_is_refused_as_invalid_and_not_as_overload() -> None:
-    """A source that the workspace cannot hold, and a target that the pool cannot: the fields are named at once."""
+    """A source beyond the workspace and a target beyond the pool are refused at once with the names of the fields."""
     budget = EncodeBudget(max_bytes=100, predict=lambda num_tokens, longest: 10 * num_tokens)
     async with serving(EngineConfig(encode_budget=budget)) as served:
         error = await refusal(stub_of(served).GenerateUnary(asking_whole((9,) * 10)))
@@ -200,7 +200,7 @@ async def test_request_that_could_never_run_is_refused_as_invalid_and_not_as_ove
 
 
 async def test_preemption_is_invisible_to_clients() -> None:
-    """Many streams over a pool of few blocks: the same answers as alone, in order, each once."""
+    """Many streams over a pool of few blocks get the answers of each alone, in order and once."""
 
     def tight(runner: FakeRunner) -> None:
         runner.num_blocks = 10

@@ -1,4 +1,4 @@
-"""The promises of the distribution: light imports, one source of build requirements, locks that hold."""
+"""Properties of the distribution: light imports, one source of build requirements, complete locks."""
 
 import os
 import re
@@ -15,7 +15,7 @@ SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client"
 
 
 def loaded_by(module: str) -> set[str]:
-    """Top-level packages that a fresh interpreter holds after importing `module`."""
+    """Return the top-level packages that a new interpreter has loaded after importing `module`."""
     code = f"import {module}, sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -23,7 +23,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 def locked(name: str) -> list[str]:
-    """Requirements of a lock, one string each: name, version, marker, hashes."""
+    """Return the requirements of a lock, one string each: name, version, marker, hashes."""
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
     return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
 
@@ -70,7 +70,7 @@ def test_serve_lock_contains_every_requirement_of_serving() -> None:
 
 
 def canonical(name: str) -> str:
-    """As package indexes compare names (PEP 503)."""
+    """Normalise a name as package indexes do (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -84,7 +84,7 @@ def test_project_states_build_requirements_and_torch_only_once() -> None:
 
 @pytest.mark.parametrize("module", ["antiphon.service.server.process", "antiphon.model.export.profile"])
 def test_onnxruntime_stores_no_identifier_and_sends_no_telemetry(module: str, tmp_path: Path) -> None:
-    # As soon as it is loaded it writes what it reports by below the home directory, where nobody forbids it.
+    # Without the setting, it writes its telemetry id below the home directory as soon as it is loaded.
     code = f"import {module}, onnxruntime; onnxruntime.InferenceSession"
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("ORT_DISABLE_TELEMETRY", None)

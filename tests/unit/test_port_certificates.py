@@ -37,7 +37,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Followed:
-    """A pair of files and what follows it. failed: a renewal has failed."""
+    """Pair of files and the objects that watch it. failed: set when a renewal has failed."""
 
     def __init__(self, authority: Authority) -> None:
         self.pair = authority.server()
@@ -50,7 +50,7 @@ class Followed:
 
 
 class Port:
-    """A TLS port that is not gRPC's, and asks for certificates as gRPC does. Begins handshakes, and ends none.
+    """TLS port without gRPC that requests certificates like gRPC. It begins handshakes and ends none.
 
     takes: for each connection, whether it received new certificates. connections: the server's ends.
     """
@@ -149,7 +149,7 @@ async def test_nothing_is_offered_when_the_port_does_not_answer(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed = Followed(authority)
-    with socket.socket() as silent:  # bound, so that nobody else takes the port, and not listening
+    with socket.socket() as silent:  # bound, so that no other process takes the port, and not listening
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         followed.certificates.follow("127.0.0.1", port)

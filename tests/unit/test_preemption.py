@@ -1,4 +1,4 @@
-"""Requests that grow block by block: preemption when blocks run short, with the same answers as without."""
+"""Requests that grow block by block: preemption when blocks run short, without a change of the answers."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_new_requests_leave_blocks_that_running_ones_need_soon(loop: asyncio.Abs
         bench.step()
     second = bench.ask(long_request("second"))
     assert second.num_blocks == 2 == bench.pool.num_free
-    assert LOOKAHEAD_STEPS >= BLOCK_SIZE  # so a row that is not in its last block needs one soon
+    assert LOOKAHEAD_STEPS >= BLOCK_SIZE  # so a row outside its last block needs one soon
     while first.state is not SequenceState.FINISHED:
         bench.step()
         assert second.state is SequenceState.WAITING
@@ -200,7 +200,7 @@ def test_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoo
         "time limit": FinishReason.TIME_LIMIT,
     }
     assert (event.finish_reason, event.num_generated) == (reasons[how], len(produced))
-    if how != "deadline":  # an error comes alone
+    if how != "deadline":  # an error has no other events
         assert event.token_ids == produced == expected(bench, group)[0][: len(produced)]
     if how == "time limit":
         assert event.score == pytest.approx(sum(one.logprob for one in event.logprobs))
@@ -240,7 +240,7 @@ def test_preemption_works_for_decoder_only_models(loop: asyncio.AbstractEventLoo
 
 
 class ThirdFive:
-    """A stop matcher with a state: stops at the third token divisible by five."""
+    """Stop matcher with a state: stops at the third token divisible by five."""
 
     def __init__(self) -> None:
         self.left = 3
@@ -321,7 +321,7 @@ def test_preempted_requests_of_a_random_crowd_get_their_uninterrupted_answers(
 
 @pytest.mark.parametrize("num_blocks", [10, 14, 20])
 def test_crowd_of_long_requests_is_preempted_and_finishes(loop: asyncio.AbstractEventLoop, num_blocks: int) -> None:
-    """The property above would hold of an engine that never preempts as well; of one that only does, nothing ends."""
+    """The test above would also pass for an engine that never preempts, and one that preempts too often never ends."""
     bench = Bench(loop, max_rows=8, num_blocks=num_blocks)
     groups = [bench.ask(long_request("a" * length)) for length in range(1, 13)]
     bench.finish()

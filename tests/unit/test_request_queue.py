@@ -185,7 +185,7 @@ def test_queue_limits_refuse_an_invalid_time(max_wait_s: float) -> None:
 
 
 def drain(queue: RequestQueue, now_s: float = 0.0) -> list[str]:
-    """Serve all that wait, one by one, as the engine would."""
+    """Serve all waiting requests one by one, like the engine."""
     served = []
     while found := queue.peek(1):
         assert queue.take(found[0].request_id, now_s) is found[0]
@@ -222,7 +222,7 @@ def test_request_queue_serves_in_the_order_of_peek(
 
 @given(lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=30), min_size=2, max_size=5), data=st.data())
 def test_request_queue_serves_waiting_clients_equally(lengths: list[list[int]], data: st.DataObject) -> None:
-    """While two clients wait all the time, their served costs differ by less than one request of each."""
+    """While two clients always have waiting requests, their served costs differ by less than one request of each."""
     with closing(asyncio.new_event_loop()) as loop:
         queue, make = queue_of(max_requests=999, max_source_tokens=99_999), Maker(loop)
         names_left = [(client, index) for client, own in enumerate(lengths) for index in range(len(own))]
@@ -338,7 +338,7 @@ def test_request_queue_reserves_source_tokens_for_other_clients(waiting: Maker) 
 
 
 def busy_queue(waiting: Maker, *, seconds_each: float, count: int = 40, **limits: float) -> tuple[RequestQueue, float]:
-    """A queue that has been drained for long enough at a request each so many seconds, and is empty; and the time."""
+    """Return an empty queue that was drained at one request in `seconds_each` for long enough, and the time."""
     queue, now_s = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=limits.get("max_wait_s")), 0.0
     for index in range(count):
         queue.put(waiting(f"past {index}"), 0.0)
@@ -353,7 +353,7 @@ def test_request_queue_refuses_by_expected_wait_and_reports_it(waiting: Maker) -
     for index in range(20):
         queue.put(waiting(str(index)), now_s)
     assert queue.expected_wait_s(now_s) == pytest.approx(2.0, rel=0.05)
-    queue.put(waiting("last"), now_s)  # about the bound
+    queue.put(waiting("last"), now_s)  # close to the limit
     with pytest.raises(QueueFull, match="wait") as refusal:
         queue.put(waiting("refused"), now_s)
     assert refusal.value.retry_after_s == pytest.approx(2.1, rel=0.05)
@@ -368,7 +368,7 @@ def test_request_queue_refuses_a_deadline_before_the_expected_start(waiting: Mak
     with pytest.raises(DeadlineExceeded):
         queue.put(waiting("too close", deadline_s=now_s + 2.1), now_s)
     queue.put(waiting("with time to spare", deadline_s=now_s + 3.0), now_s)
-    queue.put(waiting("other", deadline_s=now_s + 0.5, client="other"), now_s)  # its turn comes at once
+    queue.put(waiting("other", deadline_s=now_s + 0.5, client="other"), now_s)  # it starts at once
 
 
 def test_request_queue_refuses_a_deadline_before_the_expected_end_of_the_answer(waiting: Maker) -> None:
@@ -377,14 +377,14 @@ def test_request_queue_refuses_a_deadline_before_the_expected_end_of_the_answer(
         queue.put(waiting(str(index)), now_s)
     queue.put(waiting("before", deadline_s=now_s + 1.2), now_s)
     for _ in range(MIN_DEPARTURES):
-        queue.answered(1.0, 2)  # half a second a token: three tokens, were they usual, 1.5 seconds
+        queue.answered(1.0, 2)  # 0.5 s a token, so 1.5 s for three tokens
     with pytest.raises(DeadlineExceeded, match="and take 1 s"):
         queue.put(waiting("hopeless", deadline_s=now_s + 1.2), now_s)
     queue.put(waiting("patient", deadline_s=now_s + 3.0), now_s)
     empty, now_s = busy_queue(waiting, seconds_each=0.1)
     for _ in range(MIN_DEPARTURES):
         empty.answered(100.0, 1)
-    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # the queue is empty, which takes every request
+    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # an empty queue accepts every request
 
 
 def test_answer_pace_follows_a_change_and_assumes_at_most_the_usual_length() -> None:
@@ -413,7 +413,7 @@ def test_request_queue_estimates_no_wait_without_measurements(waiting: Maker) ->
 
 
 def test_request_queue_measures_no_rate_from_requests_that_find_it_idle(waiting: Maker) -> None:
-    """Each waits for a slow step, alone: that is no rate at which a queue drains."""
+    """Each waits alone for a slow step, which gives no rate of a queue."""
     queue = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=0.001)
     for index in range(100):
         queue.put(waiting(f"past {index}"), index * 10.0)

@@ -21,8 +21,8 @@ from tests.unit.step_bench import Bench, expected
 from tests.unit.test_preemption import random_request, seen
 
 ROWS = 16
-BLOCKS = ROWS * 16  # of the longest rows of the fake model: no request waits for blocks
-START_STEPS = PATIENCE_STEPS + 2  # steps within which another caller has begun
+BLOCKS = ROWS * 16  # enough for the longest rows of the fake model, so that no request waits for blocks
+START_STEPS = PATIENCE_STEPS + 2  # maximum number of steps until another caller has started
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def rows_of(bench: Bench, client: str) -> int:
 
 
 def steps_until_begun(bench: Bench, group: SequenceGroup, limit: int = 200) -> int:
-    """Steps after which a group has its first token."""
+    """Return the number of steps until a group has its first token."""
     for step in range(1, limit):
         bench.step()
         if group.first_token_s is not None:
@@ -199,7 +199,7 @@ def test_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio.A
 
 
 def test_beams_of_one_caller_leave_a_row_to_others(loop: asyncio.AbstractEventLoop) -> None:
-    """Beams keep their rows, so the rows that they may hold are bounded in advance."""
+    """Beams keep their rows, so their number of rows is bounded in advance."""
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     params = SamplingParams(max_new_tokens=30, beam_width=4)
     searches = [
@@ -224,7 +224,7 @@ def test_beam_search_as_wide_as_all_rows_runs(loop: asyncio.AbstractEventLoop) -
 
 
 def test_blocks_are_taken_from_the_caller_with_the_most_blocks(loop: asyncio.AbstractEventLoop) -> None:
-    """Free rows are of no use to a caller for whom no blocks are left."""
+    """Free rows do not help a caller if no blocks are left."""
     bench = Bench(loop, max_rows=ROWS, num_blocks=40, reads_history=True)
     many = bench.ask(samples_of("many", 4))
     bench.step()

@@ -14,7 +14,7 @@ from antiphon.service.domain.request import MAX_BEAM_WIDTH, MAX_NUM_LOGPROBS, MA
 
 TOO_SMALL = math.nextafter(0, -1)
 
-# What a control needs beside it to be allowed at all.
+# Other options that a control needs.
 COMPANY: dict[str, dict[str, Any]] = {
     "typical_p": dict(temperature=1.0),
     "length_penalty": dict(beam_width=2),

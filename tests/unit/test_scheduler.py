@@ -82,7 +82,7 @@ def test_scheduler_admits_all_rows_of_a_request_or_none() -> None:
 
 
 def quadratic(max_bytes: int) -> EncodeBudget:
-    """As a graph that pads every source to the longest and holds its scores."""
+    """Return the workspace of a graph that pads every source to the longest and stores the scores."""
     return EncodeBudget(max_bytes=max_bytes, predict=lambda num_tokens, longest: 100 + num_tokens * (2 + longest))
 
 
@@ -91,7 +91,7 @@ def test_scheduler_encodes_together_only_sources_that_are_predicted_to_fit(lengt
     budget = quadratic(max_bytes)
     bounds = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=10_000, encode_budget=budget)
     taken = len(schedule(items(*lengths), num_running=0, num_free_blocks=99, limits=bounds).joining)
-    assert taken >= 1  # admission took it, so it runs alone
+    assert taken >= 1  # admission accepted it, so it runs alone
     assert taken == 1 or budget.predict(sum(lengths[:taken]), max(lengths[:taken])) <= max_bytes
     if taken < len(lengths):
         assert budget.predict(sum(lengths[: taken + 1]), max(lengths[: taken + 1])) > max_bytes

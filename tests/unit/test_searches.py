@@ -1,7 +1,7 @@
-"""Requests of many rows, step by step over the fake model: beams, samples, scores, embeddings, and what they leave.
+"""Requests of many rows, step by step over the fake model: beams, samples, scores, embeddings, and freed resources.
 
-The fake model reads a row's past from its cache blocks, so a block that is shared, copied or given back wrongly shows
-as a wrong answer. Beams are held to transformers' own search over the same logits.
+The fake model reads earlier tokens of a row from its cache blocks, so a wrongly shared, copied or freed block causes a
+wrong answer. Beams are compared with transformers' search over the same logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bench(loop: asyncio.AbstractEventLoop) -> Bench:
 
 
 class StopAt:
-    """Stops when a token comes: what a stop string is to the engine."""
+    """Stop matcher that stops at one token, like a stop string."""
 
     def __init__(self, token_id: int) -> None:
         self._token_id = token_id
@@ -116,14 +116,14 @@ def test_searches_in_a_crowd_find_the_hypotheses_of_transformers_alone(
     for request, group in zip(asked, groups, strict=True):
         events = bench.outputs(group)
         found = [(list(event.token_ids), event.score) for event in events if event.score is not None]
-        # transformers also returns beams that stand for no text, marked by their score.
+        # transformers also returns beams without a text, which it marks by their score.
         expected = [(ids, score) for ids, score in reference(bench, request) if score is not None and score > -1e6]
         assert [ids for ids, _ in found] == [ids for ids, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
 def params_of(data: st.DataObject) -> SamplingParams:
-    """Any controls that go together."""
+    """Return random controls without conflicts."""
     if data.draw(st.booleans()):
         return data.draw(beam_requests("")).params
     return SamplingParams(
@@ -168,7 +168,7 @@ def test_blocks_and_rows_are_consistent_after_any_mix_of_requests_cancels_and_fa
 
 
 def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenEvent], tuple[int, ...]]:
-    """Every event of a streamed request, read after each step, and the first output's tokens."""
+    """Read a streamed request after each step. Return every event, and the tokens of the first output."""
     group = bench.ask(changed(request, request_id=group_name))
     events: list[TokenEvent] = []
 
@@ -214,7 +214,7 @@ def test_samples_of_a_request_equal_those_of_separate_requests(bench: Bench) -> 
     many, few = bench.outputs(together), bench.outputs(fewer)
     assert [event.token_ids for event in many[:2]] == [event.token_ids for event in few]
     assert len({event.token_ids for event in many}) > 1
-    assert len(bench.runner.encoded[0]) == 2  # one source each, not one a sample
+    assert len(bench.runner.encoded[0]) == 2  # one source for each request, not for each sample
     (last,) = [event for event in many if event.is_last]
     assert last.num_generated == sum(len(e.token_ids) + (e.finish_reason is FinishReason.STOP) for e in many)
 
@@ -226,9 +226,9 @@ def test_prefix_counts_once_for_a_new_group(bench: Bench) -> None:
     groups = [bench.add(name, source, p, prefix=prefix) for name, p in (("s", sampled), ("b", searched))]
     assert [group.num_prefill_tokens for group in groups] == [7 + 3, 7 + 3]
     bench.step()
-    assert bench.runner.decoded_tokens == [4 * 4]  # 19 of the 16 tokens of a step are taken up alone
+    assert bench.runner.decoded_tokens == [4 * 4]  # 19 tokens exceed the 16 of a step, so they are fed alone
     bench.finish()
-    # The samples' second tokens, beside the prefix in the search's first row and a begin token in each of the others.
+    # The second tokens of the samples, the prefix in the search's first row, and a begin token in its other rows.
     assert bench.runner.decoded_tokens[1:3] == [4 + 4 + 3, 4]
 
 
@@ -239,7 +239,7 @@ def test_beams_share_blocks_of_common_tokens(bench: Bench) -> None:
     reserved = group.num_blocks
     for _ in range(4):
         bench.step()
-    assert len(group.blocks) < reserved  # of the prefix, all beams read one copy
+    assert len(group.blocks) < reserved  # all beams read one copy of the prefix
     bench.finish()
 
 
@@ -329,7 +329,7 @@ def test_score_includes_a_target_without_end_token(bench: Bench) -> None:
 
 
 def test_first_token_of_a_search_can_be_forced_after_a_prefix(bench: Bench) -> None:
-    """Beams beside the first have not read the prefix: none may go on from its own blocks, dead or alive."""
+    """Only the first beam has the prefix in its blocks, so no other beam may continue from its own blocks."""
     params = SamplingParams(beam_width=3, num_return_sequences=3, forced_first_id=9, max_new_tokens=5, ignore_eos=True)
     group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6, 7))
     bench.finish()

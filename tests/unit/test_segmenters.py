@@ -1,4 +1,4 @@
-"""Segmenters that need no other library (words, bytes), templates, token tables and lower bounds of lengths."""
+"""Segmenters without another library (words, bytes), templates, token tables and lower bounds of lengths."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_typed_tokens_are_whole_and_the_longest_wins() -> None:
 
 
 def whole_words() -> BackendSegmenter:
-    """Every word becomes one unknown token."""
+    """Return a segmenter in which every word becomes one unknown token."""
     backend = Backend(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

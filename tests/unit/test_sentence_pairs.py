@@ -37,7 +37,7 @@ def test_second_part_follows_the_first_only_if_is_next(count: int, seed: int, ma
         assert len({home[token] for token in pair.second}) == 1
         assert (home[pair.first[0]] == home[pair.second[0]]) == pair.is_next
         if pair.is_next and len(pair.first) + len(pair.second) < max_tokens:
-            assert pair.second[0] == pair.first[-1] + 1, "nothing was cut, so it goes on where the first part ended"
+            assert pair.second[0] == pair.first[-1] + 1, "nothing was cut, so it continues where the first part ended"
 
 
 def test_every_document_is_read_once_through() -> None:

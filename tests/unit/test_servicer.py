@@ -1,4 +1,4 @@
-"""The contract as a client sees it, over a real channel: deltas, terminal messages, refusals, cancellation."""
+"""The contract over a real channel: deltas, terminal messages, refusals, cancellation."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ async def test_generate_names_the_field_when_a_request_is_bad(fields: Any, field
 
 
 async def test_generate_refuses_a_very_long_source_without_tokenising_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of a megabyte once kept the interpreter lock for seconds while its tokens were counted."""
+    """Regression: a text of a megabyte kept the interpreter lock for seconds while its tokens were counted."""
     async with serving() as served:
         tokenised: list[object] = []
         for name in ("encode", "encode_batch"):

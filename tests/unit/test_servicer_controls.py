@@ -21,7 +21,7 @@ BEAMS: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, seed=3)
 
 
 def test_read_options_draws_a_new_seed_for_every_request() -> None:
-    """More requests than seeds are drawn at once; some seed of so many needs all 64 bits."""
+    """There are more requests than seeds drawn at a time; among so large a number, some seed needs all 64 bits."""
     seeds = [read_options(pb.GenerateOptions(), 50).params.seed for _ in range(2000)]
     assert len(set(seeds)) == len(seeds)
     assert max(seeds) >> 63 == 1
@@ -41,7 +41,7 @@ def joined(messages: list[pb.GenerateResponse]) -> dict[int, pb.Output]:
     outputs: dict[int, pb.Output] = {}
     for message in messages:
         output = outputs.setdefault(message.output_index, pb.Output(output_index=message.output_index))
-        assert not output.finish_reason, "nothing comes after an output's terminal message"
+        assert not output.finish_reason, "no message follows an output's terminal message"
         output.text += message.text_delta
         output.token_ids.extend(message.token_ids)
         output.logprobs.extend(message.logprobs)
@@ -150,7 +150,7 @@ async def test_stop_string_ends_the_output_and_is_never_partly_sent(first: int) 
     decoded = served.tokenizer.decode(list(whole.token_ids))
     assert decoded.startswith(expected + stop), "the ids hold the stop string"
     before = served.tokenizer.stream().push(list(whole.token_ids)[:-1])
-    assert stop not in before, "and end with the token that completed it"
+    assert stop not in before, "the ids end with the token that completed it"
 
 
 async def test_held_back_text_is_sent_when_it_does_not_become_a_stop_string() -> None:
@@ -184,7 +184,7 @@ async def test_text_continues_the_prefix() -> None:
 
 
 async def test_continuation_keeps_the_space_after_the_prefix() -> None:
-    """A first word loses its leading space; the first word after a prefix must not."""
+    """The first word of an output loses its leading space, but not the first word after a prefix."""
     (word,) = tiny_tokenizer().encode("the")
     async with serving() as served:
         stub = stub_of(served)
@@ -209,7 +209,7 @@ async def test_continuation_keeps_the_space_after_the_prefix() -> None:
     ],
 )
 async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) -> None:
-    """A prefix that ended in white space was followed by a second space."""
+    """Regression: a prefix that ended in white space was followed by a second space."""
     (word,) = tiny_tokenizer().encode("the")
     several: dict[str, Any] = dict(num_return_sequences=3, temperature=1.0)
     async with serving() as served:
@@ -271,7 +271,7 @@ async def test_output_is_exhausted_when_no_token_is_allowed() -> None:
 
 
 def drawn_options(dice: random.Random) -> dict[str, Any]:
-    """Any few controls, most of them within range, at random."""
+    """Draw a few random controls, most of them within range."""
     ids = [dice.randrange(4, 285) for _ in range(3)]
     choices: dict[str, list[Any]] = {
         "max_new_tokens": [0, 1, 5, 20, 1000],

@@ -48,7 +48,7 @@ class FakeExplainer:
 
 
 def _weights(rows: int, columns: int) -> NDArray[np.float32]:
-    """Layer 0 looks at one token, layer 1 at all alike."""
+    """Return weights in which layer 0 attends to one token and layer 1 equally to all."""
     weights = np.zeros((NUM_LAYERS, NUM_HEADS, rows, columns), np.float32)
     weights[0, :, :, 0] = 1
     weights[1] = 1 / columns
@@ -151,7 +151,7 @@ class HeldExplainer(FakeExplainer):
         self.threads.add(threading.get_ident())
         self.came.set()
         if not self.release.wait(timeout=60):
-            raise AssertionError("nobody released the explainer")
+            raise AssertionError("the test did not release the explainer")
         return super().explain(source_ids, target_ids, begin_id)
 
 
@@ -161,7 +161,7 @@ async def test_explain_runs_in_one_thread_so_that_no_other_thread_retains_memory
         stub = stub_of(served)
         calls = [stub.Explain(pb.ExplainRequest(text="the cat", target_text="the mat")) for _ in range(4)]
         await asyncio.to_thread(explainer.came.wait, 60)
-        await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the calls before it have begun as well
+        await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the earlier calls have begun too
         explainer.release.set()
         await asyncio.gather(*calls)
     assert (len(explainer.asked), len(explainer.threads)) == (4, 1)

@@ -1,4 +1,4 @@
-"""The sessions of every kind over graphs built by hand: the same logits, and the files of a profile."""
+"""Sessions of every kind with graphs built by hand: equal logits, and the files of a profile."""
 
 from __future__ import annotations
 

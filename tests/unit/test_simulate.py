@@ -1,4 +1,4 @@
-"""`antiphon simulate`: the shipped ScaledObject is read as it is, a fleet follows it, and wrong input is named."""
+"""`antiphon simulate`: it reads the shipped ScaledObject, scales a fleet by it, and names wrong input."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def test_every_request_is_counted_and_replica_seconds_add_up() -> None:
 
 
 def test_fleet_grows_until_no_request_waits() -> None:
-    """Six times what one can do: one replica refuses most of it for ever, a scaled fleet little of it."""
+    """At six times the capacity of one replica, one replica refuses most requests, and a scaled fleet few."""
     traffic = _steady(6 * CURVE.highest_per_s, 0.5)
     alone, scaled = _run(traffic, None, 1), _run(traffic, (Trigger(metric="waiting", target=5),), 1)
     assert len(alone.answers.refused_s) > 0.7 * len(alone.answers.latency_s)
     assert scaled.samples[-1].replicas > 6
-    # A quarter, for with Kubernetes' own behaviour it shrinks to one again whenever nothing has waited for 300 s.
+    # A quarter, because Kubernetes' default behaviour shrinks it to one whenever no request has waited for 300 s.
     assert len(scaled.answers.refused_s) < 0.25 * len(alone.answers.refused_s)
 
 
 def test_new_replicas_serve_only_after_their_start() -> None:
-    """The fleet is looked at once a period: what lies between two looks is known to a period."""
+    """The fleet is sampled once in each period, so times are known to one period."""
     scaled = ScaledObject(
         scaling=Scaling(min_replicas=1, max_replicas=20), triggers=(Trigger(metric="waiting", target=5),)
     )
@@ -86,7 +86,7 @@ def test_new_replicas_serve_only_after_their_start() -> None:
 
 
 def test_more_requests_are_refused_when_clients_discover_replicas_slowly() -> None:
-    """With 300 s of discovery the old replicas go on to bear most of it: more is refused."""
+    """With 300 s of discovery the old replicas still get most of the load, and more requests are refused."""
     traffic, triggers = _steady(4 * CURVE.highest_per_s, 0.3), (Trigger(metric="waiting", target=5),)
     scaled = ScaledObject(scaling=Scaling(min_replicas=1, max_replicas=20), triggers=triggers)
     slow = Environment(start_s=20.0, discovery_s=300.0, cache_of_full_rows=1.0)
@@ -96,7 +96,7 @@ def test_more_requests_are_refused_when_clients_discover_replicas_slowly() -> No
 
 
 def test_cpu_metric_scales_out_although_no_request_waits() -> None:
-    """A replica that has one request in hand is as busy as a full one: at an eighth of the load CPU scales out."""
+    """A replica with one request uses as much CPU as a full one, so CPU scales out at an eighth of the load."""
     traffic = _steady(2 * 0.25 * CURVE.at(16), 1.0)
     by_cpu = _run(traffic, (Trigger(metric="cpu", target=0.5),), 2)
     by_waiting = _run(traffic, (Trigger(metric="waiting", target=5),), 2)

@@ -1,4 +1,4 @@
-"""A simulated replica, against what queueing theory knows in closed form."""
+"""A simulated replica compared with closed formulas of queueing theory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.service.tools.capacity.service_curve import ServiceCurve
 from antiphon.service.tools.capacity.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
 
 NUM_REQUESTS = 200_000
-# Means of so many dependent waits wander by about a hundredth at the loads below.
+# Means over this number of dependent waits vary by about a hundredth at the loads below.
 TOLERANCE = 0.05
 
 
@@ -45,7 +45,7 @@ def test_one_row_with_equal_work_waits_like_m_d_1(load: float) -> None:
 
 @pytest.mark.parametrize("load", [0.6, 0.85])
 def test_independent_rows_wait_like_m_m_c(load: float) -> None:
-    """Erlang C: the share that waits, and the mean wait."""
+    """Erlang C: the share of waiting requests, and the mean wait."""
     rows, per_s = 8, 5.0
     work = np.random.default_rng(3).exponential(1.0, NUM_REQUESTS)
     answers = _run(_curve((rows,), (rows * per_s,)), rows, load * rows * per_s, work, UNBOUNDED)
@@ -59,7 +59,7 @@ def test_independent_rows_wait_like_m_m_c(load: float) -> None:
 
 @pytest.mark.parametrize("spread", ["equal", "exponential"])
 def test_shared_rows_answer_like_processor_sharing(spread: str) -> None:
-    """M/G/1 with processor sharing: T = S / (1 - rho), whatever the distribution of work."""
+    """M/G/1 with processor sharing: T = S / (1 - rho) for any distribution of work."""
     load, seconds, rows = 0.7, 0.01, 512
     rng = np.random.default_rng(5)
     work = np.ones(NUM_REQUESTS) if spread == "equal" else rng.exponential(1.0, NUM_REQUESTS)
@@ -70,7 +70,7 @@ def test_shared_rows_answer_like_processor_sharing(spread: str) -> None:
 
 
 def test_overload_is_refused_and_the_rest_is_answered_at_full_rate() -> None:
-    """Twice what it can do: half is refused, and nobody waits longer than the queue takes to drain."""
+    """At twice the capacity half is refused, and no request waits longer than the drain time of the queue."""
     answers = _run(_curve((1,), (50.0,)), 1, 100.0, np.ones(50_000), (20, math.inf))
     assert len(answers.refused_s) / 50_000 == pytest.approx(0.5, rel=TOLERANCE)
     assert max(answers.wait_s) <= 20 / 50 + 1e-9

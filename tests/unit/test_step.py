@@ -1,4 +1,4 @@
-"""Steps one by one, without the engine's thread: requests that join and leave, and the time at which they free rows."""
+"""Single steps without the engine's thread: requests that start and end, and the step in which they free rows."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_step_decodes_nothing_for_requests_cancelled_while_they_were_encoded(ben
 def test_step_ends_every_output_when_the_time_limit_passes_during_the_encoder_run(
     bench: Bench, num_outputs: int
 ) -> None:
-    """It ended none of them, and the engine's thread stopped on that."""
+    """Regression: it ended none of them, and the engine's thread stopped with an error."""
     params = SamplingParams(time_limit_s=1.0, temperature=1.0, num_return_sequences=num_outputs)
     group = bench.add("a", source_of(target_len=20), params)
     bench.runner.before_encode = lambda sources: bench.clock.advance(1.0)
@@ -267,7 +267,7 @@ def test_step_measures_latencies_by_the_clock(bench: Bench) -> None:
 
 
 def test_stepper_reports_an_empty_cache_before_the_first_request(bench: Bench) -> None:
-    """It used to read 0 free blocks until then, as if the cache were full."""
+    """Regression: it reported 0 free blocks until then, as if the cache were full."""
     assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
     assert bench.sample("kv_cache_usage_ratio") == 0
 

@@ -15,7 +15,7 @@ from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.call import Call
 from tests.fakes import request_of
 
-LONG_S = 3600.0  # a window that no test outlives
+LONG_S = 3600.0  # longer than any test
 
 
 def final(stream: OutputStream, num_generated: int = 0) -> TokenEvent:
@@ -30,7 +30,7 @@ def push_all(stream: OutputStream, token_ids: list[int]) -> None:
 
 
 async def settle() -> None:
-    """Let every callback that is ready run."""
+    """Run every callback that is ready."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -54,7 +54,7 @@ async def test_stream_merges_tokens_until_its_window_ends() -> None:
     push_all(stream, [2, 3])
     await settle()
     assert not reader.done()
-    stream._end_window()  # as the timer does
+    stream._end_window()  # like the timer
     await settle()
     assert reader.result() == TokenEvent(request_id="a", token_ids=(2, 3))
     stream.finish(final(stream))
@@ -251,7 +251,7 @@ async def test_stream_collects_only_the_error_of_a_failed_request() -> None:
 
 
 async def test_ended_call_is_freed_without_garbage_collection() -> None:
-    """Its stream knew it, and it the stream: 60 MB of embeddings lived on until the collector's next round."""
+    """Regression: call and stream referenced each other, and 60 MB of embeddings stayed until garbage collection."""
     stream = OutputStream("a")
     call = Call(method="Test/Embed", request_id="a", arrival_s=0.0)
     call.admitted(request_of("a", (5,), params=SamplingParams(max_new_tokens=1)), stream)

@@ -135,7 +135,7 @@ def test_two_processes_train_equal_weights(tmp_path: Path) -> None:
         assert torch.equal(first[name], second[name]), name
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["valid_loss"] for line in lines]
-    assert len(losses) == 2, "one of the two processes writes, not both"
+    assert len(losses) == 2, "only one of the two processes writes"
     assert losses[1] < losses[0]
     assert load_checkpoint(tmp_path / "run/averaged").config.d_model == 32
 
@@ -155,7 +155,7 @@ def test_training_learns_the_language(tmp_path: Path) -> None:
 
 
 def test_training_saves_its_last_step_when_it_ends_with_its_epochs(tmp_path: Path) -> None:
-    """Earlier the run ended without a checkpoint, and the steps since the last interval (here all) were lost."""
+    """Regression: the run ended without a checkpoint, and the steps since the last interval (here all) were lost."""
     averaged = train(tmp_path, "run", max_epochs=2, max_steps=1000, checkpoint_every_steps=500, batch_tokens=2048)
     (kept,) = (tmp_path / "run/checkpoints").iterdir()
     assert json.loads((kept / "state.json").read_text())["step"] == int(kept.name.removeprefix("step-"))

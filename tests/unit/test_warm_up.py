@@ -33,7 +33,7 @@ HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", lab
     ],
 )
 def test_warm_up_runs_every_row_that_fits(runner: FakeRunner, num_rows: int) -> None:
-    """The fake model raises where its contract is not kept."""
+    """The fake model raises if its contract is broken."""
     warm_up(runner)
     assert runner.decoded_rows == [num_rows]
     assert [len(sources) for sources in runner.encoded] == ([1, num_rows] if runner.has_encoder else [])

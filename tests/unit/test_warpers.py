@@ -1,4 +1,4 @@
-"""Distributions after our warpers against transformers' warpers, and the random numbers of sampling."""
+"""Distributions after our logits warpers compared with transformers' warpers, and the random numbers of sampling."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_uniforms_are_uniform_over_seeds_positions_and_outputs() -> None:
         assert values.max() < 1.0
         ranks = np.sort(values)
         distance = np.abs(ranks - np.arange(4000) / 4000).max()
-        assert distance < 2.2 / np.sqrt(4000)  # Kolmogorov-Smirnov, far beyond the 1 in 1000 bound
+        assert distance < 2.2 / np.sqrt(4000)  # Kolmogorov-Smirnov, with a far larger bound than that of 1 in 1000
     assert uniform_at(0, 0) != uniform_at(1, 0) != uniform_at(MAX_SEED, 2**31)
 
 
 def test_seeds_of_outputs_are_those_of_splitmix64() -> None:
-    """The numbers that Vigna's reference implementation of SplitMix64 gives for this seed."""
+    """The expected numbers are those of Vigna's reference implementation of SplitMix64 for this seed."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [seed_of_output(1234567, index) for index in range(5)] == [1234567, *published]
     seeds = {seed_of_output(seed, index) for seed in (0, 1, MAX_SEED) for index in range(100)}

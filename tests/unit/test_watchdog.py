@@ -55,7 +55,7 @@ class Bench:
         return stream
 
     def status(self, name: str) -> int:
-        servicer: Any = self._health  # its Check would need a server
+        servicer: Any = self._health  # its RPC Check would need a server
         return int(servicer._server_status[name])
 
     def sample(self, name: str) -> float | None:
@@ -88,7 +88,7 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     assert bench.sample("engine_stuck") == 1
     assert bench.sample("engine_last_step_age_seconds") == pytest.approx(TIMEOUT_S + 0.1)
     (report,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert "in _pass" in report.getMessage()  # where the thread is
+    assert "in _pass" in report.getMessage()  # the stack of the hung thread
     bench.gate.open()
     await stream.collect()
     assert await asyncio.to_thread(bench.engine.drain, 30)

@@ -40,7 +40,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Generate:
-    """Return a request as the servicer makes one for a decoder-only model."""
+    """Return a request in the servicer's form for a decoder-only model."""
     return changed(
         request_of(name, (), params=params),
         begin_id=prompt[0],
@@ -102,7 +102,7 @@ def test_prompts_in_a_crowd_get_the_outputs_of_transformers_alone(
 
 
 def test_prompts_are_prefilled_within_the_token_budget(loop: asyncio.AbstractEventLoop) -> None:
-    """The bench computes 16 tokens a step for those that join, or one longer prompt by itself."""
+    """The bench prefills at most 16 tokens in a step, or one longer prompt alone."""
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True, has_encoder=False)
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     for name, length in (("a", 8), ("b", 8), ("c", 30), ("d", 5)):
@@ -133,7 +133,7 @@ def test_prompt_and_output_share_the_length_of_the_model(
     loop: asyncio.AbstractEventLoop, prompt_len: int, prefix_len: int, target_len: int, field: str
 ) -> None:
     bench = Bench(loop, reads_history=True, has_encoder=False)
-    bench.runner.max_source_len = bench.runner.max_target_len - 1  # as runners of decoders alone say
+    bench.runner.max_source_len = bench.runner.max_target_len - 1  # like runners of decoder-only models
     request = prompted("a", (5,) * prompt_len, SamplingParams(), (6,) * prefix_len)
     with pytest.raises(InvalidArgument) as caught:
         bench.ask(scored(request, (7,) * target_len) if target_len else request)
@@ -180,7 +180,7 @@ def every_reading() -> list[Request]:
 
 
 def read(loop: asyncio.AbstractEventLoop, requests: list[Request]) -> dict[str, tuple[bytes, bytes | None]]:
-    """The bits of every readout; the engine must be left empty."""
+    """Return the bytes of every readout. The engine must be empty afterwards."""
     bench = Bench(loop, heads=HEADS)
     groups = [bench.ask(request) for request in requests]
     bench.finish()
