@@ -79,8 +79,8 @@ def batch_of(
 ) -> DecodeBatch:
     """Return a batch in which each row feeds tokens fed[row] after past_lens[row] earlier ones.
 
-    tables: self and cross blocks of each row, all of one length; None where the runner has no use for them.
-    choices: one after each row's last token where None: greedy unless params say otherwise, with num_logprobs.
+    tables: self and cross blocks of each row, all of one length; None if the runner does not use them.
+    choices: None gives one after each row's last token, with num_logprobs, and greedy unless params is set.
     """
     rows = range(len(fed))
     offsets = np.cumsum([0, *map(len, fed)], dtype=np.int32)

@@ -68,7 +68,7 @@ def masked_tokenizer() -> Tokenizer:
 
 
 class Gate:
-    """Holds the engine before its next decoder step until it is opened; reports when a step is reached."""
+    """Blocks the engine before its next decoder step until `open`; reports when a step is reached."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._open = threading.Event()

@@ -33,9 +33,9 @@ class Size:
 class Sent:
     """Report of one attack.
 
-    whole: calls by method that the server must have counted. partial: calls that it may have seen or not, because they
-    were reset, or their connection ended, before it answered. ends: how streams or connections ended, by number.
-    breaches: what the server let happen and must not, in words.
+    whole: calls by method that the server must have counted. partial: calls that may not have reached the server,
+    because they were reset, or their connection ended, before an answer. ends: number of streams or connections by
+    their end. breaches: messages about forbidden behaviour of the server.
     """
 
     whole: Counter[str] = field(default_factory=Counter)

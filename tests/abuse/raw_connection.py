@@ -47,9 +47,9 @@ OPEN, CLOSED = "open", "closed"
 class Address:
     """Address of a server, and of the client's end.
 
-    tls: None is plaintext. source: a loopback address of the attacker's own, because the server takes all clients of
-    one address for one caller and gives each caller its fair share. receive_buffer_bytes: of the socket; None leaves
-    its size to the kernel, which takes megabytes for a client that does not read.
+    tls: None is plaintext. source: a separate loopback address of the attacker, because the server treats all clients
+    of one address as one caller and gives each caller its fair share. receive_buffer_bytes: of the socket; None leaves
+    its size to the kernel, which uses megabytes for a client that does not read.
     """
 
     port: int
@@ -119,7 +119,7 @@ class RawConnection:
     ) -> Self:
         """Connect, and send preface and settings. Raises OSError.
 
-        gives_credit: the windows grow by what was received. answers: SETTINGS and PING are acknowledged.
+        gives_credit: the windows grow by the received bytes. answers: SETTINGS and PING are acknowledged.
         """
         connection = cls(*await address.connect(), gives_credit=gives_credit, answers=answers)
         given = {int(name): value for name, value in (settings or {}).items()}

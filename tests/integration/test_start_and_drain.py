@@ -1,6 +1,6 @@
 """Start and shutdown of a real process, as clients and probes observe them.
 
-A start is held by a bundle whose manifest is a pipe: it is read once the test writes it.
+A test blocks a start with a bundle whose manifest is a pipe, which the server reads when the test writes it.
 """
 
 from __future__ import annotations

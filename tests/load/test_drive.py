@@ -24,7 +24,7 @@ from tests.load.scripted import Asked, Scripted, at_once, served
 from tests.serving import Gate, serving
 
 ASKS = (Ask(source="the cat sat", max_new_tokens=4), Ask(source="on the mat"))
-# What is due in the past is sent at once.
+# Requests with a time in the past are sent at once.
 LONG_AGO_S = 5.0
 PATIENCE_S = 60
 
@@ -154,7 +154,7 @@ async def test_different_answers_to_equal_texts_are_detected() -> None:
         return [pb.GenerateResponse(text_delta=str(next(numbers)), finish_reason=pb.FINISH_REASON_STOP)]
 
     async with served(Scripted(changing)) as target:
-        # The same text twice in a trace is the same ask.
+        # The same text twice in a trace is the same request.
         times_s = tuple(index / 100 for index in range(6))
         plan = plan_of(target, asks=(Ask(source="again"),) * 6, rate=None, times_s=times_s, check=True)
         result = await drive(plan)

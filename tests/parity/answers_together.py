@@ -59,11 +59,11 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def lively(config: ModelConfig, seed: int) -> Transformer:
-    """A random model whose outputs vary in length and tokens; drawn as usual, it says one token without end.
+    """Return a random model whose outputs vary in length and tokens; with usual weights it repeats one token.
 
-    Feed-forward layers weigh more than what a token says of itself, without the mean that a ReLU adds to every token;
-    biases weigh less, the output is sharper, the end token likelier. Where attention is not scaled queries are smaller,
-    as T5 draws them.
+    Feed-forward layers have larger weights relative to the embeddings, without the mean that a ReLU adds to every
+    token; biases are smaller, the distribution is sharper and the end token more likely. If attention is not scaled,
+    queries are smaller, as in T5's initialisation.
     """
     model = random_transformer(config, seed)
     assert model.encoder is not None

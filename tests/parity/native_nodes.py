@@ -79,8 +79,8 @@ def ramp(counts: Sequence[int]) -> NDArray[np.int32]:
 class Pool:
     """Pool filled with NaN, block tables for sequences of these lengths, and the contents of their positions.
 
-    lens: positions that are to be held, by sequence. Tables have one entry more than the longest needs, and entries
-    that no position needs point outside.
+    lens: number of positions by sequence. Tables have one entry more than the longest sequence needs, and unused
+    entries are out of range.
     """
 
     def __init__(self, lens: Sequence[int], heads: int, width: int, dtype: str, *, layers: int = 2) -> None:

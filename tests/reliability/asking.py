@@ -23,8 +23,8 @@ NUM_KINDS = 56
 # From this number on, requests are greedy and long, so that very many run at once; there are few kinds of them.
 LONG = 1000
 NUM_LONG_KINDS = 12
-# One in five is long: a server asked for many of these is seconds from its end when it is seen that the last has come.
-# Five is odd, or two servers that take turns would not share the long ones.
+# One in five is long, so that a server still runs for seconds after the test has seen that it admitted the last one.
+# Five is odd, so that two servers that get requests in turns share the long ones.
 LASTING = tuple(kind if kind % 5 else LONG + kind % NUM_LONG_KINDS for kind in range(NUM_KINDS))
 
 Texts = tuple[str, ...]

@@ -42,7 +42,7 @@ async def outcome(served: Serving, number: int) -> str:
     heard: list[pb.GenerateResponse] = []
     try:
         async for response in stub_of(served).Generate(asking((3 + number % 20, *SOURCE[1:]))):
-            heard.append(response)  # noqa: PERF401 - what came before an error counts
+            heard.append(response)  # noqa: PERF401 - messages before an error count
     except grpc.aio.AioRpcError as error:
         assert all(one.finish_reason == pb.FINISH_REASON_UNSPECIFIED for one in heard)
         return str(error.code().name)

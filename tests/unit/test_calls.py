@@ -138,12 +138,14 @@ async def test_rpcs_are_counted_by_method_and_status() -> None:
     }
 
 
-@pytest.mark.parametrize("num_characters", [100, 5000])  # read at once, and in the thread of long texts
+@pytest.mark.parametrize("num_characters", [100, 5000])  # read in the event loop, and in the thread of long texts
 async def test_refused_requests_are_freed_without_garbage_collection(num_characters: int) -> None:
     """gRPC kept the error, whose frames referenced the request: megabytes per call until garbage collection."""
 
     def num_requests() -> int:
-        return sum(type(found) is pb.GenerateUnaryRequest for found in gc.get_objects())  # isinstance asks proxies
+        return sum(
+            type(found) is pb.GenerateUnaryRequest for found in gc.get_objects()
+        )  # isinstance calls code of proxies
 
     request = pb.GenerateUnaryRequest(text="x" * num_characters)
     async with serving() as served:

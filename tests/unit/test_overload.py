@@ -1,4 +1,4 @@
-"""Limits of the queue as a client sees them: a refusal without response headers, with a retry delay."""
+"""Limits of the queue for clients: a refusal without response headers, with a retry delay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 5  # source tokens of every waiting request
 
 
 class Overload:
-    """Server with one row and steps of STEP_S, held before a step while requests wait."""
+    """Server with one row and steps of STEP_S, blocked before a step while requests wait."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -42,7 +42,7 @@ class Overload:
         runner.before_decode = self._pass
 
     async def hold(self) -> None:
-        """Start a request and hold it."""
+        """Start a request and block it."""
         self._is_open.clear()
         self.reached.clear()
         self.wait(1)
