@@ -312,10 +312,10 @@ async def test_served_prompt_supports_prefix_stop_strings_and_scores(imported: I
         after = await served.client.generate_text("the cat", prefixed)
         assert after.token_ids == ids[3:]
         assert after.text == whole.text[len(whole.text) - len(after.text) :]
-        answer = await served.client.score("the cat", ids)
-        shown = [one.logprob for one in answer.logprobs[:-1]]
+        response = await served.client.score("the cat", ids)
+        shown = [one.logprob for one in response.logprobs[:-1]]
         assert shown == pytest.approx([one.logprob for one in whole.logprobs], abs=1e-5)
-        assert answer.usage.source_tokens == len(imported.tokenizer("the cat")["input_ids"])
+        assert response.usage.source_tokens == len(imported.tokenizer("the cat")["input_ids"])
 
 
 async def test_decoder_only_model_refuses_by_field_and_by_ability(imported: Imported) -> None:
