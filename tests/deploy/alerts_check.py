@@ -48,7 +48,7 @@ def _proved(fault: Fault, watch: Watch, say: Say) -> set[str]:
 
 
 def _sayer(keep: Path | None) -> Say:
-    """Prints lines, and writes them to a file if one is given."""
+    """Return a function that prints a line, and writes it to a file if one is given."""
     lines: list[str] = []
 
     def say(line: str) -> None:

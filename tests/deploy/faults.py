@@ -54,7 +54,7 @@ sys.exit(main(sys.argv[sys.argv.index("serve"):]))
 
 @contextlib.contextmanager
 def load(target: str, rate: float, *flags: str) -> Iterator[Cure]:
-    """`antiphon load`, until it is stopped."""
+    """Run `antiphon load` until the context exits."""
     command = [*ANTIPHON, "load", "--target", target, "--rate", str(rate), "--duration", "3600", *flags]
     null = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=null, stderr=null, env=environment()) as process:

@@ -1,4 +1,4 @@
-"""`antiphon generate` against the real server: standard output, standard error and exit code."""
+"""`antiphon generate` with the real server: standard output, standard error and exit code."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_generate_draws_progress_on_a_terminal_only(server: ServerProcess) -> No
 
 
 def start(server: ServerProcess, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Running `antiphon generate` whose standard input the test controls."""
+    """Start `antiphon generate` with a standard input that the test controls."""
     return subprocess.Popen(
         [*ANTIPHON, "generate", "--target", server.target, *SHORT],
         stdin=subprocess.PIPE,

@@ -39,7 +39,7 @@ NO_RETRIES = [("grpc.enable_retries", 0)]
 
 @pytest.fixture
 def held(bundle: Path, tmp_path: Path) -> Path:
-    """Bundle that cannot be read before the test writes its manifest."""
+    """Make a bundle that cannot be read before the test writes its manifest."""
     copy = tmp_path / "held"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns(MANIFEST_NAME))
     os.mkfifo(copy / MANIFEST_NAME)

@@ -35,7 +35,7 @@ def sample(served: Serving, name: str, **labels: str) -> float:
 
 @contextlib.asynccontextmanager
 async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterator[RawConnection]:
-    """Connection with calls whose answers have no flow-control window."""
+    """Open a connection with calls whose answers have no flow-control window."""
     async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
         for _ in range(num_calls):
             connection.call(UNARY.method, message)

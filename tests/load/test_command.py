@@ -1,4 +1,4 @@
-"""`antiphon load` as a command, against a real server and against one that never answers."""
+"""`antiphon load` as a command, with a real server and with one that never answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The open loop and its calls, against scripted callers and servers, and against the real servicer."""
+"""The open loop and its calls, with scripted callers and servers, and with the real servicer."""
 
 from __future__ import annotations
 

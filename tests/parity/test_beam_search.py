@@ -1,4 +1,4 @@
-"""Beam search without a model against transformers' `generate`: equal hypotheses and scores."""
+"""Beam search without a model compared with transformers' `generate`: equal hypotheses and scores."""
 
 from __future__ import annotations
 

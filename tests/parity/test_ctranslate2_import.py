@@ -1,4 +1,4 @@
-"""Imported CTranslate2 directories, served, against CTranslate2 itself.
+"""Imported CTranslate2 directories that are served, compared with CTranslate2.
 
 ANTIPHON_DATA has a trained model: Arabic names to Latin letters, letter by letter, with six layers in encoder and
 decoder and a vocabulary without an unknown token. The other models are random, written by CTranslate2's specification.

@@ -1,4 +1,4 @@
-"""Imported DeBERTa v1 and v2: states and heads, in PyTorch and in graphs, against transformers."""
+"""Imported DeBERTa v1 and v2: states and heads, in PyTorch and in graphs, compared with transformers."""
 
 from __future__ import annotations
 

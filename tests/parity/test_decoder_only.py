@@ -1,4 +1,4 @@
-"""Decoder-only models: exported graphs against PyTorch, imported checkpoints against transformers' tokens."""
+"""Decoder-only models: exported graphs compared with PyTorch, and imported checkpoints with transformers."""
 
 from __future__ import annotations
 

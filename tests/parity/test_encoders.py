@@ -1,4 +1,4 @@
-"""Encoder-only models: exported graphs against PyTorch, for states and all heads, any lengths and any batch."""
+"""Encoder-only models: exported graphs compared with PyTorch, for states and all heads, any lengths and any batch."""
 
 from __future__ import annotations
 

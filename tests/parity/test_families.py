@@ -1,4 +1,4 @@
-"""Our models of public encoder-decoder families against transformers' models with the same weights."""
+"""Our models of public encoder-decoder families compared with transformers' models with the same weights."""
 
 from __future__ import annotations
 

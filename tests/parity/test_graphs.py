@@ -1,4 +1,4 @@
-"""Exported graphs against PyTorch, against each other, and alone against other batches.
+"""Exported graphs compared with PyTorch, with each other, and with other batches.
 
 Tolerances: float32 graphs add in another order than PyTorch, and 1e-4 on logits is many times the difference. int8
 has the tolerance of the check after the export.

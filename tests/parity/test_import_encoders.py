@@ -1,4 +1,4 @@
-"""Imported BERT-like models: states and outputs of heads, in PyTorch and in graphs, against transformers."""
+"""Imported BERT-like models: states and outputs of heads, in PyTorch and in graphs, compared with transformers."""
 
 from __future__ import annotations
 

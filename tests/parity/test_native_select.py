@@ -257,7 +257,7 @@ def test_forbidden_tokens_are_never_sampled_at_any_temperature(temperature: floa
 
 
 def row_of(logits: Floats) -> tuple[Floats, Floats]:
-    """Hidden states [1, 1] and weights [V, 1] whose product is these logits."""
+    """Return hidden states [1, 1] and weights [V, 1] whose product is these logits."""
     return np.ones((1, 1), np.float32), logits[:, None]
 
 

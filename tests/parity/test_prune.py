@@ -1,4 +1,4 @@
-"""Pruned models against unpruned ones with the removed heads' gates at 0, and importance against brute force."""
+"""Pruned models equal unpruned ones whose removed heads have gates of 0; importance is compared with brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our tokenizers of public families against transformers', from the files that transformers saves."""
+"""Our tokenizers of public families compared with transformers', from the files that transformers saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The eager Transformer against PyTorch's and transformers' implementations with the same weights."""
+"""The eager Transformer compared with PyTorch's and transformers' implementations with the same weights."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixed traffic against a real server for a given time, with a check for leaks.
+"""Mixed traffic to a real server for a given time, with a check for leaks.
 
     python -m tests.reliability.endurance --minutes 60
 

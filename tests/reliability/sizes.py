@@ -1,4 +1,4 @@
-"""Sizes of the tests: small in CI, full where a make target sets the variables."""
+"""Sizes of the tests: small in CI, full if a make target sets the variables."""
 
 from __future__ import annotations
 

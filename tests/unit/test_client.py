@@ -1,4 +1,4 @@
-"""The typed client, asynchronous and synchronous, against a real server over a fake model."""
+"""The typed client, asynchronous and synchronous, with a real server over a fake model."""
 
 from __future__ import annotations
 

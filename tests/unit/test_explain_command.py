@@ -1,4 +1,4 @@
-"""`antiphon explain` against a real server over known attention weights: its tables, its picture, its refusals."""
+"""`antiphon explain` with a real server over known attention weights: its tables, its picture, its refusals."""
 
 from __future__ import annotations
 
