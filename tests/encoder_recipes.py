@@ -30,7 +30,7 @@ GROUP = Group(rank=0, size=1, device=torch.device("cpu"))
 
 
 def command(chance: random.Random) -> tuple[str, str, list[str]]:
-    """Text, its intent and the tags of its words."""
+    """Return a text, its intent and the tags of its words."""
     verb = chance.choice(list(VERBS))
     words = [verb, VERBS[verb], *chance.sample(FILLERS, chance.randint(0, 2)), "in", chance.choice(PLACES)]
     tags = [*["O"] * (len(words) - 1), "B-place"]

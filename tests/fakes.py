@@ -1,8 +1,8 @@
-"""A fake model, a fake clock and builders of requests, for tests of everything around a model.
+"""Fake model, fake clock and builders of requests, for tests without a real model.
 
-The fake model computes: what it knows of a row's past it reads from the row's cache blocks, it checks that it is used
-as the runner's contract says, and its next token is a pure function of source and position (or of source and target),
-so the right answer of any request is known beforehand.
+The fake model reads earlier tokens of a row from the row's cache blocks, and raises if the runner's contract is broken.
+Its next token is a pure function of source and position (or of source and target), so the correct answer to every
+request is known in advance.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class FakeClock:
 class FakeRunner:
     """A model whose first source token is the number of tokens before the end token; the tokens look random.
 
-    A decoder alone is to read its history, and ends by chance.
+    A decoder-only model must set reads_history; its end token is pseudo-random.
 
     before_encode, before_decode: called first, to hold a step or to raise a fault.
-    reads_history: the logits depend on the whole target so far, and the end token may come earlier: for beams.
-    overrides: rows of logits, by source, that take the place of the computed ones at every position.
-    begin_id: what every target begins with.
-    encoded, decoded_rows, decoded_tokens: what each call was given, oldest first.
+    reads_history: the logits depend on the whole target so far, and the end token can come earlier: for beams.
+    overrides: rows of logits, by source, that replace the computed ones at every position.
+    begin_id: first token of every target.
+    encoded, decoded_rows, decoded_tokens: arguments of each call, oldest first.
     """
 
     bos_id = BOS_ID
@@ -252,9 +252,9 @@ class FakeRunner:
 
 
 class _Cells:
-    """Cache blocks of tokens; each cell has a mark beside it that depends on everything before it, as keys do.
+    """Cache blocks of tokens. Each cell has a mark that depends on all earlier tokens, like a key in a real cache.
 
-    A cell that another row wrote, or that was left by an earlier owner of the block, is known by its mark.
+    The mark identifies a cell that another row or an earlier owner of the block wrote.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

@@ -82,7 +82,7 @@ def _array(datatype: str, content: bytes) -> Any:
 
 
 def num_cancelled(served: Serving) -> float:
-    """Wait until the server is idle; return the number of requests whose client had gone, from the metrics."""
+    """Wait until the server is idle; return the number of requests whose client had left, from the metrics."""
     return sum(
         sample.value
         for metric in served.registry.collect()

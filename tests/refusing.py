@@ -1,4 +1,4 @@
-"""A real gRPC server with scripted answers that records its requests, for tests of a client's handling of refusals."""
+"""Real gRPC server with scripted answers that records its requests, for tests of refusals in clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC server in this process with a fake model. Everything else is real, and tests can hold its steps."""
+"""gRPC server in this process with a fake model. Everything else is real, and tests can block its steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def masked_tokenizer() -> Tokenizer:
 
 
 class Gate:
-    """Holds the engine before its next decoder step until it is opened; reports when a step is reached."""
+    """Blocks the engine before its next decoder step until `open`; reports when a step is reached."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._open = threading.Event()
@@ -82,7 +82,7 @@ class Gate:
     def _pass(self, num_rows: int) -> None:
         self.reached.set()
         if not self._open.wait(timeout=60):
-            raise AssertionError("nobody opened the gate")
+            raise AssertionError("the test did not open the gate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,14 +120,14 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port. At the end, check that every block is free.
 
-    text: instead of the tokenizer's own format. heads: of an encoder alone, which the model is then.
+    text: replaces the tokenizer's own format. heads: of an encoder-only model, which is then served.
     """
     config = ServerConfig(**settings)
     tokenizer = masked_tokenizer() if heads else tiny_tokenizer()
     runner = FakeRunner(
         vocab_size=tokenizer.vocab_size, has_decoder=not heads, heads={head.task: head for head in heads}
     )
-    halves: dict[str, Any] = dict(architecture="encoder", decoder_layers=0, heads=heads) if heads else {}
+    architecture: dict[str, Any] = dict(architecture="encoder", decoder_layers=0, heads=heads) if heads else {}
     own_text = encoder_format(tokenizer) if heads else byte_bpe_format(tokenizer)
     prepare(runner)
     registry = CollectorRegistry()
@@ -145,7 +145,7 @@ async def serving(
         description=description,
         tokenizer=tokenizer,
         text=text or own_text,
-        config=preset("tiny", vocab_size=tokenizer.vocab_size, **halves),
+        config=preset("tiny", vocab_size=tokenizer.vocab_size, **architecture),
         explainer=explainer,
     )
     waits = build_waits(config, families)

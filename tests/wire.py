@@ -22,8 +22,8 @@ class Tap:
     def take_reports(self) -> list[OrcaLoadReport]:
         """Return the load reports received since the last call.
 
-        gRPC sends names of headers as they are, and values of -bin headers behind a zero byte to peers that take them
-        so; before a value its length, as HPACK has it (RFC 7541, 5.1, a prefix of 7 bits).
+        gRPC sends header names unchanged. To peers that accept it, gRPC sends the value of a -bin header after a zero
+        byte. The length of the value comes before, as an HPACK integer with a prefix of 7 bits (RFC 7541, 5.1).
         """
         data = bytes(self.received)
         self.received.clear()

@@ -1,8 +1,8 @@
-"""Every attack in random order on a real server, honest clients beside it: `make abuse`.
+"""Every attack in random order on a real server with honest clients: `make abuse`.
 
     python -m tests.abuse --minutes 60 --tls --rotate-s 60
 
-A table and build/abuse/abuse.json say what came of it. Exit code 1 where a promise did not hold.
+The results are a table and build/abuse/abuse.json. The exit code is 1 if a promise did not hold.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.integration.process import ServerProcess
 from tests.reliability.summary import report
 
 FOLDER = Path(__file__).parents[2] / "build" / "abuse"
-# 5 connections hold 5,100 calls, more than max_concurrent_rpcs; the times are longer than the server's own.
+# 5 connections have 5,100 calls, more than max_concurrent_rpcs; the times are longer than the server's time limits.
 SIZE = Size(connections=5, calls=1020, frames=20_000, storm=500, hold_s=60, unread_s=45, interval_s=0.5)
 
 
 def main() -> int:
-    """Parse the flags, run, print, judge."""
+    """Parse the flags, run, and print the table and broken promises."""
     flags = _flags()
     with tempfile.TemporaryDirectory() as folder:
         issuer = Issuer(Path(folder)) if flags.tls else None
@@ -75,7 +75,7 @@ async def _run(server: ServerProcess, issuer: Issuer | None, flags: argparse.Nam
 
 @contextlib.asynccontextmanager
 async def _rotating(issuer: Issuer | None, interval_s: float) -> AsyncIterator[None]:
-    """Renew the server's certificate at every interval while entered."""
+    """Renew the server's certificate at every interval until the context exits."""
 
     async def rotate(issuer: Issuer) -> None:
         while True:

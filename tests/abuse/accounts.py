@@ -1,4 +1,4 @@
-"""The server's own account of its calls: what its metrics counted between two scrapes, held to what was sent."""
+"""Calls that the server's metrics counted between two scrapes, compared with the sent calls."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 _HANDLED = re.compile(r"antiphon_grpc_server_handled_total\{code=(?P<code>\w+),method=(?P<method>[^}]+)\}")
 _IN_FLIGHT = "antiphon_grpc_server_in_flight"
-# A client may make a call again that ended with one of these, and count it once.
+# A client can retry a call that ended with one of these statuses, and counts it once.
 _RETRIED = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """Calls of one method. least: those that must have been counted; most: those that may have been, retries apart."""
+    """Calls of one method. least, most: bounds of the number that the server counted, without retries."""
 
     least: int
     most: int
 
 
 def handled(metrics: Mapping[str, float]) -> dict[str, Counter[str]]:
-    """The calls that are over, by method and code."""
+    """Return the number of ended calls by method and code."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for name, value in metrics.items():
         if match := _HANDLED.fullmatch(name):
@@ -31,21 +31,21 @@ def handled(metrics: Mapping[str, float]) -> dict[str, Counter[str]]:
 
 
 def in_flight(metrics: Mapping[str, float]) -> int:
-    """The calls that have begun and are not over."""
+    """Return the number of calls that have begun and not ended."""
     return int(metrics[_IN_FLIGHT])
 
 
 def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Counter[str]]:
-    """The calls that ended between two scrapes, by method and code; of every method that is counted by its name.
+    """Return the number of calls that ended between two scrapes, by method and code, for every method with a name.
 
-    Names in parentheses stand for many: what is counted under them is no method's.
+    Names in parentheses collect several methods and are omitted.
     """
     then, now = handled(before), handled(after)
     return {method: codes - then.get(method, Counter()) for method, codes in now.items() if not method.startswith("(")}
 
 
 def complaints(grown: Mapping[str, Counter[str]], expected: Mapping[str, Expected]) -> list[str]:
-    """Methods that the metrics counted too few or too many calls of, in words."""
+    """Return a message for every method of which the metrics counted too few or too many calls."""
     found = []
     for method, codes in grown.items():
         bounds = expected[method]

@@ -1,4 +1,4 @@
-"""The terms of every attack: its size, and its report of what it sent."""
+"""Interface of every attack: its size, and its report of the sent calls and frames."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.abuse.raw_connection import CLOSED, OPEN, Address, RawConnection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """Bounds of an attack.
+    """Size of an attack.
 
-    connections: at once. calls: held on each connection. frames: of a flood, on each connection; calls that are reset
-    count as frames. storm: connections opened one after the other, by each of `connections`, or in all where they are
-    held. hold_s: the longest time that an attack waits for the server to end what it holds open. unread_s: time
-    that a socket is not read. interval_s: between the bytes of slow senders and slow readers.
+    connections: number of concurrent connections. calls: open calls on each connection. frames: frames of a flood, or
+    reset calls, on each connection. storm: connections opened one after the other, by each of `connections`, or in
+    total if they are kept open. hold_s: maximum time that an attack waits for the server to end calls and connections.
+    unread_s: time for which a socket is not read. interval_s: between the bytes of slow senders and slow readers.
     """
 
     connections: int
@@ -31,11 +31,11 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """Record of one attack.
+    """Report of one attack.
 
-    whole: calls by method that the server must have counted. partial: calls that it may have seen or not, because they
-    were reset, or their connection ended, before it answered. ends: how streams or connections ended, by number.
-    breaches: what the server let happen and must not, in words.
+    whole: calls by method that the server must have counted. partial: calls that may not have reached the server,
+    because they were reset, or their connection ended, before an answer. ends: number of streams or connections by
+    their end. breaches: messages about forbidden behaviour of the server.
     """
 
     whole: Counter[str] = field(default_factory=Counter)
@@ -45,7 +45,7 @@ class Sent:
 
     @property
     def num_left_open(self) -> int:
-        """Streams that the server had not ended when the attack's time was up."""
+        """Number of streams that the server had not ended at the end of the attack."""
         return self.ends[OPEN]
 
 
@@ -53,7 +53,7 @@ Attack = Callable[[Address, Size], Awaitable[Sent]]
 
 
 def total(reports: Iterable[Sent]) -> Sent:
-    """Add up what the connections of one attack did."""
+    """Add up the reports of the connections of one attack."""
     whole, partial, ends, breaches = Counter[str](), Counter[str](), Counter[str](), list[str]()
     for report in reports:
         whole += report.whole
@@ -64,14 +64,14 @@ def total(reports: Iterable[Sent]) -> Sent:
 
 
 async def on_each(size: Size, attack_one: Callable[[], Awaitable[Sent]]) -> Sent:
-    """Run the same on every connection at once."""
+    """Run a function concurrently for every connection."""
     return total(await asyncio.gather(*(attack_one() for _ in range(size.connections))))
 
 
 async def ended(connection: RawConnection, method: str, size: Size) -> Sent:
     """Wait for the server to end every call of a connection, and report.
 
-    A call whose connection ended under it may not have reached the server.
+    A call may not have reached the server if its connection ended before.
     """
     ends = await connection.ends(size.hold_s)
     return Sent(

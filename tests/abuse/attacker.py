@@ -1,8 +1,8 @@
-"""One attack from a process of its own, so that the latencies of honest clients are the server's and not ours.
+"""One attack from a separate process, so that it does not delay the honest clients of the test process.
 
     python -m tests.abuse.attacker '{"name": "flood: PING", "port": 50051, "size": {...}, "identities": null}'
 
-Prints what was sent as JSON.
+Prints the report of the attack as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.integration.process import environment
 
 
 async def attack_from_elsewhere(name: str, port: int, size: Size, identities: Identities | None) -> Sent:
-    """Run an attack in another process, and return what it sent. Raises AssertionError where that process fails."""
+    """Run an attack in another process and return its report. Raises AssertionError if that process fails."""
     order = {
         "name": name, "port": port, "size": asdict(size),
         "identities": None if identities is None else str(identities.folder),
@@ -45,15 +45,15 @@ def _as_sent(given: Mapping[str, Any]) -> Sent:
 
 
 def main() -> None:
-    """Attack as told, and report."""
+    """Run the attack given as JSON, and print its report."""
     order = json.loads(sys.argv[1])
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a connection that was closed
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it logs a warning for every write to a closed connection
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     identities = None if order["identities"] is None else Identities(Path(order["identities"]))
     address = Address(port=order["port"], tls=None if identities is None else identities.attacker)
     sent = asyncio.run(_attack(order["name"], address, Size(**order["size"]), identities))
-    # Not asdict, which makes a Counter of pairs into a count of pairs.
+    # Not asdict, which turns a Counter of pairs into a count of pairs.
     json.dump({field.name: getattr(sent, field.name) for field in fields(sent)}, sys.stdout)
 
 

@@ -11,7 +11,7 @@ from tests.abuse.streams import STREAM_ATTACKS
 
 
 def attacks(identities: Identities | None) -> dict[str, Attack]:
-    """The attacks on a server. identities: of a server under mutual TLS, which is attacked by strangers as well."""
+    """Return the attacks on a server by name. identities: of a server with mutual TLS, for attacks with wrong ones."""
     found = {
         **STREAM_ATTACKS,
         **{f"flood: {name}": attack for name, attack in FLOODS.items()},

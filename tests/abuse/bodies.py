@@ -1,4 +1,4 @@
-"""Messages that are too large, that lie about their length, or that grow when they are unpacked."""
+"""Messages that are too large, have a wrong length, or grow when they are decompressed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_CALLS = 8
 class Body:
     """Bytes that follow the headers of a call.
 
-    is_end: off, the client sends no more and does not say so. may_be_answered: gRPC is lenient here.
+    is_end: if off, the client stops without ending the stream. may_be_answered: gRPC accepts this body.
     """
 
     make: Callable[[], bytes]
@@ -35,7 +35,7 @@ class Body:
 
 
 def body_attack(body: Body) -> Attack:
-    """Calls with a body, one after the other on each connection, until the server ends it."""
+    """Return an attack of calls with a body, one after the other on each connection, until the server ends it."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -57,7 +57,7 @@ def _answered(sent: Sent) -> tuple[str, ...]:
 
 
 def metadata_too_large(*, has_message: bool, acknowledges: bool) -> Attack:
-    """Calls with metadata of 100 KB. acknowledges: off, the client never acknowledges the server's settings."""
+    """Return an attack of calls with 100 KB of metadata. acknowledges: whether it acknowledges server settings."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -69,7 +69,7 @@ def metadata_too_large(*, has_message: bool, acknowledges: bool) -> Attack:
                         connection.data(stream_id, framed(UNARY.message), is_end=True)
                 await connection.flush()
                 ends = await connection.ends(size.hold_s)
-                # gRPC itself refuses such a call, before the server sees it.
+                # gRPC itself refuses such a call before it reaches the server.
                 sent = Sent(partial=Counter({UNARY.method: _NUM_CALLS}), ends=ends)
                 return replace(sent, breaches=_answered(sent))
 
@@ -91,7 +91,7 @@ def _long_headers(connection: RawConnection) -> int:
 
 @cache
 def _bomb() -> bytes:
-    """A message of 32 KB, within the limit of a megabyte, which unpacked has 32 MB."""
+    """Return a message of 32 KB, within the limit of a megabyte, which has 32 MB after decompression."""
     return framed(gzip.compress(bytes(32 * _MIB), 9), is_compressed=True)
 
 
@@ -101,7 +101,7 @@ _BODIES: dict[str, Body] = {
     "length of 4 GB": Body(make=lambda: framed(b"x" * 100, length=2**32 - 1), is_end=False),
     "length beyond the end": Body(make=lambda: framed(UNARY.message, length=len(UNARY.message) + 100)),
     "length short of the end": Body(make=lambda: framed(UNARY.message, length=len(UNARY.message) - 3)),
-    # Of a second message of a unary call gRPC takes no notice, and of the flags it reads one bit.
+    # gRPC ignores a second message of a unary call, and reads only one bit of the flags.
     "two messages": Body(make=lambda: framed(UNARY.message) * 2, may_be_answered=True),
     "no message": Body(make=bytes),
     "part of a prefix": Body(make=lambda: framed(UNARY.message)[:3]),

@@ -1,4 +1,4 @@
-"""The calls that attacks are made of: methods of every service of the port, and small requests to them."""
+"""Calls of the attacks: methods of every service of the port, with small requests."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ SERVICE = "antiphon.v1.InferenceService"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A method and a request that it answers."""
+    """Method and a request that it answers."""
 
     method: str
     message: bytes
 
 
 UNARY = Call(method=f"{SERVICE}/Tokenize", message=pb.TokenizeRequest(text="How are you?").SerializeToString())
-# The answer has some 4,000 bytes, so that few of them fill a connection's window.
+# The answer has about 4,000 bytes, so that few answers fill a connection's window.
 LONG_UNARY = Call(
     method=f"{SERVICE}/Tokenize", message=pb.TokenizeRequest(text="How are you? " * 120).SerializeToString()
 )
-# The answer has tens of kilobytes: few of them fill the buffers of a socket.
+# The answer has tens of kilobytes, so that few answers fill the buffers of a socket.
 HEAVY_UNARY = Call(
     method=f"{SERVICE}/Embed",
     message=pb.EmbedRequest(

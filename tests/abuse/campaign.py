@@ -1,4 +1,4 @@
-"""All attacks in random order on one server for as long as asked, and what is to be said of them in the end."""
+"""All attacks in random order on one server for a given time, with figures and broken promises at the end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Row:
     complaints: list[str] = field(default_factory=list)
 
     def add(self, outcome: Outcome, peak_bytes: int) -> None:
-        """Take in one round."""
+        """Add one round."""
         self.rounds += 1
         self.ends += outcome.sent.ends
         self.latencies_s += outcome.honest.latencies_s
@@ -65,7 +65,7 @@ class Row:
         self.complaints += found[: KEPT - len(self.complaints)]
 
     def figures(self) -> dict[str, Any]:
-        """The row as it is printed and written."""
+        """Return the row in the form of the table and the JSON file."""
         latencies = sorted(self.latencies_s) or [0.0]
         return {
             "rounds": self.rounds,
@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign:
-    """A server that is attacked, and what has come of it so far. rests: resident bytes after each attack."""
+    """Attacks on one server, with their results so far. rests: resident bytes after each attack."""
 
     server: ServerProcess
     expected: dict[int, Texts]
@@ -91,7 +91,7 @@ class Campaign:
     rests: list[int] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Attack until time is up; every attack once before any comes again. Raises AssertionError on a crash."""
+        """Attack for the planned time; every attack runs before any is repeated. Raises AssertionError on a crash."""
         rng, end_s = random.Random(self.plan.seed), time.monotonic() + self.plan.duration_s
         names = list(self.plan.names or attacks(self.identities))
         while True:
@@ -114,7 +114,7 @@ class Campaign:
         self.rests.append(outcome.resident_after)
 
     def figures(self) -> dict[str, Any]:
-        """Of the whole run."""
+        """Return the figures of the whole run."""
         return {
             "attacks": sum(row.rounds for row in self.rows.values()),
             "honest_calls": sum(row.honest_calls for row in self.rows.values()),
@@ -125,7 +125,7 @@ class Campaign:
         }
 
     def complaints(self) -> list[str]:
-        """The promises that did not hold, in words."""
+        """Return a message for every broken promise."""
         found = [f"{name}: {complaint}" for name, row in self.rows.items() for complaint in row.complaints]
         if growth(self.rests) > MAX_GROWTH:
             found.append(f"resident memory at rest grew by {100 * growth(self.rests):.2f} %, at most 2 % are promised")
@@ -133,7 +133,7 @@ class Campaign:
 
 
 def growth(rests: Sequence[int]) -> float:
-    """Growth of the median of the last fifth over that of the second fifth; the first is the warm-up."""
+    """Return the growth of the median of the last fifth over that of the second fifth; the first is the warm-up."""
     part = max(1, len(rests) // 5)
     if len(rests) < 3:
         return 0.0
@@ -142,7 +142,7 @@ def growth(rests: Sequence[int]) -> float:
 
 @contextlib.asynccontextmanager
 async def _sampled(server: ServerProcess, peak: list[int]) -> AsyncIterator[None]:
-    """Keep the most resident bytes that are seen while entered in peak[0]."""
+    """Store the maximum of sampled resident bytes in peak[0] until the context exits."""
 
     async def sample() -> None:
         while server.process.poll() is None:

@@ -15,17 +15,17 @@ from tests.abuse.streams import calls_that_are_read
 from tests.integration.process import ServerProcess
 from tests.reliability.asking import Texts
 
-# The calls of an attack are more than the first two.
+# An attack has more calls than the first two limits.
 FLAGS = [
     "--max-concurrent-rpcs=128", "--max-concurrent-streams=64", "--slow-reader-timeout-s=1",
     "--request-timeout-s=1", "--keepalive-time-s=2", "--keepalive-timeout-s=1",
 ]  # fmt: skip
-# 3 connections hold 180 calls.
+# 3 connections have 180 calls.
 SIZE = Size(connections=3, calls=60, frames=500, storm=25, hold_s=8, unread_s=2)
 
 
 class Standing:
-    """A server for many tests: the same one, as long as it runs, with all the memory that it takes in use."""
+    """Server of many tests. It is replaced only after its end, and already uses all memory that it needs."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
@@ -35,7 +35,7 @@ class Standing:
         return self._process is not None and self._process.process.poll() is None
 
     def start(self) -> ServerProcess:
-        """Start the server, in the place of one that has ended."""
+        """Start the server, as replacement of one that has ended."""
         self.close()
         self._process = ServerProcess(SHIPPED_BUNDLE, self._arguments)
         return self._process
@@ -85,7 +85,7 @@ async def secured(standing_secured: Standing, identities: Identities) -> ServerP
 
 @pytest.fixture(scope="session")
 def expected() -> dict[int, Texts]:
-    """Answers that are asked for once: those of one bundle are the same from every server."""
+    """Request the expected answers once: every server of one bundle gives the same."""
     return {}
 
 

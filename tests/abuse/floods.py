@@ -1,4 +1,4 @@
-"""Floods of frames that cost their sender next to nothing."""
+"""Floods of frames that are cheap for their sender."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.abuse.calls import UNARY
 from tests.abuse.raw_connection import Address, RawConnection
 
 _AT_ONCE = 50
-# What an answer to the last frames takes to arrive, where there is one.
+# Time for an answer to the last frames to arrive, if there is one.
 _LISTEN_S = 0.2
 
 Make = Callable[[RawConnection], Frame]
 
 
 def flood(make: Make, *, is_read: bool = True) -> Attack:
-    """The frame that `make` returns, over and over. is_read: off, the client reads nothing of what comes back."""
+    """Return an attack that repeats the frame that `make` returns. is_read: whether the client reads the answers."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -40,7 +40,7 @@ def flood(make: Make, *, is_read: bool = True) -> Attack:
                 if not is_read:
                     connection.stop_reading()
                 frames = make(connection).serialize() * _AT_ONCE
-                with contextlib.suppress(TimeoutError):  # the server reads no more: the flood has ended
+                with contextlib.suppress(TimeoutError):  # the server has stopped reading, so the flood has ended
                     async with asyncio.timeout(size.hold_s):
                         await _pour(connection, frames, size.frames // _AT_ONCE)
                 await connection.wait_closed(_LISTEN_S)
@@ -60,16 +60,16 @@ async def _pour(connection: RawConnection, frames: bytes, num_times: int) -> Non
             return
         connection.send_bytes(frames)
         await connection.flush()
-        await asyncio.sleep(0)  # lets the reader see what comes back
+        await asyncio.sleep(0)  # lets the reader receive answers
 
 
 def _continuation(num_bytes: int) -> Make:
-    """Make frames that go on with headers that never end. num_bytes: of each, a header that is not indexed."""
+    """Return a function that makes CONTINUATION frames of headers without an end. num_bytes: of each header."""
 
     def make(connection: RawConnection) -> Frame:
         stream_id = connection.next_id()
         connection.send(HeadersFrame(stream_id, connection.header_block(UNARY.method)))
-        # A literal without indexing, of a name of one byte and a value of the rest.
+        # A literal without indexing, with a name of one byte; its value fills the rest.
         field = b"" if num_bytes == 0 else b"\x00\x01x\x7f" + _varint(num_bytes - 127) + b"v" * num_bytes
         return ContinuationFrame(stream_id, field)
 
@@ -77,7 +77,7 @@ def _continuation(num_bytes: int) -> Make:
 
 
 def _varint(value: int) -> bytes:
-    """The rest of an HPACK integer, behind a prefix whose bits are all set (RFC 7541, 5.1)."""
+    """Encode the rest of an HPACK integer after a prefix whose bits are all set (RFC 7541, 5.1)."""
     out = bytearray()
     while value >= 128:
         out.append(value % 128 + 128)

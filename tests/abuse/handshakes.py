@@ -1,4 +1,4 @@
-"""Attacks before any call: connections that say nothing, half a hello, or show a certificate that is not valid."""
+"""Attacks before any call: silent connections, partial ClientHellos, and invalid certificates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.abuse.attack import Attack, Sent, Size, on_each
 from tests.abuse.calls import UNARY
 from tests.abuse.raw_connection import PREFACE, Address, RawConnection
 
-# The first bytes of a ClientHello, which promise 508 more.
+# The first bytes of a ClientHello, which announce 508 more.
 HELLO_PART = bytes.fromhex("1603010200010001fc0303")
 _RESET = struct.pack("ii", 1, 0)
 _ANSWER_S = 5
 
 
 async def _connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A TCP connection and no more."""
+    """Open a TCP connection without any data."""
     return await replace(address, tls=None).connect()
 
 
 def storm(first: bytes, *, is_reset: bool = False) -> Attack:
-    """Connect, send a few bytes, and leave, over and over. is_reset: leave by RST, not by FIN."""
+    """Return an attack that repeatedly connects, sends a few bytes and closes. is_reset: close with RST, not FIN."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -49,7 +49,7 @@ def storm(first: bytes, *, is_reset: bool = False) -> Attack:
 
 
 async def handshake_storm(address: Address, size: Size) -> Sent:
-    """Connect, TLS handshake and preface included, and break off, over and over."""
+    """Repeatedly connect, with TLS handshake and preface, and abort the connection."""
 
     async def one() -> Sent:
         for _ in range(size.storm):
@@ -62,7 +62,7 @@ async def handshake_storm(address: Address, size: Size) -> Sent:
 
 
 def held(first: bytes) -> Attack:
-    """Connect `storm` times, send a few bytes on each, and hold all until the server closes them, or time is up."""
+    """Return an attack that connects `storm` times, sends a few bytes, and waits for the server to close, or hold_s."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one(number: int) -> str:
@@ -86,7 +86,7 @@ def held(first: bytes) -> Attack:
 
 
 async def idle_connections(address: Address, size: Size) -> Sent:
-    """Connections, with TLS where there is any, that are silent behind their preface."""
+    """Open connections, with TLS if the server has it, that are silent after the preface."""
 
     async def one(number: int) -> str:
         try:
@@ -100,7 +100,7 @@ async def idle_connections(address: Address, size: Size) -> Sent:
 
 
 def strangers(contexts: Mapping[str, ssl.SSLContext]) -> Attack:
-    """Calls under certificates that the server must refuse, by name. ends: "NAME: refused", or how the call ended."""
+    """Return an attack of calls with certificates that the server must refuse. ends: "NAME: refused", or the end."""
 
     async def attack(address: Address, size: Size) -> Sent:
         ends: Counter[str] = Counter()
@@ -115,7 +115,7 @@ def strangers(contexts: Mapping[str, ssl.SSLContext]) -> Attack:
 
 
 async def _ask(address: Address) -> str:
-    """One call: how it ended."""
+    """Make one call and return its end."""
     try:
         async with await RawConnection.open(address) as connection:
             connection.call(UNARY.method, UNARY.message)

@@ -1,4 +1,4 @@
-"""Clients that ask as clients should, beside an attack: every answer is compared, every wait is measured."""
+"""Honest clients during an attack: every answer is compared with its reference, and every latency is measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from antiphon.v1 import inference_pb2_grpc
 from tests.abuse.calls import SERVICE
 from tests.reliability.asking import Texts, ask, references, streamed, whole
 
-# Requests of 2 to 21 tokens: alone each takes milliseconds.
+# Requests of 2 to 21 tokens, each of which takes milliseconds alone.
 NUMBERS = range(20)
 PAUSE_S = 0.02
 KEPT = 20
@@ -27,7 +27,7 @@ KEPT = 20
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """Results of honest calls. sent: by method. errors: by status. latencies_s: of the answered ones."""
+    """Results of honest calls. sent: by method. errors: by status. latencies_s: of the answered calls."""
 
     sent: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
@@ -37,16 +37,16 @@ class Record:
 
     @property
     def complaints(self) -> list[str]:
-        """Answers that were wrong and calls that were not answered, in words."""
+        """Return a message for wrong answers and for calls without answer."""
         return [*self.wrong, *(f"{number} honest calls ended {error}" for error, number in self.errors.items())]
 
 
 @dataclass(kw_only=True, slots=True)
 class Honest:
-    """A few clients with a connection each, and newcomers that open one for every call.
+    """A few clients with one connection each, and new clients that open a connection for every call.
 
-    expected: the answer to each number. deadline_s: of each call. has_newcomers: off where nobody can connect.
-    connected: set once every client has been answered on its connection.
+    expected: answer to each number. deadline_s: of each call. has_newcomers: off if no new connection is possible.
+    connected: set when every client has been answered on its connection.
     """
 
     target: str
@@ -61,7 +61,7 @@ class Honest:
     _num_connected: int = 0
 
     async def ask_beside(self, attack: Awaitable[object]) -> None:
-        """Ask until an attack is over, once more at least for every client after that; raise what it raises."""
+        """Send requests during an attack, and one or more for every client after it. Raises errors of the attack."""
         under_attack = asyncio.ensure_future(attack)
         roles = [self._client(under_attack) for _ in range(self.num_clients)]
         if self.has_newcomers:
@@ -69,7 +69,7 @@ class Honest:
         await asyncio.gather(under_attack, *roles)
 
     async def _client(self, attack: asyncio.Future[object]) -> None:
-        """Unary calls and streams in turn over one connection."""
+        """Make unary calls and streams in turn over one connection."""
         async with AsyncClient(self.target, connection=self.connection) as client:
             await self._either(client, self.rng.choice(NUMBERS))
             self._num_connected += 1
@@ -94,7 +94,7 @@ class Honest:
             await self._measure("GenerateUnary", number, whole(client, number, timeout_s=self.deadline_s))
 
     async def _newcomer(self, number: int) -> None:
-        """One call by a plain channel of its own."""
+        """Make one call over a separate plain channel."""
         async with self.connection.open_async(self.target, SERVICE, is_shared=False) as channel:
             await self._measure("GenerateUnary", number, self._plain(channel, number))
 
@@ -121,6 +121,6 @@ class Honest:
 
 
 async def expected_answers(target: str, connection: Connection | None = None) -> dict[int, Texts]:
-    """Ask for each number alone, before any attack."""
+    """Request the answer to each number alone, before any attack."""
     async with AsyncClient(target, connection=connection) as client:
         return await references(client, NUMBERS)

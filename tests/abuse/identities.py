@@ -1,4 +1,4 @@
-"""Files of a server under mutual TLS, and certificates of those it lets in and of those it must not."""
+"""Files of a server with mutual TLS, and client certificates that it must accept or refuse."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ STRANGERS = {
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """Certificates that lie in a folder, for whichever process needs one."""
+    """Certificates in a folder, which any process can read."""
 
     folder: Path
 
     @property
     def flags(self) -> list[str]:
-        """Of a server that asks its clients for certificates."""
+        """Return the flags of a server that requires client certificates."""
         pair = self._pair(SERVER)
         return [f"--tls-cert={pair.cert}", f"--tls-key={pair.key}", f"--tls-client-ca={self.folder / 'ca.pem'}"]
 
     @property
     def honest(self) -> Connection:
-        """Of a client with a certificate of its own."""
+        """Return the connection of a client with its own certificate."""
         pair = self._pair(HONEST)
         return Connection(
             tls_ca=self.folder / "ca.pem", tls_cert=pair.cert, tls_key=pair.key, tls_server_name="localhost"
@@ -41,12 +41,12 @@ class Identities:
 
     @property
     def attacker(self) -> ssl.SSLContext:
-        """Of an attacker whom the server lets in."""
+        """Return the TLS context of an attacker with a valid certificate."""
         return self._context(ATTACKER)
 
     @property
     def strangers(self) -> dict[str, ssl.SSLContext]:
-        """Of those whom the server must not let in."""
+        """Return the TLS contexts that the server must refuse, by name."""
         return {about: self._context(name) for about, name in STRANGERS.items()}
 
     def _pair(self, name: str) -> Pair:
@@ -62,7 +62,7 @@ class Identities:
 
 
 class Issuer:
-    """Makes the files of a folder, and the server's again as often as it is asked to."""
+    """Writes the files of a folder, and renews the server's pair on request."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class Issuer:
         self._place(Authority(folder, "other-ca").client(HONEST), "other")
 
     def renew(self) -> None:
-        """Put a new certificate and key in the place of the server's, each file at once, the key first."""
+        """Replace certificate and key of the server, each file atomically, the key first."""
         self._place(self._authority.server(), SERVER)
 
     def _place(self, pair: Pair, name: str) -> None:

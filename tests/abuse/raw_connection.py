@@ -1,7 +1,7 @@
-"""One HTTP/2 connection to a gRPC server of which a test decides every frame. Knows frames and gRPC's framing only.
+"""One HTTP/2 connection to a gRPC server, of which a test controls every frame. Knows only frames and gRPC's framing.
 
-It checks nothing that it sends: neither windows nor the number of streams nor the order of frames. A gRPC library, and
-h2's own connection, would refuse to send most of what an attack needs.
+It checks neither windows nor the number of streams nor the order of frames. A gRPC library, and the connection class
+of h2, would refuse to send most frames of the attacks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ OPEN, CLOSED = "open", "closed"
 class Address:
     """Address of a server, and of the client's end.
 
-    tls: None is plaintext. source: a loopback address of the attacker's own, because the server takes all clients of
-    one address for one caller and gives each caller its fair share. receive_buffer_bytes: of the socket; None leaves
-    its size to the kernel, which takes megabytes for a client that does not read.
+    tls: None is plaintext. source: a separate loopback address of the attacker, because the server treats all clients
+    of one address as one caller and gives each caller its fair share. receive_buffer_bytes: of the socket; None leaves
+    its size to the kernel, which uses megabytes for a client that does not read.
     """
 
     port: int
@@ -77,7 +77,7 @@ class Address:
 
 @dataclass(slots=True)
 class Stream:
-    """Frames that a server has sent on one stream. end: name of a status, "reset NAME", "closed", or "open"."""
+    """Frames of a server on one stream. end: name of a status, "reset NAME", "closed" or "open"."""
 
     headers: dict[str, str] = field(default_factory=dict)
     data: bytearray = field(default_factory=bytearray)
@@ -86,7 +86,7 @@ class Stream:
 
 
 class RawConnection:
-    """Sends exactly the frames it is given; a task of its own reads and keeps what the server sends."""
+    """Sends exactly the given frames. A separate task reads and stores the server's frames."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, gives_credit: bool, answers: bool
@@ -119,7 +119,7 @@ class RawConnection:
     ) -> Self:
         """Connect, and send preface and settings. Raises OSError.
 
-        gives_credit: the windows grow by what was received. answers: SETTINGS and PING are acknowledged.
+        gives_credit: the windows grow by the received bytes. answers: SETTINGS and PING are acknowledged.
         """
         connection = cls(*await address.connect(), gives_credit=gives_credit, answers=answers)
         given = {int(name): value for name, value in (settings or {}).items()}
@@ -130,7 +130,7 @@ class RawConnection:
     def headers(
         self, method: str, *, metadata: tuple[tuple[str, str], ...] = (), is_end: bool = False, timeout: str = ""
     ) -> int:
-        """Open a stream with the headers of a call; its id. method: package.Service/Method. timeout: grpc-timeout."""
+        """Open a stream with the headers of a call; return its id. method: package.Service/Method."""
         stream_id = self.next_id()
         block = self.header_block(method, metadata=metadata, timeout=timeout)
         flags = ("END_HEADERS", "END_STREAM") if is_end else ("END_HEADERS",)
@@ -138,20 +138,20 @@ class RawConnection:
         return stream_id
 
     def call(self, method: str, message: bytes, *, metadata: tuple[tuple[str, str], ...] = ()) -> int:
-        """Send a whole call with one small message, and end our side; its stream's id."""
+        """Send a whole call with one small message, and end the client's side. Return the stream's id."""
         stream_id = self.headers(method, metadata=metadata)
         self.data(stream_id, framed(message), is_end=True)
         return stream_id
 
     def next_id(self) -> int:
-        """Take the next stream's id, and expect the server to end that stream."""
+        """Return the id of the next stream, and expect the server to end that stream."""
         self._last_id += 2
         self.streams[self._last_id] = Stream()
         self._num_open += 1
         return self._last_id
 
     def header_block(self, method: str, *, metadata: tuple[tuple[str, str], ...] = (), timeout: str = "") -> bytes:
-        """The headers of a call in HPACK, the same bytes every time: nothing enters the dynamic table."""
+        """Return the headers of a call in HPACK, always the same bytes, because the dynamic table stays empty."""
         pairs = (
             (":method", "POST"), (":scheme", self._scheme), (":path", f"/{method}"), (":authority", "localhost"),
             ("te", "trailers"), ("content-type", "application/grpc"),
@@ -166,7 +166,7 @@ class RawConnection:
         self.send(DataFrame(stream_id, data, flags=("END_STREAM",) if is_end else ()))
 
     async def body(self, stream_id: int, data: bytes, *, is_end: bool = True) -> None:
-        """Send as many DATA frames as it takes, as the server's windows allow; stop where the stream ends before."""
+        """Send a body in DATA frames as the server's windows allow; stop if the stream ends before."""
         if not data and is_end:
             self.data(stream_id, b"", is_end=True)
         sent = 0
@@ -183,20 +183,20 @@ class RawConnection:
             await self.flush()
 
     def reset(self, stream_id: int) -> None:
-        """Cancel a stream, which from now on nobody waits for."""
+        """Cancel a stream and stop waiting for its end."""
         self.send(RstStreamFrame(stream_id, int(ErrorCodes.CANCEL)))
         self._end(stream_id, "reset by us")
 
     def grant(self, num_bytes: int, stream_id: int = 0) -> None:
-        """Let the server send more, on a stream, or (0) on all of them together."""
+        """Enlarge the server's window of a stream, or of the connection (0)."""
         self.send(WindowUpdateFrame(stream_id, num_bytes))
 
     def send(self, frame: Frame) -> None:
-        """Send a frame as it is."""
+        """Send a frame unchanged."""
         self.send_bytes(frame.serialize())
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes as they are; nothing where the connection is closed."""
+        """Send bytes unchanged, or nothing if the connection is closed."""
         if not self.is_closed:
             self._writer.write(data)
 
@@ -206,20 +206,20 @@ class RawConnection:
             await self._writer.drain()
 
     def stop_reading(self) -> None:
-        """Leave from now on what the server sends in the kernel's buffers, for ever."""
+        """Stop reading, so that the server's data stay in the kernel's buffers."""
         self._reading.cancel()
 
     async def greeted(self) -> None:
-        """Wait for the server's settings, which are acknowledged before all that is sent from then on.
+        """Wait for the server's settings, which are acknowledged before any later frame.
 
-        A gRPC server holds a client to its settings from the moment they are acknowledged.
+        A gRPC server enforces its settings after their acknowledgement.
         """
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             while not self._has_settings and not self.is_closed:
                 await self._change()
 
     async def ends(self, timeout_s: float) -> Counter[str]:
-        """Count the streams by their end, "open" for those that have not ended when time is up."""
+        """Count the streams by their end; "open" if they have not ended at the time limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._num_open and not self._reading.done():
@@ -227,12 +227,12 @@ class RawConnection:
         return Counter(stream.end for stream in self.streams.values())
 
     async def wait_closed(self, timeout_s: float) -> bool:
-        """Wait for the server to close the connection; False where it has not when time is up."""
+        """Wait for the server to close the connection; return False if it has not at the time limit."""
         done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
         return bool(done)
 
     async def close(self) -> None:
-        """Break the connection off, also in the middle of calls."""
+        """Close the connection at once, also during calls."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
         self._writer.transport.abort()
@@ -330,12 +330,12 @@ class RawConnection:
 
 
 def framed(message: bytes, *, is_compressed: bool = False, length: int | None = None) -> bytes:
-    """A message behind gRPC's prefix. length: what the prefix says, where it is not the truth."""
+    """Return a message after gRPC's prefix. length: a wrong length for the prefix."""
     return struct.pack(">BI", is_compressed, len(message) if length is None else length) + message
 
 
 def _frames(buffer: bytearray) -> Iterator[Frame]:
-    """Take the whole frames off a buffer."""
+    """Remove the complete frames from a buffer and return them."""
     while len(buffer) >= FRAME_HEADER_BYTES:
         frame, length = Frame.parse_frame_header(memoryview(bytes(buffer[:FRAME_HEADER_BYTES])))
         end = FRAME_HEADER_BYTES + length

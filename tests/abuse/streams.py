@@ -1,4 +1,4 @@
-"""Attacks with calls: answers that are not read, requests that do not come, calls that are reset at once."""
+"""Attacks with calls: unread answers, incomplete requests, and calls that are reset at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: MAX_WINDOW}
 
 
 async def calls_that_are_read(address: Address, size: Size) -> Sent:
-    """No attack: the calls of the attacks, answered and read, after which a server has all the memory that it needs."""
+    """Make the calls of the attacks and read their answers, so that the server has all memory that it needs."""
 
     async def one() -> Sent:
         async with await RawConnection.open(address) as connection:
@@ -43,7 +43,7 @@ async def calls_that_are_read(address: Address, size: Size) -> Sent:
 
 
 def window_zero(call: Call) -> Attack:
-    """Whole calls whose answers find no window, on connections that are read."""
+    """Return an attack of complete calls without a window for their answers, on connections that are read."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -59,7 +59,7 @@ def window_zero(call: Call) -> Attack:
 
 
 def window_by_single_bytes(call: Call) -> Attack:
-    """Whole calls whose window begins at 0 and grows by one byte at each interval."""
+    """Return an attack of complete calls whose window starts at 0 and grows by one byte at each interval."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -86,7 +86,7 @@ async def _grant_bytes(connection: RawConnection, stream_ids: Sequence[int], siz
 
 
 async def connection_window_never_grows(address: Address, size: Size) -> Sent:
-    """Calls whose answers together outgrow the connection's window, of which only headers and the first are read."""
+    """Make calls whose answers together exceed the connection's window, which never grows."""
 
     async def one() -> Sent:
         async with await RawConnection.open(address, FULL_WINDOW, gives_credit=False) as connection:
@@ -99,7 +99,7 @@ async def connection_window_never_grows(address: Address, size: Size) -> Sent:
 
 
 async def socket_never_read(address: Address, size: Size) -> Sent:
-    """Calls with all the windows they need, of whose connection the client reads nothing."""
+    """Make calls with sufficient windows on a connection that the client does not read."""
 
     async def one() -> Sent:
         async with await RawConnection.open(replace(address, receive_buffer_bytes=4096), FULL_WINDOW) as connection:
@@ -108,7 +108,7 @@ async def socket_never_read(address: Address, size: Size) -> Sent:
             for _ in range(size.calls):
                 connection.call(HEAVY_UNARY.method, HEAVY_UNARY.message)
             await connection.flush()
-            # Nothing more is heard here; the server's metrics tell what became of the calls.
+            # The client receives nothing more; the server's metrics report the ends of the calls.
             await asyncio.sleep(size.unread_s)
             return Sent(whole=Counter({HEAVY_UNARY.method: size.calls}))
 
@@ -116,7 +116,7 @@ async def socket_never_read(address: Address, size: Size) -> Sent:
 
 
 def more_streams_than_allowed(*, acknowledges: bool) -> Attack:
-    """Calls without a message, four times as many as a connection may hold. acknowledges: the server's settings."""
+    """Return an attack of four times the allowed calls, without messages. acknowledges: the server's settings."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -126,7 +126,7 @@ def more_streams_than_allowed(*, acknowledges: bool) -> Attack:
                     connection.headers(UNARY.method)
                 await connection.flush()
                 ends = await connection.ends(size.hold_s)
-                # gRPC itself refuses what is too many, before the server sees it.
+                # gRPC itself refuses the excess calls before they reach the server.
                 return Sent(partial=Counter({UNARY.method: ends.total()}), ends=ends)
 
         return await on_each(size, one)
@@ -135,7 +135,7 @@ def more_streams_than_allowed(*, acknowledges: bool) -> Attack:
 
 
 def headers_only(method: str) -> Attack:
-    """Calls whose message never comes."""
+    """Make calls whose message never arrives."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:
@@ -151,7 +151,7 @@ def headers_only(method: str) -> Attack:
 
 
 async def slow_message(address: Address, size: Size) -> Sent:
-    """Calls whose message comes one byte at each interval."""
+    """Make calls whose message arrives one byte at each interval."""
 
     async def one() -> Sent:
         async with await RawConnection.open(address) as connection:
@@ -166,7 +166,7 @@ async def slow_message(address: Address, size: Size) -> Sent:
 
 
 async def _drip(connection: RawConnection, stream_ids: Sequence[int], size: Size) -> None:
-    """The bytes of a message too long to arrive in the time that an attack lasts."""
+    """Send single bytes of a message that is too long to arrive during the attack."""
     num_bytes = round(size.hold_s / size.interval_s)
     for byte in framed(bytes(num_bytes))[:num_bytes]:
         for stream_id in stream_ids:
@@ -177,7 +177,7 @@ async def _drip(connection: RawConnection, stream_ids: Sequence[int], size: Size
 
 
 async def slow_headers(address: Address, size: Size) -> Sent:
-    """Headers that come one byte of a CONTINUATION frame at each interval, and are never whole."""
+    """Send headers one byte of a CONTINUATION frame at each interval, without an end."""
 
     async def one() -> Sent:
         async with await RawConnection.open(address) as connection:
@@ -196,7 +196,7 @@ async def slow_headers(address: Address, size: Size) -> Sent:
 
 
 def rapid_reset(call: Call | None = None) -> Attack:
-    """Calls that are reset right behind their headers, or behind their whole request where a call is given."""
+    """Return an attack of calls that are reset after their headers, or after their whole request if one is given."""
 
     async def attack(address: Address, size: Size) -> Sent:
         async def one() -> Sent:

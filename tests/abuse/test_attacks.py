@@ -1,6 +1,6 @@
-"""Every attack at a small size: the server stands it, counts its calls and answers everybody else rightly.
+"""Every attack at a small size: the server survives it, counts its calls and answers honest clients correctly.
 
-Latencies are for `make abuse` to judge.
+Only `make abuse` checks latencies.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.abuse.trial import attacked
 from tests.integration.process import ServerProcess
 from tests.reliability.asking import Texts
 
-# What is held before any call is given up by the handshake's own time limit only, which is far longer than this.
+# Connections before their first call are closed only by the handshake's time limit, which is far longer than this.
 SHORT = replace(SIZE, hold_s=0.3)
-# A server under TLS meets the same calls; a few of them show that TLS changes nothing.
+# A server with TLS gets the same calls; a few of them show that TLS changes nothing.
 BEHIND_TLS = [*HANDSHAKES, "strangers", "window 0, unary", "headers only, unary", "rapid reset of whole calls"]
 
 
 async def check(server: ServerProcess, honest: Honest, attack: Callable[[], Awaitable[Sent]]) -> None:
-    """Attack once, and again while memory grows: what an allocator keeps of the first bursts serves the next."""
+    """Attack once, and again while memory grows, because an allocator keeps memory of the first bursts for the next."""
     for _ in range(3):
         outcome = await attacked(server, replace(honest, record=Record()), attack)
         assert not (complaints := outcome.complaints()), "\n".join(complaints)
@@ -43,7 +43,7 @@ def size_of(name: str) -> Size:
 
 
 @pytest.mark.parametrize("name", attacks(None))
-async def test_server_stands_an_attack_and_answers_everybody_else(
+async def test_server_survives_an_attack_and_answers_honest_clients(
     server: ServerProcess, honest: Honest, name: str
 ) -> None:
     attack, address = attacks(None)[name], Address(port=server.port)
@@ -51,15 +51,15 @@ async def test_server_stands_an_attack_and_answers_everybody_else(
 
 
 @pytest.mark.parametrize("name", BEHIND_TLS)
-async def test_server_stands_an_attack_behind_tls_and_answers_everybody_else(
+async def test_server_with_tls_survives_an_attack_and_answers_honest_clients(
     secured: ServerProcess, honest_behind_tls: Honest, identities: Identities, name: str
 ) -> None:
     attack, address = attacks(identities)[name], Address(port=secured.port, tls=identities.attacker)
     await check(secured, honest_behind_tls, lambda: attack(address, size_of(name)))
 
 
-async def test_server_serves_who_is_connected_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
-    """100 connections where 96 files may be open: who is connected is served, and others once the idle have gone."""
+async def test_server_answers_connected_clients_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
+    """100 connections with a limit of 96 open files: connected clients are answered, others when idle ones are gone."""
     with ServerProcess(SHIPPED_BUNDLE, prefix=("prlimit", "--nofile=96:96")) as server:
         expected.update(expected or await expected_answers(server.target))
         honest = Honest(target=server.target, expected=expected, has_newcomers=False)

@@ -1,4 +1,4 @@
-"""One attack on a real server beside honest clients, from rest to rest, and the promises that must hold over it."""
+"""One attack on a real server with honest clients, from idle to idle, and the promises that must hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reliability.footprint import Footprint, settled
 
 MAX_GROWTH = 0.10
 REST_PATIENCE_S = 60
-# Memory comes back within moments or not at all.
+# Memory is freed at once or not at all.
 MEMORY_PATIENCE_S = 1
 LOOK_S = 0.05
 
@@ -32,7 +32,7 @@ class Rest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Outcome of one attack: what was sent, what honest clients saw, what the server counted and kept."""
+    """Outcome of one attack: its report, the results of honest clients, and metrics and memory of the server."""
 
     sent: Sent
     honest: Record
@@ -42,31 +42,31 @@ class Outcome:
     resident_after: int
 
     def complaints(self) -> list[str]:
-        """The promises that did not hold, in words; memory apart."""
+        """Return a message for every broken promise except that on memory."""
         found = [*self.sent.breaches, *self.honest.complaints, *accounts.complaints(self.grown, self._expected())]
         found += self._false_successes()
         if self.sent.num_left_open:
             found.append(f"the server left {self.sent.num_left_open} calls open: {dict(self.sent.ends)}")
         if self.in_flight:
-            found.append(f"{self.in_flight} calls are in flight when nobody asks anything")
+            found.append(f"{self.in_flight} calls are in flight although no client has one")
         return found
 
     @property
     def growth(self) -> float:
-        """By how much of itself resident memory grew, from rest to rest.
+        """Relative growth of resident memory, from idle to idle.
 
-        The allocator keeps some of what a burst took for the first time. A leak takes as much again every time.
+        The allocator keeps some memory of the first burst. A leak grows by the same amount every time.
         """
         return self.resident_after / self.resident_before - 1
 
     def growth_complaints(self) -> list[str]:
-        """The promise on memory, where it did not hold: of an attack that is not the first of its kind."""
+        """Return a message if memory grew too much in an attack that is not the first of its kind."""
         if self.growth <= MAX_GROWTH:
             return []
         return [f"resident memory grew from {self.resident_before} to {self.resident_after} bytes"]
 
     def _false_successes(self) -> list[str]:
-        """Methods of which more calls were counted as OK than clients saw end so."""
+        """Return a message for every method with more calls counted as OK than clients received."""
         if not self.sent.ends:  # the attacker read nothing
             return []
         found = []
@@ -89,7 +89,7 @@ class Outcome:
 
 
 async def attacked(server: ServerProcess, honest: Honest, attack: Callable[[], Awaitable[Sent]]) -> Outcome:
-    """Run an attack beside honest clients, wait for the server to be at rest again, and say what was seen."""
+    """Run an attack with honest clients, wait until the server is idle again, and return the outcome."""
     before = await at_rest(server)
     attacking = asyncio.ensure_future(attack())
     await honest.ask_beside(attacking)
@@ -106,14 +106,14 @@ async def attacked(server: ServerProcess, honest: Honest, attack: Callable[[], A
 
 
 def check_alive(server: ServerProcess) -> None:
-    """Raise AssertionError where the server has ended, with the last that it said."""
+    """Raise AssertionError with the last output of the server if it has ended."""
     if server.process.poll() is not None:
         code, errors = server.finish()
         raise AssertionError(f"the server ended with {code}: {errors[-2000:]}")
 
 
 async def at_rest(server: ServerProcess, before: Rest | None = None) -> Rest:
-    """Wait, on another thread, until nothing is under way, and memory is what it was before (or patience ends)."""
+    """Wait in another thread until no call is in flight, and memory is as before or the time limit passes."""
     return await asyncio.to_thread(_rest, server, before)
 
 
@@ -121,7 +121,7 @@ def _rest(server: ServerProcess, before: Rest | None) -> Rest:
     end_s = time.monotonic() + REST_PATIENCE_S
     metrics = server.metrics()
     while not (is_idle(metrics) and accounts.in_flight(metrics) == 0) and time.monotonic() < end_s:
-        time.sleep(LOOK_S)  # only looks from outside show another process
+        time.sleep(LOOK_S)  # another process reports no event, so it is polled
         metrics = server.metrics()
 
     def is_back(held: Footprint) -> bool:

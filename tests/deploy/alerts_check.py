@@ -2,7 +2,7 @@
 
     python -m tests.deploy.alerts_check [--scale 60] [--keep FILE] [FAULT ...]
 
-Exit code 1 where an alert is not proved. `make alerts-check` keeps what this prints in docs/alerts-check.txt.
+The exit code is 1 if an alert is not proved. `make alerts-check` keeps what this prints in docs/alerts-check.txt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _proved(fault: Fault, watch: Watch, say: Say) -> set[str]:
 
 
 def _sayer(keep: Path | None) -> Say:
-    """Prints lines, and writes them to a file if one is given."""
+    """Return a function that prints a line, and writes it to a file if one is given."""
     lines: list[str] = []
 
     def say(line: str) -> None:

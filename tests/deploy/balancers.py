@@ -1,7 +1,7 @@
 """Three load balancers over replicas, each with the configuration that deploy/ ships.
 
-Of deploy/balancing/ only addresses and paths are changed. Each knows how a replica is taken out of it before it is
-restarted, which for two of them is nothing: they see it themselves.
+Only addresses and paths of deploy/balancing/ are changed. Each balancer has the documented step before the restart of a
+replica, which is nothing for two of them, because they detect the restart.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Option = tuple[str, str | int]
 class Balancer:
     """Target of a client, and the options of its channel.
 
-    The client is a plain one without a retry policy: gRPC makes again what no server has seen, and nothing else.
-    broken_off_with: what a stream ends with whose replica is lost. retrying: options of a client that makes again what
-    the balancer does not; None where that is nothing.
+    The client has no retry policy: gRPC retries only calls that have not reached a server.
+    broken_off_with: status of a stream whose replica is lost. retrying: options of a client that retries the calls
+    which the balancer does not retry; None if there are none.
     """
 
     name: str
@@ -206,7 +206,7 @@ def _until(condition: object) -> None:
     assert callable(condition)
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < end_s, "it never came to that"
+        assert time.monotonic() < end_s, "the condition never became true"
         time.sleep(0.02)
 
 

@@ -2,9 +2,10 @@
 
     python -m tests.deploy.balancing_bench
 
-Prints the table of docs/BALANCING.md. First every setting at one rate, in turns, so that a change of the machine meets
-all; then the highest rate of each at which 99 % of the answers come within the objective. Open loop, latency from the
-scheduled time. Servers, balancer and client share this machine: what more replicas could do elsewhere it cannot tell.
+Prints the table of docs/BALANCING.md. First every setting runs at one rate, in turns, so that a change of the machine
+affects all; then follows the highest rate of each at which 99 % of the answers come within the objective. Open loop,
+latency from the scheduled time. Servers, balancer and client share this machine, so the table does not show what more
+replicas achieve on more machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A memory limit as in a container: a separate control group at the place where a process finds its own."""
+"""A memory limit as in a container: a separate control group, mounted at the usual path."""
 
 from __future__ import annotations
 

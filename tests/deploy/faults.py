@@ -1,8 +1,8 @@
 """Faults that are caused on a real server, the alerts that must fire for them, and their repair.
 
-A fault is a generator: the trouble lasts until the cure that it yields is called. Nothing is put into the metrics:
-servers are killed, held, overloaded, given wrong profiles, limits and certificates. Only a model that hangs or raises
-has to be put in at the runner's boundary, for no input makes a sound model do so.
+A fault is a generator: the fault lasts until the yielded repair function is called. Metrics are never faked: servers
+are killed, stopped, overloaded, or get wrong profiles, limits and certificates. Only a model that hangs or raises is
+simulated at the runner's boundary, because no input makes a correct model do so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ sys.exit(main(sys.argv[sys.argv.index("serve"):]))
 
 @contextlib.contextmanager
 def load(target: str, rate: float, *flags: str) -> Iterator[Cure]:
-    """`antiphon load`, until it is stopped."""
+    """Run `antiphon load` until the context exits."""
     command = [*ANTIPHON, "load", "--target", target, "--rate", str(rate), "--duration", "3600", *flags]
     null = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=null, stderr=null, env=environment()) as process:
@@ -88,7 +88,7 @@ def forgotten(scene: Scene) -> Iterator[Cure]:
 
 @fault(cause="the process is killed and started again, over and over", cure="it is left alone", of_one=("Restarting",))
 def restarted(scene: Scene) -> Iterator[Cure]:
-    """Nobody waits until a server is ready: its metrics come before. On a busy machine even so two may not do."""
+    """Restart without waiting for readiness, because metrics come earlier. Two restarts can be too few."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(scene.server())
         port, process = server.metrics_port, server.process

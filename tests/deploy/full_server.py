@@ -24,7 +24,7 @@ def peak_bytes(server: ServerProcess) -> int:
 async def fill(server: ServerProcess, *, rows: int, waiting: int, source_len: int, target_len: int) -> None:
     """Run all rows over their maximum length; let other requests wait, each with a connection; then score targets.
 
-    Most of a target is its prefix, which is fed in one step: a row lives long enough to meet all others.
+    Most of a target is its prefix, which is fed in one step, so that all rows run at the same time.
     """
     channels = [grpc.aio.insecure_channel(server.target, options=_OWN) for _ in range(rows + waiting)]
     prefix_len, num_new = target_len - target_len // 4, target_len // 4 - 1

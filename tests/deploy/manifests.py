@@ -24,7 +24,7 @@ PREREQUISITES = {"inference-pool": ("gateway",), "autoscaling": ("monitoring",)}
 # Every checked rendering: the overlays, and "+NAME" for a component over the base. The component `kserve` is complete
 # only with its overlay, which removes the Deployment.
 RENDERINGS = (*OVERLAYS, *(f"+{name}" for name in COMPONENTS if name != "kserve"))
-# Applied manually, in addition to a component.
+# Manifests that are applied manually, in addition to a component.
 BY_HAND = ("components/bundle-pvc/fill.yaml",)
 
 Manifest = dict[str, Any]

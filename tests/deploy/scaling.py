@@ -1,9 +1,9 @@
-"""Rules in scaled time: the same expressions, with every duration divided by one number.
+"""Rules in scaled time: the same expressions with all durations divided by one number.
 
-An alert that looks back over 5 minutes and waits for 5 more is not proved by a real fault in a test of seconds. So what
-is run is the shipped file after one change that can be read here: each `for`, each range in square brackets and each
-interval is divided by `scale`. Thresholds, metrics and labels stay; names of recordings keep their `5m`. That the
-durations themselves are right is what promtool's tests of the unchanged rules show (tests/deploy/rules).
+An alert over a range of 5 minutes that waits for 5 more cannot fire in a test of seconds. So the tests run the shipped
+file with one change: each `for`, each range in square brackets and each interval is divided by `scale`. Thresholds,
+metrics and labels stay, and names of recordings keep their `5m`. promtool's tests of the unchanged rules check the
+durations themselves (tests/deploy/rules).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def definitions() -> Path:
 def validate(manifest: Manifest) -> None:
     """Raise jsonschema.ValidationError if a custom resource does not match its definition.
 
-    Rules in CEL are not checked, nor what admission webhooks would say.
+    Rules in CEL and admission webhooks are not checked.
     """
     group, _, version = manifest["apiVersion"].partition("/")
     jsonschema.Draft202012Validator(_schema(group, version, manifest["kind"])).validate(manifest)
@@ -50,7 +50,7 @@ def _specs(folder: Path, group: str) -> tuple[Schema, ...]:
 def _strict(schema: Any) -> Any:
     """Return a structural schema that refuses unknown fields, which an API server drops silently.
 
-    The patterns are Go's, which may switch to ignoring case behind an anchor; Python's may at the front only.
+    The patterns are Go's, which can switch to ignoring case after an anchor; Python's can do so only at the start.
     """
     if isinstance(schema, list):
         return [_strict(item) for item in schema]

@@ -55,7 +55,7 @@ class Prometheus:
         end_s = time.monotonic() + PATIENCE_S
         while not condition(self):
             if time.monotonic() > end_s:
-                raise AssertionError("it never came to that")
+                raise AssertionError("the condition never became true")
 
 
 @contextmanager

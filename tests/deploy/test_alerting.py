@@ -1,6 +1,6 @@
-"""Alerts fire and resolve through a real Alertmanager for real faults; only the fast ones.
+"""Alerts fire and resolve through a real Alertmanager for real faults. Only the fast ones are tested here.
 
-All of them: `make alerts-check`, whose output is docs/alerts-check.txt.
+`make alerts-check` tests all of them; its output is docs/alerts-check.txt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.deploy.faults import killed, stuck
 from tests.deploy.proof import Fault, prove
 from tests.deploy.watching import Watch, watching
 
-# Five minutes in two and a half seconds: the shortest that four scrapes fit the shortest range of, 2 minutes.
+# Five minutes become two and a half seconds. With shorter times the shortest range, 2 minutes, has under four scrapes.
 SCALE = 120
 
 
@@ -26,7 +26,7 @@ def watch() -> Iterator[Watch]:
 
 
 @pytest.mark.parametrize("fault", [killed, stuck], ids=lambda fault: fault.name)
-def test_alerts_fire_for_a_fault_and_resolve_with_its_cure(fault: Fault, watch: Watch, tmp_path: Path) -> None:
+def test_alerts_fire_for_a_fault_and_resolve_after_its_repair(fault: Fault, watch: Watch, tmp_path: Path) -> None:
     proofs = prove(fault, watch, tmp_path)
     assert {proof.alert for proof in proofs} == {*fault.alerts}
     assert all("<" not in proof.description for proof in proofs)  # <no value>, <error expanding template ...>

@@ -1,6 +1,7 @@
 """Replicas behind the client's round robin, Envoy and nginx, configured as in deploy/balancing/ and docs/BALANCING.md.
 
-Answers are held to those of each replica asked directly, at every call. Real servers, real balancers, plain clients.
+Every answer is compared with those of each replica without a balancer. Servers and balancers are real; clients are
+plain.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NUM_REPLICAS = [int(number) for number in os.environ.get("ANTIPHON_BALANCING_REP
 NUM_CALLS = int(os.environ.get("ANTIPHON_BALANCING_CALLS", "200"))
 NUM_ROUNDS = int(os.environ.get("ANTIPHON_BALANCING_ROUNDS", "1"))
 AT_ONCE = 12
-# Minimum of a replica's calls relative to an even share: two random choices are not exact, nor is the start of clients.
+# Minimum of a replica's calls relative to an even share. Two random choices and the start of clients cause differences.
 LEAST_SHARE = 0.7
 
 # Longer than Envoy's interval of health checks, their jitter and an answer: see deploy/balancing/envoy.yaml.
@@ -88,7 +89,7 @@ def _restart(replicas: Replicas, through: Balancer, index: int) -> int:
 
 
 async def _lose(replicas: Replicas, index: int, traffic: Traffic) -> None:
-    """A busy replica is killed. Traffic continues without it, and reaches its replacement."""
+    """Kill a busy replica. Traffic continues without it, and reaches its replacement."""
     await asyncio.to_thread(replicas.wait_until_busy, index)
     replicas.kill(index)
     await traffic.come_to(NUM_CALLS)

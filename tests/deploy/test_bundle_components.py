@@ -41,7 +41,7 @@ def pod_of(objects: Objects) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_component_tells_the_server_where_its_bundle_is_mounted(component: str, tmp_path: Path) -> None:
+def test_component_sets_the_mount_path_of_the_bundle(component: str, tmp_path: Path) -> None:
     objects = rendered(component, tmp_path)
     path = objects["ConfigMap", "antiphon"]["data"]["ANTIPHON_BUNDLE"]
     (server,) = pod_of(objects)["containers"]
@@ -54,7 +54,7 @@ def test_component_tells_the_server_where_its_bundle_is_mounted(component: str, 
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_component_leaves_everything_else_of_the_base_alone(component: str, tmp_path: Path) -> None:
+def test_component_changes_nothing_else_of_the_base(component: str, tmp_path: Path) -> None:
     changed, plain = rendered(component, tmp_path), base()
     for objects in (changed, plain):
         objects["ConfigMap", "antiphon"]["data"].pop("ANTIPHON_BUNDLE", None)
@@ -72,7 +72,7 @@ def test_component_leaves_everything_else_of_the_base_alone(component: str, tmp_
 
 
 @pytest.mark.parametrize("component", ["bundle-s3", "bundle-image"])
-def test_init_container_is_as_restricted_as_the_server_and_asks_for_no_more(component: str, tmp_path: Path) -> None:
+def test_init_container_has_the_restrictions_of_the_server(component: str, tmp_path: Path) -> None:
     pod = pod_of(rendered(component, tmp_path))
     (server,), (copier,) = pod["containers"], pod["initContainers"]
     assert copier["securityContext"] == server["securityContext"]
@@ -85,7 +85,7 @@ def test_init_container_is_as_restricted_as_the_server_and_asks_for_no_more(comp
     assert tag[0].isdigit(), f"{copier['image']} is not pinned"
 
 
-def test_s3_component_lets_the_pods_reach_names_and_https_and_asks_for_a_secret(tmp_path: Path) -> None:
+def test_s3_component_allows_dns_and_https_and_requires_a_secret(tmp_path: Path) -> None:
     objects = rendered("bundle-s3", tmp_path)
     policy = objects["NetworkPolicy", "antiphon-bundle-s3"]["spec"]
     labels = objects["Deployment", "antiphon"]["spec"]["template"]["metadata"]["labels"]
@@ -101,7 +101,7 @@ def test_s3_component_lets_the_pods_reach_names_and_https_and_asks_for_a_secret(
     assert copier["args"][-2:] == ["bundle:", copier["volumeMounts"][0]["mountPath"]]
 
 
-def test_playable_keeps_the_pod_as_it_is_rendered() -> None:
+def test_playable_does_not_change_the_pod() -> None:
     objects = list(base().values())
     before = copy.deepcopy(objects)
     played = by_name(list(yaml.safe_load_all(kube.playable(copy.deepcopy(objects)))))

@@ -35,17 +35,17 @@ ABSENT = {
 }
 
 
-def test_dashboard_is_what_its_program_makes() -> None:
+def test_dashboard_equals_the_output_of_its_program() -> None:
     assert FILE.read_text(encoding="utf-8") == rendered(), "run python -m deploy.dashboards"
 
 
-def test_dashboard_fits_a_config_map_that_is_applied() -> None:
+def test_dashboard_fits_into_an_applied_config_map() -> None:
     # kubectl apply stores the object in an annotation; annotations are limited to 256 KiB.
     assert len(json.dumps(FILE.read_text(encoding="utf-8"))) < 250_000
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_panels_say_what_they_show_and_in_which_unit(panel: dict[str, Any]) -> None:
+def test_panels_have_a_description_and_a_unit(panel: dict[str, Any]) -> None:
     assert len(panel["description"]) > 30
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"]["uid"] == "${datasource}"
@@ -63,7 +63,7 @@ def test_panels_do_not_overlap() -> None:
     assert len({panel["id"] for panel in committed()["panels"]}) == len(committed()["panels"])
 
 
-def test_links_lead_to_alerts_that_there_are() -> None:
+def test_links_lead_to_existing_alerts() -> None:
     rules = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in RULES.glob("*.yaml")]
     alerts = {
         rule["alert"].lower()
@@ -77,14 +77,14 @@ def test_links_lead_to_alerts_that_there_are() -> None:
     assert linked <= alerts
 
 
-def test_every_metric_is_on_the_dashboard_or_in_a_rule_or_absent_for_a_reason() -> None:
+def test_every_metric_is_on_the_dashboard_or_in_a_rule_or_listed_with_a_reason() -> None:
     rules = "".join(path.read_text(encoding="utf-8") for path in RULES.glob("*.yaml"))
     used = set(re.findall(r"\bantiphon_\w+", rules + "".join(one.text for one in expressions())))
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
     assert set(documented()) - shown == set(ABSENT)
 
 
-def test_failures_are_those_that_rules_count() -> None:
+def test_failures_on_the_dashboard_equal_those_of_the_rules() -> None:
     rules = (RULES / "recording.yaml").read_text(encoding="utf-8")
     (failed,) = (one.text for one in expressions() if one.place.startswith("Failed"))
     reasons = set(re.findall(r'reason=~"([^"]*)"', failed))

@@ -20,7 +20,7 @@ T2 = "T²: attention workspace"
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[Prometheus]:
+def prometheus_with_load() -> Iterator[Prometheus]:
     """Run Prometheus with two servers, one of them under load. The second one reveals labels that do not match."""
     # Budgets are exported only if they are set.
     arguments = ("--memory-limit-bytes", str(2**31))
@@ -29,12 +29,12 @@ def watched() -> Iterator[Prometheus]:
         ServerProcess(SHIPPED_BUNDLE, arguments) as idle,
         prometheus([f"127.0.0.1:{one.metrics_port}" for one in (server, idle)]) as watching,
     ):
-        watching.wait(lambda one: len(one.ask('up{job="antiphon"} == 1')) == 2)  # what grew before, nobody saw
+        watching.wait(lambda one: len(one.ask('up{job="antiphon"} == 1')) == 2)  # earlier growth was not scraped
         with busy(server.target):
             yield watching
 
 
-def test_every_expression_has_data(watched: Prometheus) -> None:
+def test_every_expression_has_data(prometheus_with_load: Prometheus) -> None:
     empty: list[Expression] = expressions()
     assert len(empty) > 80
 
@@ -43,33 +43,33 @@ def test_every_expression_has_data(watched: Prometheus) -> None:
         return not empty
 
     try:
-        watched.wait(is_full)
+        prometheus_with_load.wait(is_full)
     except AssertionError:
         pytest.fail("no data: " + "; ".join(f"{one.place} = {one.text}" for one in empty))
 
 
-def by_length(watched: Prometheus, column: str) -> list[float]:
+def by_length(prometheus_with_load: Prometheus, column: str) -> list[float]:
     """Return the values of the T² panel for each of LENGTHS, shortest first."""
-    found = {sample.labels["source_len"]: sample.value for sample in watched.ask(of_panel(T2)[column])}
+    found = {sample.labels["source_len"]: sample.value for sample in prometheus_with_load.ask(of_panel(T2)[column])}
     return [found[str(length)] for length in LENGTHS]
 
 
-def test_workspace_grows_with_the_length_and_score_matrices_with_its_square(watched: Prometheus) -> None:
-    watched.wait(lambda one: len(one.ask(of_panel(T2)["tokens"])) > len(LENGTHS))
-    tokens = by_length(watched, "tokens")
+def test_workspace_grows_with_the_length_and_score_matrices_with_its_square(prometheus_with_load: Prometheus) -> None:
+    prometheus_with_load.wait(lambda one: len(one.ask(of_panel(T2)["tokens"])) > len(LENGTHS))
+    tokens = by_length(prometheus_with_load, "tokens")
     heads = load_bundle(SHIPPED_BUNDLE).manifest.model.num_heads
-    materialised = by_length(watched, "materialised")
+    materialised = by_length(prometheus_with_load, "materialised")
     assert tokens == pytest.approx(LENGTHS)
     assert materialised == pytest.approx([4 * heads * length**2 for length in LENGTHS])
     for column in ("measured", "predicted fused"):
-        for shorter, longer in pairwise(by_length(watched, column)):
-            assert 1.5 < longer / shorter < 2.5, column  # 4 were the square
+        for shorter, longer in pairwise(by_length(prometheus_with_load, column)):
+            assert 1.5 < longer / shorter < 2.5, column  # 4 would be quadratic growth
 
 
-def test_picture_has_curves_of_every_kind_of_panel(watched: Prometheus) -> None:
-    watched.wait(lambda one: len(one.ask(of_panel(T2)["tokens"])) > len(LENGTHS))
+def test_image_has_curves_of_every_kind_of_panel(prometheus_with_load: Prometheus) -> None:
+    prometheus_with_load.wait(lambda one: len(one.ask(of_panel(T2)["tokens"])) > len(LENGTHS))
     one_a_kind = {panel["type"]: panel for panel in panels()}
-    figure = draw(list(one_a_kind.values()), Answers(watched.url, 0.2))
+    figure = draw(list(one_a_kind.values()), Answers(prometheus_with_load.url, 0.2))
     drawn = {axes.get_title(loc="left"): axes for axes in figure.axes}
     curves = drawn[one_a_kind["xychart"]["title"]].lines
     assert [np.asarray(curve.get_xdata()).size for curve in curves] == [len(LENGTHS) + 1] * 3

@@ -36,7 +36,7 @@ def test_dockerfile_is_clean_for_hadolint() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_dockerfile_installs_nothing_of_a_registry_that_no_lock_names() -> None:
+def test_dockerfile_installs_only_locked_packages() -> None:
     installs = [line for line in instructions() if re.search(r"\bpip\b.* install ", line)]
     assert len(installs) >= 4
     for line in installs:
@@ -44,7 +44,7 @@ def test_dockerfile_installs_nothing_of_a_registry_that_no_lock_names() -> None:
         assert re.search(r"--require-hashes -r requirements/(build|image|image-cuda)\.lock|--no-index", line), line
 
 
-def test_dockerfile_keeps_images_that_nothing_was_run_in_as_root() -> None:
+def test_dockerfile_runs_nothing_as_root_in_final_stages() -> None:
     found = stages()
     for name in ("cpu", "cuda"):
         first, *rest = found[name]
@@ -58,11 +58,11 @@ def test_dockerfile_keeps_images_that_nothing_was_run_in_as_root() -> None:
     assert "USER 10001:10001" in found["bundle"]
 
 
-def test_dockerfile_builds_the_cpu_image_where_no_target_is_named() -> None:
+def test_dockerfile_builds_the_cpu_image_by_default() -> None:
     assert list(stages().items())[-1] == ("", ["FROM cpu"])
 
 
-def test_dockerignore_lets_in_what_is_copied_and_nothing_that_is_built_in_a_checkout() -> None:
+def test_dockerignore_includes_copied_files_and_excludes_build_products() -> None:
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert patterns[0] == "*"
     allowed = [line.removeprefix("!") for line in patterns if line.startswith("!")]

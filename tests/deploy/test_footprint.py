@@ -20,7 +20,7 @@ WAITING = 700
 QUIET_AND_PATIENT = ["--access-log", "none", "--max-queue-time-s", "3600"]
 
 
-def test_printed_limit_holds_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_memory_limit_suffices_for_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
     """The load has 64 rows of the longest sources, a full cache, a long queue and scored targets."""
     assert main(["size", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -35,14 +35,14 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
     return load(kustomize(folder))
 
 
-def test_images_are_those_that_were_pushed(objects: list[Manifest]) -> None:
+def test_images_of_the_guide_are_the_pushed_ones(objects: list[Manifest]) -> None:
     ((_, pod),) = pods(objects)
     assert [container["image"] for container in (*pod["initContainers"], *pod["containers"])] == [
         "registry.example.org/opus:1", "registry.example.org/antiphon:0.1.0",
     ]  # fmt: skip
 
 
-def test_every_component_has_its_say(objects: list[Manifest]) -> None:
+def test_every_component_of_the_guide_takes_effect(objects: list[Manifest]) -> None:
     """Size, bundle and certificates apply to one container; later steps do not undo earlier ones."""
     ((_, pod),) = pods(objects)
     (container,) = pod["containers"]
@@ -53,7 +53,7 @@ def test_every_component_has_its_say(objects: list[Manifest]) -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/bundle", "/etc/antiphon/tls"}
 
 
-def test_it_is_watched_and_scaled(objects: list[Manifest]) -> None:
+def test_deployment_of_the_guide_is_monitored_and_scaled(objects: list[Manifest]) -> None:
     (deployment,) = of_kind(objects, "Deployment")
     assert "replicas" not in deployment["spec"]
     for kind in ("ServiceMonitor", "PrometheusRule", "ScaledObject"):

@@ -41,7 +41,7 @@ def left_out() -> set[str]:
     return modules | {path.replace("/", ".") for path in PRUNED if not path.endswith("include")}
 
 
-def test_serve_answers_without_what_the_image_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_answers_without_the_parts_that_the_image_omits(monkeypatch: pytest.MonkeyPatch) -> None:
     names = sorted(left_out())
     assert {"huggingface_hub", "yaml", "onnxruntime.tools", "numpy.testing"} <= set(names)
     monkeypatch.setattr(process, "ANTIPHON", (sys.executable, "-c", WITHOUT.format(names=names)))
@@ -55,7 +55,7 @@ def test_serve_answers_without_what_the_image_leaves_out(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", PRUNED)
-def test_pruned_paths_are_there_to_be_pruned(path: str) -> None:
+def test_pruned_paths_exist(path: str) -> None:
     top, _, rest = path.partition("/")
     spec = importlib.util.find_spec(top)
     assert spec is not None
@@ -63,13 +63,13 @@ def test_pruned_paths_are_there_to_be_pruned(path: str) -> None:
     assert any((Path(place) / rest).exists() for place in spec.submodule_search_locations)
 
 
-def test_image_locks_agree_with_what_is_tested() -> None:
+def test_image_locks_agree_with_the_test_lock() -> None:
     tested = locked("test.lock")
     for name in ("build.lock", "image.lock"):
         assert locked(name).items() <= tested.items()
 
 
-def test_cuda_lock_differs_in_onnxruntime_alone() -> None:
+def test_cuda_lock_differs_only_in_onnxruntime() -> None:
     cpu, cuda = locked("image.lock"), locked("image-cuda.lock")
     assert cuda.pop("onnxruntime-gpu") == cpu.pop("onnxruntime")
     assert {name: version for name, version in cuda.items() if not name.startswith("nvidia-")} == cpu

@@ -31,7 +31,7 @@ def read(path: Path) -> Any:
 SERVICES = read(COMPOSE)["services"]
 
 
-def test_watch_runs_a_server_that_prometheus_scrapes_and_ends_all_on_an_interrupt() -> None:
+def test_watch_runs_a_server_and_prometheus_and_ends_both_on_an_interrupt() -> None:
     tool("prometheus", PACKAGE)
     ports = [str(free_port()) for _ in range(2)]
     options = ("--prometheus-port", ports[0], "--alertmanager-port", ports[1])
@@ -67,7 +67,7 @@ def _said_until_ready(process: subprocess.Popen[str]) -> dict[str, str]:
     raise AssertionError(f"it ended with {process.wait()}, having said {said}")
 
 
-def test_watch_tells_what_is_wrong_with_an_option_of_the_server() -> None:
+def test_watch_reports_a_wrong_option_of_the_server() -> None:
     tool("prometheus", PACKAGE)
     ports = ("--prometheus-port", str(free_port()), "--alertmanager-port", str(free_port()))
     command = [sys.executable, str(LAPTOP / "watch.py"), *ports, "--max-num-seqs", "0"]
@@ -77,7 +77,7 @@ def test_watch_tells_what_is_wrong_with_an_option_of_the_server() -> None:
     assert "watch: the server ended with 2 before it was ready" in ended.stderr
 
 
-def test_prometheus_takes_the_configuration(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
     for name in ("prometheus.yaml", "servers.yaml", "alertmanagers.yaml"):
         (tmp_path / name).write_bytes((LAPTOP / name).read_bytes())
     (tmp_path / "rules").symlink_to(ROOT / "deploy" / "alerts" / "rules")
@@ -101,7 +101,7 @@ def test_containers_have_no_more_rights_than_they_need(name: str) -> None:
     assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", service["image"]), "a version, and no registry"
 
 
-def test_containers_mount_files_that_there_are() -> None:
+def test_containers_mount_existing_files() -> None:
     mounts = [volume.split(":") for service in SERVICES.values() for volume in service.get("volumes", ())]
     sources = [source for source, *_ in mounts if source.startswith(".")]
     assert len(sources) >= 8

@@ -41,7 +41,7 @@ def containers(name: str) -> Iterator[tuple[Manifest, Manifest]]:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_probes_ask_for_health_where_it_is_in_the_open(name: str) -> None:
+def test_probes_use_a_plaintext_port(name: str) -> None:
     """Kubernetes' probes cannot use TLS: they use probe_port if it is set. Liveness differs from readiness."""
     for _, container in containers(name):
         chosen = settings(rendered(name), container)
@@ -67,7 +67,7 @@ def test_grace_period_covers_the_drain(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_ports_are_those_of_the_settings(name: str) -> None:
+def test_ports_of_containers_equal_those_of_the_settings(name: str) -> None:
     """Every port setting has a container port, and every container port has a setting."""
     defaults = {"ANTIPHON_PORT": "50051", "ANTIPHON_METRICS_PORT": "9090"}
     for _, container in containers(name):
@@ -115,7 +115,7 @@ def _named_ports(manifest: Manifest) -> set[str | int]:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_services_and_policies_speak_of_ports_that_are_there(name: str) -> None:
+def test_services_and_policies_use_existing_ports(name: str) -> None:
     for _, container in containers(name):
         known = {port[field] for port in container["ports"] for field in ("name", "containerPort")}
         spoken_of = set().union(*(_named_ports(found) for found in rendered(name) if "spec" in found))
@@ -124,7 +124,7 @@ def test_services_and_policies_speak_of_ports_that_are_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_references_lead_to_objects_that_are_there(name: str) -> None:
+def test_references_lead_to_existing_objects(name: str) -> None:
     """Check the names of Services, accounts and settings. Operators create Secrets; deploy/README.md names each."""
     there = {(found["kind"], found["metadata"]["name"]) for found in rendered(name)}
     readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def test_requests_equal_limits(name: str) -> None:
         assert threads in (None, resources["limits"]["cpu"])
 
 
-def test_kserve_runs_what_the_deployment_would() -> None:
+def test_kserve_runs_the_container_of_the_deployment() -> None:
     """Its runtime copies sizes and settings; only the port's name, the model and the folder differ."""
     ((pod, container),), ((kserve_pod, runtime),) = containers("cpu"), containers("kserve")
     copied = ("image", "resources", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
@@ -181,7 +181,7 @@ def test_kserve_runs_what_the_deployment_would() -> None:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_image_is_of_this_version(name: str) -> None:
+def test_image_tag_is_the_version_of_the_package(name: str) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     suffix = "-cuda" if "gpu" in name else ""
     for _, container in containers(name):
@@ -190,7 +190,7 @@ def test_image_is_of_this_version(name: str) -> None:
         assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == version
 
 
-def test_a_changed_setting_rolls_the_pods() -> None:
+def test_changed_setting_restarts_the_pods() -> None:
     def settings_name(literals: list[str]) -> str:
         generator = {"name": "antiphon", "namespace": "antiphon", "behavior": "merge", "literals": literals}
         objects = combine((), configMapGenerator=[generator])
@@ -202,14 +202,14 @@ def test_a_changed_setting_rolls_the_pods() -> None:
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_replicas_are_one_authority_s(name: str) -> None:
+def test_number_of_replicas_is_set_in_one_place(name: str) -> None:
     """The number is set by an autoscaler or by the file: otherwise `kubectl apply` would reset the autoscaler's."""
     scalers = of_kind(rendered(name), "ScaledObject") + of_kind(rendered(name), "HorizontalPodAutoscaler")
     (deployment,) = of_kind(rendered(name), "Deployment")
     assert len(scalers) == (0 if "replicas" in deployment["spec"] else 1)
 
 
-def test_both_autoscalers_decide_alike() -> None:
+def test_both_autoscalers_have_the_same_rules() -> None:
     (scaled,) = of_kind(rendered("+autoscaling"), "ScaledObject")
     (plain,) = of_kind(rendered("+autoscaling-hpa"), "HorizontalPodAutoscaler")
     by_keda, by_itself = scaled["spec"], plain["spec"]
@@ -223,7 +223,7 @@ def test_both_autoscalers_decide_alike() -> None:
     assert [float(value.removesuffix("m")) / (1000 if value.endswith("m") else 1) for value in values] == thresholds
 
 
-def test_kserve_scales_as_the_deployment_would() -> None:
+def test_kserve_has_the_scaling_rules_of_the_deployment() -> None:
     """Without the label `job`, which depends on how Prometheus finds KServe's pods."""
     (scaled,) = of_kind(rendered("+autoscaling"), "ScaledObject")
     (service,) = of_kind(rendered("kserve"), "InferenceService")
@@ -239,7 +239,7 @@ def test_kserve_scales_as_the_deployment_would() -> None:
     )
 
 
-def test_keda_s_triggers_say_what_keda_knows() -> None:
+def test_keda_triggers_have_only_known_keys() -> None:
     """A trigger's metadata is a map of strings for Kubernetes: schemas accept a misspelt key."""
     known = {"serverAddress", "query", "threshold", "activationThreshold", "ignoreNullValues", "authModes"}
     (scaled,) = of_kind(rendered("autoscaling"), "ScaledObject")
@@ -250,7 +250,7 @@ def test_keda_s_triggers_say_what_keda_knows() -> None:
     assert scaled["spec"]["fallback"]["replicas"] <= scaled["spec"]["maxReplicaCount"]
 
 
-def test_components_that_need_others_say_so() -> None:
+def test_components_that_need_others_are_documented() -> None:
     """The tests combine them in the order of the table in deploy/README.md."""
     readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
     for name, needed in PREREQUISITES.items():
@@ -258,7 +258,7 @@ def test_components_that_need_others_say_so() -> None:
         assert all(other in row.rpartition(" | ")[2] for other in needed), row
 
 
-def test_deployment_of_one_s_own_in_the_readme_renders(tmp_path: Path) -> None:
+def test_example_deployment_of_the_readme_renders(tmp_path: Path) -> None:
     """Render the example, with this checkout in place of `antiphon`."""
     readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
     (example,) = [text for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "kind: Kustomization" in text]
@@ -273,14 +273,14 @@ def test_deployment_of_one_s_own_in_the_readme_renders(tmp_path: Path) -> None:
     assert deployment["spec"]["replicas"] == 6
 
 
-def test_policy_of_the_base_lets_nobody_out() -> None:
+def test_network_policy_of_the_base_allows_no_egress() -> None:
     (policy,) = of_kind(rendered("cpu"), "NetworkPolicy")
     assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
     assert policy["spec"]["egress"] == []
     assert all(rule["from"] for rule in policy["spec"]["ingress"])
 
 
-def test_adapter_rules_answer_what_the_autoscaler_asks() -> None:
+def test_adapter_rules_provide_the_metrics_of_the_autoscaler() -> None:
     text = (DEPLOY / "components" / "autoscaling-hpa" / "prometheus-adapter.yaml").read_text(encoding="utf-8")
     answered = {rule["seriesQuery"].partition("{")[0] for rule in yaml.safe_load(text)["rules"]["custom"]}
     (plain,) = of_kind(rendered("+autoscaling-hpa"), "HorizontalPodAutoscaler")

@@ -39,7 +39,7 @@ def printed(arguments: tuple[str, ...], variables: frozenset[tuple[str, str]]) -
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_server_takes_every_setting(name: str) -> None:
+def test_server_accepts_every_setting(name: str) -> None:
     """The server ignores unknown variables, so each variable is compared with the settings in effect."""
     arguments, variables, _ = command(name)
     in_effect = printed(tuple(arguments), frozenset(variables.items()))
@@ -52,14 +52,14 @@ def test_server_takes_every_setting(name: str) -> None:
         assert same if same is not None else value.lower() == str(found).lower(), variable
 
 
-def test_wrong_setting_would_be_refused() -> None:
+def test_wrong_setting_is_refused() -> None:
     arguments, variables, _ = command("cpu")
     done = antiphon(*arguments, "--print-config", env={**variables, "ANTIPHON_DRAIN_DELAY_S": "5s"})
     assert done.returncode == 2
     assert b"drain_delay_s" in done.stderr
 
 
-def test_kserve_s_model_is_called_as_its_service_and_read_where_kserve_puts_it() -> None:
+def test_kserve_model_has_the_name_of_its_service_and_the_path_of_kserve() -> None:
     arguments, variables, _ = command("kserve")
     (service,) = of_kind(rendered("kserve"), "InferenceService")
     assert printed(tuple(arguments), frozenset(variables.items()))["models"] == {
@@ -106,7 +106,7 @@ def _asked_for() -> Iterator[tuple[str, str]]:
     yield "inferenceservice.yaml", yaml.safe_dump(service["spec"]["predictor"]["autoScaling"])
 
 
-def test_every_metric_asked_for_is_exported(exported: set[str]) -> None:
+def test_every_metric_used_for_scaling_is_exported(exported: set[str]) -> None:
     asked = {name for _, text in _asked_for() for name in METRIC.findall(text)}
     assert {"antiphon_num_requests_waiting", "antiphon_kv_cache_usage_ratio"} <= asked
     assert asked <= exported

@@ -45,7 +45,7 @@ def check(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_manifests_are_as_their_schemas_say(name: str) -> None:
+def test_manifests_match_their_schemas(name: str) -> None:
     objects = rendered(name)
     assert objects
     for manifest in objects:
@@ -53,13 +53,13 @@ def test_manifests_are_as_their_schemas_say(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_manifests_applied_by_hand_are_as_their_schemas_say(name: str) -> None:
+def test_manually_applied_manifests_match_their_schemas(name: str) -> None:
     for manifest in load((DEPLOY / name).read_text(encoding="utf-8")):
         check(manifest)
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_manifests_are_each_one_object_of_the_namespace(name: str) -> None:
+def test_manifests_are_unique_objects_of_the_namespace(name: str) -> None:
     """Two objects of one kind and name would overwrite each other; one in another namespace would remain."""
     found = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in rendered(name)]
     assert len(found) == len(set(found))
@@ -75,7 +75,7 @@ def _misspelt(manifest: Manifest) -> Manifest:
     return wrong
 
 
-def test_a_misspelt_field_is_refused_of_every_kind() -> None:
+def test_misspelt_field_is_refused_for_every_kind() -> None:
     """Otherwise the tests above would always pass."""
     manifests = {found["kind"]: found for name in RENDERINGS for found in rendered(name) if "spec" in found}
     assert {"Deployment", "ScaledObject", "GRPCRoute", "ServingRuntime"} <= manifests.keys()
@@ -84,7 +84,7 @@ def test_a_misspelt_field_is_refused_of_every_kind() -> None:
             check(_misspelt(manifest))
 
 
-def test_a_wrong_type_inside_a_list_is_refused() -> None:
+def test_wrong_type_inside_a_list_is_refused() -> None:
     (scaled,) = [found for found in rendered("autoscaling") if found["kind"] == "ScaledObject"]
     wrong = copy.deepcopy(scaled)
     wrong["spec"]["triggers"][0]["metadata"]["threshold"] = 5
@@ -101,7 +101,7 @@ def test_readme_lists_every_overlay_and_component() -> None:
         assert (DEPLOY / name / "kustomization.yaml").is_file()
 
 
-def test_checkov_finds_nothing_that_is_not_explained(tmp_path: Path) -> None:
+def test_checkov_reports_only_explained_findings(tmp_path: Path) -> None:
     """Run checkov's checks of Kubernetes over all renderings at once, because it takes seconds to start.
 
     A copy of the Deployment that may gain privileges goes with them, and must be found.

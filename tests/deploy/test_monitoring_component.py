@@ -28,13 +28,13 @@ def one(overlay: str, kind: str, name: str = "antiphon") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlay", sorted(path.name for path in (ROOT / "deploy" / "overlays").iterdir()))
-def test_objects_lie_in_one_namespace(overlay: str) -> None:
+def test_objects_are_in_one_namespace(overlay: str) -> None:
     found = {it["kind"]: it["metadata"].get("namespace") for it in rendered(overlay)}
     assert {kind: name for kind, name in found.items() if kind not in WITHOUT_NAMESPACE and name != "antiphon"} == {}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_service_monitor_finds_the_service_and_calls_the_job_antiphon(overlay: str) -> None:
+def test_service_monitor_selects_the_service_and_names_the_job_antiphon(overlay: str) -> None:
     monitor, service = one(overlay, "ServiceMonitor")["spec"], one(overlay, "Service")
     labels = service["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
@@ -44,7 +44,7 @@ def test_service_monitor_finds_the_service_and_calls_the_job_antiphon(overlay: s
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_config_map_has_the_dashboard_and_the_label_that_the_sidecar_looks_for(overlay: str) -> None:
+def test_config_map_has_the_dashboard_and_the_label_of_the_sidecar(overlay: str) -> None:
     held = one(overlay, "ConfigMap", "antiphon-dashboard")
     assert held["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert held["data"] == {FILE.name: FILE.read_text(encoding="utf-8")}

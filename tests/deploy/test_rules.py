@@ -45,26 +45,26 @@ def run(*command: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_rules_are_sound() -> None:
+def test_rules_pass_the_checks_of_promtool() -> None:
     run(tool("promtool", PROMETHEUS), "check", "rules", "--lint=all", "--lint-fatal", *FILES)
 
 
-def test_alertmanager_takes_its_configuration() -> None:
+def test_alertmanager_accepts_its_configuration() -> None:
     run(tool("amtool", ALERTMANAGER), "check-config", ALERTS / "alertmanager.yaml")
 
 
 @pytest.mark.parametrize("file", UNIT_TESTS, ids=lambda file: file.stem)
-def test_alerts_fire_when_they_should_and_not_when_not(file: Path) -> None:
+def test_rules_pass_their_unit_tests(file: Path) -> None:
     run(tool("promtool", PROMETHEUS), "test", "rules", file)
 
 
-def test_every_alert_has_a_unit_test_and_a_fault() -> None:
+def test_every_alert_has_a_unit_test_and_a_reproducible_fault() -> None:
     tested = [test["name"] for file in UNIT_TESTS for test in read_yaml(file)["tests"]]
     assert sorted(tested) == sorted(alert_names())
     assert {name for fault in FAULTS for name in fault.alerts} == alert_names()
 
 
-def test_every_unit_test_sees_its_alert_begin_fire_and_end_and_another_target_left_alone() -> None:
+def test_every_unit_test_checks_pending_firing_end_and_an_unaffected_target() -> None:
     for file in UNIT_TESTS:
         for test in read_yaml(file)["tests"]:
             states = [str(check["exp_samples"]) for check in test["promql_expr_test"]]
@@ -74,25 +74,25 @@ def test_every_unit_test_sees_its_alert_begin_fire_and_end_and_another_target_le
             assert ("for" in rule) == any("pending" in state for state in states), test["name"]
 
 
-def test_object_of_the_cluster_is_made_from_the_rules() -> None:
+def test_prometheus_rule_equals_the_rules() -> None:
     made = subprocess.run([sys.executable, ALERTS / "prometheusrule.py"], capture_output=True, text=True, check=True)
     assert OBJECT.read_text(encoding="utf-8") == made.stdout
     groups = [group for file in FILES for group in read_yaml(file)["groups"]]
     assert read_yaml(OBJECT)["spec"]["groups"] == groups
 
 
-def test_object_of_the_cluster_is_as_its_definition_says() -> None:
+def test_prometheus_rule_matches_its_schema() -> None:
     validate(read_yaml(OBJECT))
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_alert_says_how_bad_it_is_what_it_saw_and_what_to_do(rule: Mapping[str, Any]) -> None:
+def test_alert_has_a_severity_a_description_and_a_runbook(rule: Mapping[str, Any]) -> None:
     assert rule["labels"]["severity"] in {"critical", "warning"}
     assert set(rule["annotations"]) == {"summary", "description", "runbook"}
     assert rule["annotations"]["runbook"] == f"docs/RUNBOOK.md#{rule['alert'].lower()}"
 
 
-def test_runbook_has_a_section_of_the_same_parts_for_every_alert() -> None:
+def test_runbook_has_the_same_sections_for_every_alert() -> None:
     _, *sections = re.split(r"^### ", RUNBOOK.read_text(encoding="utf-8"), flags=re.M)
     named = {section.partition("\n")[0]: section for section in sections}
     assert set(named) == alert_names()
@@ -120,7 +120,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
     return found
 
 
-def test_every_metric_label_and_value_is_one_that_the_server_exports(
+def test_rules_use_only_metrics_labels_and_values_that_the_server_exports(
     exported: Mapping[str, Mapping[str, set[str]]],
 ) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
@@ -138,7 +138,7 @@ def test_every_metric_label_and_value_is_one_that_the_server_exports(
                 assert label == "job" or not missing, (name, label, sorted(exported[name]))
 
 
-def test_labels_of_messages_and_groups_are_there(exported: Mapping[str, Mapping[str, set[str]]]) -> None:
+def test_labels_of_messages_and_groups_exist(exported: Mapping[str, Mapping[str, set[str]]]) -> None:
     known = OF_TARGETS.union(*(set(labels) for labels in exported.values()))
     for rule in rules():
         used = [*re.findall(r"\$labels\.(\w+)", str(rule)), *_grouped(rule["expr"])]
@@ -150,7 +150,7 @@ def _grouped(expression: str) -> Iterable[str]:
         yield from labels.split(", ")
 
 
-def test_scaled_rules_are_the_shipped_ones_in_less_time() -> None:
+def test_scaled_rules_differ_from_the_shipped_ones_only_in_durations() -> None:
     assert [scaled(duration, 60) for duration in ("30s", "5m", "6h")] == ["500ms", "5000ms", "360000ms"]
     faster = [rule for group in scaled_rules(60)["groups"] for rule in group["rules"]]
     for one, other in zip(rules(), faster, strict=True):

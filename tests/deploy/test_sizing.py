@@ -21,9 +21,7 @@ from tests.manifests import edit_manifest
 COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
 
 
-def test_size_writes_the_component_that_is_shipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_size_writes_the_shipped_component(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The command in the file, run again in the root, writes the same file."""
     monkeypatch.chdir(ROOT)
     shipped = COMPONENT.read_text(encoding="utf-8")
@@ -34,7 +32,7 @@ def test_size_writes_the_component_that_is_shipped(
     assert capsys.readouterr().out == shipped.replace(words[-1], "-")
 
 
-def test_sized_component_sets_the_base(tmp_path: Path) -> None:
+def test_sized_component_sets_resources_and_settings_of_the_base(tmp_path: Path) -> None:
     """Rendered over the base, its numbers are in the Deployment and in the settings."""
     root = tmp_path / "deploy"
     (root / "overlay").mkdir(parents=True)
@@ -66,7 +64,7 @@ def _sized(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     ("rate", "spare", "zones"),
     [(1, 0, 1), (70, 0, 1), (71, 0, 1), (700, 2, 1), (699, 1, 3), (10_000, 1, 3), (70, 5, 2)],
 )
-def test_replicas_that_are_left_after_a_loss_carry_the_rate_and_one_less_would_not(
+def test_number_of_replicas_is_the_least_that_sustains_the_rate_after_a_loss(
     rate: int, spare: int, zones: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _sized(capsys, "--rate", str(rate), "--requests-per-s", "100", "--spare", str(spare), "--zones", str(zones))
@@ -79,7 +77,7 @@ def test_replicas_that_are_left_after_a_loss_carry_the_rate_and_one_less_would_n
     assert left == needed or zones > 1
 
 
-def test_cache_is_sized_by_the_lengths_that_come(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_size_follows_the_given_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks have 16 tokens, the begin token is part of a target, and one sequence of maximum length always fits."""
     shorter = _sized(capsys, "--source-tokens", "32", "--target-tokens", "47")
     longest = _sized(capsys)
@@ -90,7 +88,9 @@ def test_cache_is_sized_by_the_lengths_that_come(capsys: pytest.CaptureFixture[s
     assert abs(longest["memory_limit_bytes"] - shorter["memory_limit_bytes"] - 1.1 * spared) <= 2 << 24
 
 
-def test_rate_of_a_replica_is_read_from_a_load_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rate_of_a_replica_is_read_from_the_result_of_a_load_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "load.json"
     path.write_text(json.dumps(LOAD), encoding="utf-8")
     assert main(["size", "--rate", "70", "--load-result", str(path), "--spare", "0"]) == 0
@@ -140,7 +140,9 @@ def test_load_result_without_a_rate_is_refused(
     assert f"--load-result {path}" in capsys.readouterr().err
 
 
-def test_bundle_that_was_never_profiled_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundle_without_a_profile_is_refused_with_the_profile_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(SHIPPED_BUNDLE, bundle)
     edit_manifest(bundle, lambda manifest: manifest.pop("memory"))

@@ -1,4 +1,4 @@
-"""Installation of programs for tests of deployment that are not installed."""
+"""Installation of missing programs for tests of deployment."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def unpack(folder: Path, programs: tuple[str, ...], wanted: str) -> str:
     return done.stdout
 
 
-def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
+def test_present_program_is_not_downloaded(tmp_path: Path) -> None:
     assert unpack(tmp_path, ("mkdir", "uname"), "coreutils=uname") == ""
 
 
-def test_machine_without_apt_is_told_what_it_goes_without(tmp_path: Path) -> None:
+def test_missing_programs_are_listed_on_a_machine_without_apt(tmp_path: Path) -> None:
     assert "no apt to get it with: its tests are skipped" in unpack(tmp_path, ("mkdir",), "some-package=some-program")
 
 
-def test_package_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+def test_unavailable_package_is_reported(tmp_path: Path) -> None:
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         pytest.skip("apt-get and dpkg are not on this machine: Debian and its relatives have them")
     programs = ("mkdir", "mktemp", "rm", "apt-get", "dpkg")
@@ -65,7 +65,7 @@ def test_unpacked_alertmanager_reads_the_unpacked_templates(tmp_path: Path) -> N
     assert (usr / "libexec" / program.name).stat().st_size == size
 
 
-def test_locked_tool_is_run_rather_than_one_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_tool_is_preferred_to_one_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: an old kubectl on PATH skipped the tests of the manifests on a machine that had the locked one."""
     for folder in ("locked", "system"):
         (tmp_path / folder).mkdir()
@@ -77,6 +77,6 @@ def test_locked_tool_is_run_rather_than_one_of_the_system(tmp_path: Path, monkey
     assert tool("kubectl", "make deploy-tools") == tmp_path / "locked" / "kubectl"
 
 
-def test_tool_that_is_missing_skips_its_test_and_says_how_to_get_it() -> None:
+def test_missing_tool_skips_its_test_and_names_the_package() -> None:
     with pytest.raises(pytest.skip.Exception, match="make deploy-tools"):
         tool("some-program-that-nobody-has", "make deploy-tools")

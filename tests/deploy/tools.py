@@ -19,7 +19,7 @@ SYSTEM = Path("/usr/sbin")
 def tool(name: str, package: str) -> Path:
     """Return the program `name`: the locked one, else PATH's, else the unpacked one.
 
-    Skips the test that asks where there is none; `package` says in the reason how to get it.
+    Skips the test if there is none; the reason contains `package`, which describes the installation.
     """
     places = [LOCKED, os.environ.get("PATH", os.defpath), UNPACKED / "bin", UNPACKED / "sbin", SYSTEM]
     found = shutil.which(name, path=os.pathsep.join(map(str, places)))

@@ -1,7 +1,7 @@
 """A real Prometheus and a real Alertmanager with the shipped rules, and a receiver of their notices.
 
-On loopback and free ports; everything is ended on leaving. Prometheus reads its targets from a file, so that a test
-decides when a server is watched, and under which name.
+They use free ports of loopback and end with the context. Prometheus reads its targets from a file, so that a test
+controls when a server is monitored, and under which name.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Watch:
         groups = [{"targets": [f"127.0.0.1:{port}"], "labels": {"instance": name}} for name, port in ports.items()]
         temporary = self._folder / "targets.tmp"
         temporary.write_text(json.dumps(groups))
-        temporary.replace(self._folder / "targets.json")  # never half a file
+        temporary.replace(self._folder / "targets.json")  # the file is replaced atomically
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the current answer of Prometheus."""

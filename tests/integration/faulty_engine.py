@@ -1,6 +1,6 @@
 """A real server process whose decoder hangs, raises an error, or waits for the test.
 
-The fault is put in at the runner's boundary; all else is as served.
+The fault is simulated at the runner's boundary; everything else is the real server.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def faulty(fault: str, *, setup: str = "") -> list[str]:
 
 
 class HeldEngine:
-    """Decode steps of one server, each of which waits until the test lets it begin.
+    """Decode steps of one server, each of which waits for permission of the test.
 
-    What a test sees of requests under way then does not depend on how fast the machine is. The engine reads a byte of
-    a pipe before each step.
+    So the observed state of running requests does not depend on the speed of the machine. The engine reads a byte of a
+    pipe before each step.
     """
 
     def __init__(self, pipe: Path) -> None:

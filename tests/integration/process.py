@@ -33,11 +33,11 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def antiphon(
-    *arguments: str, stdin: bytes = b"", env: Mapping[str, str] | None = None
+    *arguments: str, stdin: bytes = b"", env: Mapping[str, str] | None = None, timeout_s: float = PATIENCE_S
 ) -> subprocess.CompletedProcess[bytes]:
     """Run one subcommand to its end."""
     return subprocess.run(
-        [*ANTIPHON, *arguments], input=stdin, capture_output=True, env=environment(env), timeout=PATIENCE_S, check=False
+        [*ANTIPHON, *arguments], input=stdin, capture_output=True, env=environment(env), timeout=timeout_s, check=False
     )
 
 
@@ -47,7 +47,7 @@ class ServerProcess:
     def __init__(self, bundle: Path | None, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:
         """bundle: None if the arguments name the models. prefix: a command that runs the following command."""
         ports = ("--port", "0", "--metrics-port", "0", "--threads", "1")
-        # Not a pipe: nobody would read it while the server runs, and a server with many log lines would block.
+        # Not a pipe: it would not be read while the server runs, and a server with many log lines would block.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             [*prefix, *ANTIPHON, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
@@ -87,7 +87,7 @@ class ServerProcess:
         while time.monotonic() < end_s:
             if condition(metrics := self.metrics()):
                 return metrics
-        raise AssertionError(f"the metrics never came to that; they are {metrics}")
+        raise AssertionError(f"the condition never became true; the metrics are {metrics}")
 
     def finish(self) -> tuple[int, str]:
         """Wait for the end; return exit code and standard error. Keep the rest of standard output in `output`."""

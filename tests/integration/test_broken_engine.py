@@ -35,16 +35,16 @@ async def test_liveness_fails_while_a_step_does_not_end(bundle: Path) -> None:
             metrics = await asyncio.to_thread(server.metrics)
             assert metrics["antiphon_engine_stuck"] == 1
             assert metrics["antiphon_engine_last_step_age_seconds"] > 0.5
-            for number in (signal.SIGTERM, signal.SIGINT):  # of two of a kind, close together, one might be lost
+            for number in (signal.SIGTERM, signal.SIGINT):  # one of two equal signals can be lost
                 server.process.send_signal(number)
             code, errors = await asyncio.to_thread(server.finish)
             call.cancel()
-    assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # whichever came second
+    assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # whichever signal came second
     assert errors.count("CRITICAL") == 1
     assert "in faulty" in errors  # where the thread is
 
 
-async def test_process_leaves_when_its_model_is_broken_and_every_call_is_told(bundle: Path) -> None:
+async def test_process_exits_when_its_model_is_broken_and_every_call_receives_an_error(bundle: Path) -> None:
     with ServerProcess(bundle, prefix=faulty('raise RuntimeError("secret detail")')) as server:
         async with grpc.aio.insecure_channel(server.target, options=NO_RETRIES) as channel:
             stub: Any = InferenceServiceStub(channel)

@@ -76,7 +76,7 @@ async def test_unread_answers_leave_no_memory_behind() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Echo": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    for _ in range(2):  # the first fill what is kept
+    for _ in range(2):  # the first calls allocate memory that is kept
         await echo.leave_unread(port)
     before = num_used_bytes()
     for _ in range(2):

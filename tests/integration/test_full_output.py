@@ -44,7 +44,7 @@ def check_told(arguments: Sequence[str], env: dict[str, str], name: str) -> None
         ("health",),
     ],
 )
-def test_clients_say_that_their_output_has_no_space(
+def test_clients_report_that_their_output_has_no_space(
     server: ServerProcess, arguments: tuple[str, ...], env: dict[str, str]
 ) -> None:
     check_told((*arguments, "--target", server.target), env, f"antiphon {arguments[0]}")
@@ -52,14 +52,14 @@ def test_clients_say_that_their_output_has_no_space(
 
 @pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
 @pytest.mark.parametrize("arguments", [("serve", "--print-config"), ("size",)])
-def test_commands_without_a_server_say_that_their_output_has_no_space(
+def test_commands_without_a_server_report_that_their_output_has_no_space(
     arguments: tuple[str, ...], env: dict[str, str]
 ) -> None:
     check_told(arguments, env, f"antiphon {arguments[0]}")
 
 
 @pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
-def test_a_server_whose_ready_line_has_no_space_does_not_serve(bundle: Path, env: dict[str, str]) -> None:
+def test_server_does_not_serve_when_its_ready_line_has_no_space(bundle: Path, env: dict[str, str]) -> None:
     check_told(("serve", str(bundle), "--port", "0", "--metrics-port", "0"), env, "antiphon serve")
 
 
@@ -67,5 +67,5 @@ def test_a_server_whose_ready_line_has_no_space_does_not_serve(bundle: Path, env
     ("arguments", "name"),
     [(("--help",), "antiphon"), (("--version",), "antiphon"), (("generate", "--help"), "antiphon generate")],
 )
-def test_help_says_that_it_has_no_space(arguments: tuple[str, ...], name: str) -> None:
+def test_help_reports_that_its_output_has_no_space(arguments: tuple[str, ...], name: str) -> None:
     check_told(arguments, GATHERED, name)

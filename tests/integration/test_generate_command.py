@@ -1,4 +1,4 @@
-"""`antiphon generate` against the real server: standard output, standard error and exit code."""
+"""`antiphon generate` with the real server: standard output, standard error and exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_generate_prints_each_text_on_its_line(server: ServerProcess) -> None:
     assert lines_of(result.stdout) == expected_lines(server, SENTENCES[:3])
 
 
-def test_generate_gives_one_line_for_each_line_in_order(server: ServerProcess) -> None:
+def test_generate_prints_one_line_for_each_line_in_order(server: ServerProcess) -> None:
     texts = [*SENTENCES, "", "  \t", "ends with a carriage return\r", "a\u2028b", "last"] * 3
     result = generate(server, "--concurrency", "32", stdin="\n".join(texts).encode())
     assert (result.returncode, result.stderr) == (0, b"")
@@ -56,11 +56,11 @@ def test_generate_gives_one_line_for_each_line_in_order(server: ServerProcess) -
 
 
 @pytest.mark.parametrize("stdin", [b"", b"\n", b"\n\n\n"])
-def test_generate_gives_an_empty_line_for_an_empty_line(server: ServerProcess, stdin: bytes) -> None:
+def test_generate_prints_an_empty_line_for_an_empty_line(server: ServerProcess, stdin: bytes) -> None:
     assert generate(server, stdin=stdin).stdout == stdin
 
 
-def test_generate_names_failed_lines_and_goes_on(server: ServerProcess) -> None:
+def test_generate_names_failed_lines_and_continues(server: ServerProcess) -> None:
     texts = [SENTENCES[0].encode(), b"caf\xe9", b"wort " * 500, SENTENCES[1].encode()]
     result = generate(server, stdin=b"\n".join(texts))
     first, last = expected_lines(server, SENTENCES[:2])
@@ -118,7 +118,7 @@ def test_generate_streams_the_best_hypothesis(server: ServerProcess) -> None:
     assert lines_of(result.stdout) == outputs_of(server, SENTENCES[0], beam_width=3)
 
 
-def test_generate_passes_every_kind_of_control_on(server: ServerProcess) -> None:
+def test_generate_sends_every_kind_of_control(server: ServerProcess) -> None:
     options: dict[str, Any] = dict(
         temperature=1.5,
         num_return_sequences=2,
@@ -139,7 +139,7 @@ def test_generate_passes_every_kind_of_control_on(server: ServerProcess) -> None
 
 
 @pytest.mark.parametrize("texts", [[SENTENCES[0]], []])
-def test_generate_prints_all_that_came_back_as_json(server: ServerProcess, texts: list[str]) -> None:
+def test_generate_prints_the_whole_answer_as_json(server: ServerProcess, texts: list[str]) -> None:
     flags = ("--json", "--num-logprobs", "2", "--num-return-sequences", "2", "--temperature", "1", "--seed", "5")
     result = generate(server, *flags, *texts, stdin=f"{SENTENCES[0]}\n\n".encode())
     printed = [json.loads(line) for line in lines_of(result.stdout)]
@@ -156,7 +156,7 @@ def test_generate_prints_all_that_came_back_as_json(server: ServerProcess, texts
 
 
 @pytest.mark.parametrize("texts", [["one"], []])
-def test_generate_names_the_target_when_nobody_listens(texts: list[str]) -> None:
+def test_generate_names_the_target_when_no_server_listens(texts: list[str]) -> None:
     result = antiphon("generate", "--target", "127.0.0.1:1", *texts, stdin=b"one\n")
     (line,) = result.stderr.decode().splitlines()
     assert (result.returncode, result.stdout) == (2, b"")
@@ -164,7 +164,7 @@ def test_generate_names_the_target_when_nobody_listens(texts: list[str]) -> None
     assert "antiphon serve" in line
 
 
-def test_generate_answers_a_line_before_the_next_one_comes(server: ServerProcess) -> None:
+def test_generate_prints_the_answer_to_a_line_before_it_reads_the_next(server: ServerProcess) -> None:
     with start(server) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -180,7 +180,7 @@ def test_generate_answers_a_line_before_the_next_one_comes(server: ServerProcess
     ("redirection", "message"),
     [("<&-", "standard input is closed"), ("0>/dev/null", "standard input cannot be read")],
 )
-def test_generate_says_so_when_it_cannot_read(server: ServerProcess, redirection: str, message: str) -> None:
+def test_generate_reports_an_input_that_it_cannot_read(server: ServerProcess, redirection: str, message: str) -> None:
     command = shlex.join([*ANTIPHON, "generate", "--target", server.target])
     result = subprocess.run(
         f"{command} {redirection}", shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -191,7 +191,7 @@ def test_generate_says_so_when_it_cannot_read(server: ServerProcess, redirection
     assert message in line
 
 
-def test_generate_is_quiet_when_its_reader_leaves(server: ServerProcess) -> None:
+def test_generate_prints_no_error_when_its_reader_closes_the_pipe(server: ServerProcess) -> None:
     with start(server) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -206,7 +206,7 @@ def test_generate_is_quiet_when_its_reader_leaves(server: ServerProcess) -> None
         assert process.stderr.read() == b""
 
 
-def test_generate_is_quiet_when_interrupted(server: ServerProcess) -> None:
+def test_generate_prints_no_error_when_interrupted(server: ServerProcess) -> None:
     with start(server) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -231,7 +231,7 @@ def test_generate_draws_progress_on_a_terminal_only(server: ServerProcess) -> No
 
 
 def start(server: ServerProcess, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Running `antiphon generate` whose standard input the test controls."""
+    """Start `antiphon generate` with a standard input that the test controls."""
     return subprocess.Popen(
         [*ANTIPHON, "generate", "--target", server.target, *SHORT],
         stdin=subprocess.PIPE,

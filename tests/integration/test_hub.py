@@ -111,18 +111,18 @@ def held(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_only_what_is_read_is_downloaded(hub: ThreadingHTTPServer) -> None:
+def test_only_needed_files_are_downloaded(hub: ThreadingHTTPServer) -> None:
     wanted = {name: content for name, content in FILES.items() if not name.endswith((".bin", ".py"))}
     assert held(find_checkpoint("someone/new", None)) == wanted
     assert not any(path.endswith((".bin", ".py")) for path in Hub.requests)
 
 
-def test_pytorch_weights_are_taken_where_there_are_no_others(hub: ThreadingHTTPServer) -> None:
+def test_pytorch_weights_are_downloaded_when_there_are_no_others(hub: ThreadingHTTPServer) -> None:
     wanted = {name: content for name, content in OLD_FILES.items() if name != "tf_model.h5"}
     assert held(find_checkpoint("someone/old", "main")) == wanted
 
 
-def test_the_cache_answers_when_the_hub_does_not(hub: ThreadingHTTPServer) -> None:
+def test_cache_is_used_when_the_hub_does_not_answer(hub: ThreadingHTTPServer) -> None:
     first = find_checkpoint("someone/new", COMMIT)
     close(hub)
     assert find_checkpoint("someone/new", COMMIT) == first
@@ -136,12 +136,12 @@ def test_the_cache_answers_when_the_hub_does_not(hub: ThreadingHTTPServer) -> No
         ("someone/new", "v9", "has no revision v9"),
     ],
 )
-def test_what_a_hub_refuses_is_said(hub: ThreadingHTTPServer, name: str, revision: str | None, said: str) -> None:
+def test_refusal_of_a_hub_is_reported(hub: ThreadingHTTPServer, name: str, revision: str | None, said: str) -> None:
     with pytest.raises(SourceError, match=said):
         find_checkpoint(name, revision)
 
 
-def test_a_hub_that_cannot_be_reached_is_said(hub: ThreadingHTTPServer) -> None:
+def test_unreachable_hub_is_reported(hub: ThreadingHTTPServer) -> None:
     close(hub)
     with pytest.raises(SourceError, match=r"someone/new is not a local directory, .* the hub cannot be reached"):
         find_checkpoint("someone/new", None)

@@ -99,7 +99,7 @@ def ours(server: ServerProcess, model: str, text: str, source_language: str = ""
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", ["marian", "t5"])
-def test_answers_are_those_of_transformers(
+def test_answers_equal_those_of_transformers(
     name: str, text: str, server: ServerProcess, originals: dict[str, tuple[Original, Path]]
 ) -> None:
     assert ours(server, name, text) == originals[name][0].answer(text)
@@ -117,7 +117,7 @@ def test_languages_of_mbart50_are_the_first_tokens(
 
 
 @pytest.mark.parametrize("text", TEXTS[:3])
-def test_languages_of_mbart_stand_behind_the_source_and_begin_the_target(
+def test_languages_of_mbart_are_after_the_source_and_first_in_the_target(
     text: str, server: ServerProcess, originals: dict[str, tuple[Original, Path]]
 ) -> None:
     original = originals["mbart"][0]
@@ -127,7 +127,7 @@ def test_languages_of_mbart_stand_behind_the_source_and_begin_the_target(
     assert ours(server, "mbart", text, source_language="de_DE", target_language="fr_XX") == expected
 
 
-def test_marians_target_language_is_a_code_before_the_source(
+def test_target_language_of_marian_is_a_code_before_the_source(
     server: ServerProcess, originals: dict[str, tuple[Original, Path]]
 ) -> None:
     expected = originals["marian"][0].answer(">>fra<< the cat")
@@ -135,7 +135,7 @@ def test_marians_target_language_is_a_code_before_the_source(
     assert ours(server, "marian", ">>fra<< the cat") == expected
 
 
-def test_models_tell_their_languages_and_refuse_others(server: ServerProcess) -> None:
+def test_models_report_their_languages_and_refuse_others(server: ServerProcess) -> None:
     with Client(server.target, model="mbart") as client:
         assert {"de_DE", "en_XX", "fr_XX"} <= {*client.get_model().languages}
     with Client(server.target, model="marian", target_language="xxx") as client:

@@ -36,12 +36,12 @@ ENDLESS = Options(max_new_tokens=2048)
 NUM_FIRST_STEPS = 16
 
 
-def test_serve_says_on_one_line_what_it_serves_where_and_what_to_type(server: ServerProcess, bundle: Path) -> None:
+def test_serve_prints_one_ready_line_with_model_address_and_first_command(server: ServerProcess, bundle: Path) -> None:
     assert (server.model, server.precision) == (bundle.name, "int8")
     assert f'antiphon generate --target {server.target} "How are you?"' in server.ready_line
 
 
-def test_serve_takes_the_precision_it_is_told(bundle: Path) -> None:
+def test_serve_uses_the_configured_precision(bundle: Path) -> None:
     with ServerProcess(bundle, ["--precision", "float32"]) as server:
         assert server.precision == "float32"
 
@@ -54,7 +54,7 @@ async def test_health_is_serving_for_the_server_and_its_service(server: ServerPr
             assert answer.status == SERVING
 
 
-async def test_reflection_lists_every_service_and_gives_its_file(server: ServerProcess) -> None:
+async def test_reflection_lists_every_service_and_returns_its_file(server: ServerProcess) -> None:
     expected = {
         "antiphon.v1.InferenceService",
         "inference.GRPCInferenceService",
@@ -129,13 +129,13 @@ async def _refused_while_draining(channel: grpc.aio.Channel) -> grpc.aio.AioRpcE
     return caught.value
 
 
-async def test_drain_ends_what_is_left_after_its_grace(bundle: Path, tmp_path: Path) -> None:
+async def test_drain_ends_remaining_requests_after_its_grace(bundle: Path, tmp_path: Path) -> None:
     flags = ["--drain-grace-s", "0"]
     with held_engine(tmp_path) as engine, ServerProcess(bundle, flags, prefix=engine.prefix) as server:
         async with AsyncClient(server.target) as client:
             streams = await begun(server, client, engine, 8)
             server.process.send_signal(signal.SIGTERM)
-            engine.release()  # a step that does not end would be a hang, which has another exit code
+            engine.release()  # a step that never ends would be a hang, which has another exit code
             results = await asyncio.gather(
                 *(_whole(stream, first) for stream, first in streams), return_exceptions=True
             )
@@ -144,7 +144,7 @@ async def test_drain_ends_what_is_left_after_its_grace(bundle: Path, tmp_path: P
     assert code == 0
 
 
-async def test_second_signal_leaves_at_once(bundle: Path, tmp_path: Path) -> None:
+async def test_second_signal_ends_the_process_at_once(bundle: Path, tmp_path: Path) -> None:
     with held_engine(tmp_path) as engine, ServerProcess(bundle, prefix=engine.prefix) as server:
         async with grpc.aio.insecure_channel(server.target) as channel, AsyncClient(server.target) as client:
             watch = watching(channel)
@@ -159,7 +159,7 @@ async def test_second_signal_leaves_at_once(bundle: Path, tmp_path: Path) -> Non
     assert code == 128 + signal.SIGTERM
 
 
-def test_serve_names_the_port_when_it_is_in_use_and_the_first_server_goes_on(
+def test_serve_names_the_port_when_it_is_in_use_and_the_first_server_continues(
     server: ServerProcess, bundle: Path
 ) -> None:
     for flags, port in (
@@ -173,7 +173,7 @@ def test_serve_names_the_port_when_it_is_in_use_and_the_first_server_goes_on(
     assert server.metrics()
 
 
-def test_serve_names_the_host_when_it_is_not_this_machines(bundle: Path) -> None:
+def test_serve_names_the_host_when_it_is_not_an_address_of_this_machine(bundle: Path) -> None:
     result = antiphon("serve", str(bundle), "--host", "192.0.2.1", "--port", "0", "--metrics-port", "0")
     assert (result.returncode, "192.0.2.1" in one_line(result)) == (2, True)
 
@@ -290,7 +290,7 @@ def test_serve_refuses_a_cache_below_one_longest_sequence(bundle: Path) -> None:
     assert "kv_cache_blocks is 143; it must be at least 144" in one_line(result)
 
 
-def test_command_says_that_standard_output_is_closed() -> None:
+def test_command_reports_that_standard_output_is_closed() -> None:
     code = "import sys; sys.stdout = None; from antiphon.cli.main import main; sys.exit(main(['generate', 'x']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (2, "antiphon: standard output is closed\n")
@@ -302,7 +302,7 @@ def test_server_never_imports_torch() -> None:
     assert {"torch", "onnx", "onnxscript", "transformers"}.isdisjoint(loaded)
 
 
-def test_port_is_free_again_when_the_server_has_gone(bundle: Path) -> None:
+def test_port_is_free_again_when_the_server_has_ended(bundle: Path) -> None:
     with ServerProcess(bundle) as server:
         port = server.port
         server.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Log of the real process: one line for every RPC, and no word of a client's text."""
+"""Log of the real process: one line for every RPC, and no text of a client."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def ended(server: ServerProcess) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", ["json", "text"])
-async def test_no_text_of_a_client_is_written_anywhere(bundle: Path, kind: str) -> None:
+async def test_texts_of_clients_are_never_logged(bundle: Path, kind: str) -> None:
     asked = requests()
     with ServerProcess(bundle, ["--log-level", "debug", "--log-format", kind]) as server:
         codes = await ask_all(server, [*asked, (SECRET, b"")])
@@ -90,7 +90,7 @@ def access_lines(written: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["message"] == "rpc"]
 
 
-async def test_access_lines_tell_what_the_client_was_told(bundle: Path) -> None:
+async def test_access_lines_agree_with_the_answers_to_the_client(bundle: Path) -> None:
     with ServerProcess(bundle, ["--log-format", "json"]) as server:
         answer, refused = await _answered_refused_and_cancelled(server)
         await asyncio.to_thread(server.wait_for_metrics, is_idle)
@@ -120,7 +120,7 @@ async def _answered_refused_and_cancelled(server: ServerProcess) -> tuple[pb.Gen
     return answer, caught.value
 
 
-async def test_access_log_can_be_kept_to_errors(bundle: Path) -> None:
+async def test_access_log_can_be_limited_to_errors(bundle: Path) -> None:
     with ServerProcess(bundle, ["--log-format", "json", "--access-log", "errors"]) as server:
         await ask_all(server, [("ListModels", b""), ("GetModel", pb.GetModelRequest(model="other"))])
         _, written = await ended(server)
@@ -129,7 +129,7 @@ async def test_access_log_can_be_kept_to_errors(bundle: Path) -> None:
 
 @contextlib.contextmanager
 def unheard(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a server whose standard error is a pipe that nobody reads."""
+    """Start a server whose standard error is an unread pipe."""
     read_end, write_end = os.pipe()
     command = [*ANTIPHON, "serve", "--port", "0", "--metrics-port", "0", "--threads", "1", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write_end, text=True, env=environment()) as process:
@@ -154,7 +154,7 @@ async def fill_the_log(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-async def test_lines_that_standard_error_refuses_are_counted_and_stop_no_call(bundle: Path) -> None:
+async def test_lines_that_standard_error_refuses_are_counted_and_calls_continue(bundle: Path) -> None:
     with ServerProcess(bundle, prefix=("sh", "-c", 'exec "$@" 2>/dev/full', "sh")) as server:
         async with AsyncClient(server.target) as client:
             for _ in range(3):
@@ -164,14 +164,14 @@ async def test_lines_that_standard_error_refuses_are_counted_and_stop_no_call(bu
         assert server.finish() == (0, "")
 
 
-async def test_a_pipe_that_nobody_reads_stops_neither_calls_nor_the_end() -> None:
+async def test_unread_log_pipe_blocks_neither_calls_nor_the_shutdown() -> None:
     with unheard() as process:
         await fill_the_log(process)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
 
 
-async def test_a_pipe_that_nobody_reads_does_not_keep_a_second_signal_waiting() -> None:
+async def test_unread_log_pipe_does_not_delay_a_second_signal() -> None:
     with unheard("--drain-delay-s", "3600") as process:
         await fill_the_log(process)
         process.send_signal(signal.SIGTERM)

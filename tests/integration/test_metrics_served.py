@@ -33,7 +33,7 @@ NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
 async def traffic(target: str) -> list[pb.Usage]:
     """Make answered, streamed, refused, expired and cancelled requests; return the usage of the answered ones."""
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
-        await channel.channel_ready()  # or the first deadlines would pass before anything is sent
+        await channel.channel_ready()  # otherwise the first deadlines would pass before anything is sent
         stub: Any = InferenceServiceStub(channel)
         asked = [
             stub.GenerateUnary(_whole(3 + index), metadata=(("traceparent", PARENT),)) for index in range(NUM_ANSWERED)
@@ -92,7 +92,7 @@ def _check_ends(metrics: Mapping[str, float]) -> None:
     answered = total(metrics, "request_success_total")
     cancelled = sum(total(metrics, "cancellations_total", stage) for stage in inner)
     late = sum(total(metrics, "deadline_misses_total", stage) for stage in inner)
-    hopeless = total(metrics, "deadline_misses_total", "stage=submit")  # on a machine that is very busy
+    hopeless = total(metrics, "deadline_misses_total", "stage=submit")  # on a very busy machine
     errors = total(metrics, "request_errors_total")
     assert (answered, errors) == (NUM_ANSWERED + NUM_STREAMED, 0)
     assert (cancelled, late + hopeless) == (NUM_CANCELLED, NUM_LATE)
@@ -117,7 +117,7 @@ def _check_tokens(metrics: Mapping[str, float], usages: list[pb.Usage]) -> None:
     assert total(metrics, "arena_reserved_bytes") >= total(metrics, "arena_cached_bytes")
 
 
-async def test_prediction_measurement_and_residual_of_an_encoder_run_fit_together() -> None:
+async def test_prediction_measurement_and_residual_of_an_encoder_run_are_consistent() -> None:
     with ServerProcess(SHIPPED_BUNDLE) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
             answer = await cast(Any, InferenceServiceStub(channel)).GenerateUnary(_whole(3))
@@ -134,7 +134,7 @@ async def test_prediction_measurement_and_residual_of_an_encoder_run_fit_togethe
         assert total(metrics, f"encoder_workspace_{kind}_count") == 1
 
 
-async def test_tokens_counted_are_those_that_clients_are_told(server: ServerProcess) -> None:
+async def test_counted_tokens_equal_those_reported_to_clients(server: ServerProcess) -> None:
     before = await asyncio.to_thread(server.wait_for_metrics, is_idle)
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub: Any = InferenceServiceStub(channel)
@@ -149,7 +149,7 @@ async def test_tokens_counted_are_those_that_clients_are_told(server: ServerProc
     }
 
 
-def test_openmetrics_is_served_with_exemplars_where_it_is_asked_for(server: ServerProcess) -> None:
+def test_openmetrics_is_served_with_exemplars_when_it_is_requested(server: ServerProcess) -> None:
     asyncio.run(_ask_traced(server.target))
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     request = urllib.request.Request(f"http://127.0.0.1:{server.metrics_port}/metrics", headers=accept)

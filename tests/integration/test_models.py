@@ -1,4 +1,4 @@
-"""Several models in one real server: each answers as it does alone; they come and go while others run."""
+"""Several models in one real server: each answers as alone, and models are loaded and unloaded while others run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_models_served_together_answer_as_alone(both: ServerProcess, bundle: Pat
     assert answers(both.target, {"tiny": ""}) == {"tiny": alone["tiny"]}
 
 
-def test_ready_line_and_list_name_every_model_the_default_first(both: ServerProcess) -> None:
+def test_ready_line_and_list_contain_every_model_with_the_default_first(both: ServerProcess) -> None:
     assert "ready: tiny (int8), de (int8) on " in both.ready_line
     with Client(both.target) as client:
         assert [model.name for model in client.list_models()] == ["tiny", "de"]
@@ -84,7 +84,7 @@ async def test_an_unknown_model_is_refused_with_the_names_of_those_served(both: 
     assert result.stderr == b"antiphon generate: model 'fr' is not served here; 'tiny', 'de' are\n"
 
 
-async def test_a_model_comes_runs_and_goes_while_its_stream_finishes(both: ServerProcess, bundle: Path) -> None:
+async def test_model_is_loaded_and_unloaded_and_its_stream_finishes(both: ServerProcess, bundle: Path) -> None:
     with AdminClient(both.admin_target) as admin, Client(both.target, model="tiny") as tiny:
         described = admin.load_model("guest", str(bundle), Limits(max_num_seqs=4, max_queued_requests=7))
         assert described.name == "guest"
@@ -114,7 +114,7 @@ async def left(server: ServerProcess, model: str) -> None:
                 return
 
 
-def test_metrics_tell_the_models_apart(both: ServerProcess) -> None:
+def test_metrics_have_a_label_for_the_model(both: ServerProcess) -> None:
     before = both.metrics()
     with Client(both.target, model="de") as client:
         generated = client.generate_text("How are you?").usage.generated_tokens
@@ -169,7 +169,7 @@ def test_an_unload_is_refused_when_its_grace_is_out_of_range(both: ServerProcess
         admin.unload_model("de", grace_s=grace_s)
 
 
-async def test_admin_is_off_unless_asked_for(server: ServerProcess, both: ServerProcess) -> None:
+async def test_admin_port_is_off_by_default(server: ServerProcess, both: ServerProcess) -> None:
     assert server.admin_target is None
     for target in (server.target, both.target):  # nor is it on the port of the others
         async with grpc.aio.insecure_channel(target) as channel:
@@ -220,13 +220,13 @@ def test_models_command_lists_loads_unloads_and_shows_memory(both: ServerProcess
     assert again.stderr == b"antiphon models: model 'again' is not served here; 'tiny', 'de' are\n"
 
 
-def test_models_command_says_how_to_open_the_admin_port() -> None:
+def test_models_command_explains_how_to_open_the_admin_port() -> None:
     result = antiphon("models", "memory", "--admin-target", "127.0.0.1:1")
     assert (result.returncode, result.stdout) == (2, b"")
     assert b"start one with: antiphon serve --admin-port 1" in result.stderr
 
 
-def test_serve_refuses_models_beyond_the_budget_and_says_what_to_lower(bundle: Path) -> None:
+def test_serve_refuses_models_beyond_the_budget_and_names_the_settings_to_lower(bundle: Path) -> None:
     ports = ("--port", "0", "--metrics-port", "0")
     budget = ("--memory-limit-bytes", "100000000")
     result = antiphon("serve", "--model", f"de={SHIPPED_BUNDLE}", "--model", f"tiny={bundle}", *ports, *budget)

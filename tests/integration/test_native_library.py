@@ -68,7 +68,7 @@ def test_command_names_a_library_that_is_missing(command: str, text: Path) -> No
 
 
 @pytest.mark.parametrize("command", ["serve", "evaluate"])
-def test_command_names_the_variable_that_asks_for_an_unknown_instruction_set(command: str, text: Path) -> None:
+def test_command_names_the_variable_when_it_has_an_unknown_instruction_set(command: str, text: Path) -> None:
     said = complaint(LIBRARY, text, command, ANTIPHON_CPU="mmx")
     assert "ANTIPHON_CPU is mmx; it must be one of " in said
     assert "portable" in said
@@ -84,7 +84,7 @@ def test_workspace_refuses_the_library_of_another_antiphon(tmp_path: Path) -> No
         Workspace(library)
 
 
-def test_workspace_says_what_the_library_has_against_an_onnx_runtime() -> None:
+def test_workspace_reports_why_the_library_refuses_an_onnx_runtime() -> None:
     class Options:
         def register_custom_ops_library(self, path: str) -> None:
             raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : works with ONNX Runtime 1.31.x, not 1.40.2")

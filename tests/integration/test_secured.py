@@ -67,7 +67,7 @@ def ask(secured: Secured, *flags: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-def test_generate_answers_who_has_certificate_and_token(secured: Secured) -> None:
+def test_generate_is_answered_with_certificate_and_token(secured: Secured) -> None:
     token = str(secured.folder / "alice.token")
     code, answer, errors = ask(secured, *secured.flags, "--token-file", token, "--timeout", "60", "--priority", "batch")
     assert (code, errors) == (0, "")
@@ -82,7 +82,7 @@ def test_generate_answers_who_has_certificate_and_token(secured: Secured) -> Non
         ("admin's", "the token is not one of this server's"),
     ],
 )
-def test_generate_names_what_a_client_lacks(secured: Secured, part: str, message: str) -> None:
+def test_generate_names_the_missing_credential(secured: Secured, part: str, message: str) -> None:
     flags = secured.flags[:2] if part == "certificate" else secured.flags
     if part == "admin's":
         flags = (*flags, "--token-file", str(secured.folder / "operator.token"))
@@ -92,7 +92,7 @@ def test_generate_names_what_a_client_lacks(secured: Secured, part: str, message
 
 
 @pytest.mark.parametrize(("name", "code"), [("operator", 0), ("alice", 2)])
-def test_admin_port_asks_for_a_token_of_its_own(secured: Secured, name: str, code: int) -> None:
+def test_admin_port_requires_a_separate_token(secured: Secured, name: str, code: int) -> None:
     assert secured.process.admin_target is not None
     token = str(secured.folder / f"{name}.token")
     done = antiphon(
@@ -101,7 +101,7 @@ def test_admin_port_asks_for_a_token_of_its_own(secured: Secured, name: str, cod
     assert done.returncode == code
 
 
-def test_probes_need_neither_certificate_nor_token_and_learn_health_alone(secured: Secured) -> None:
+def test_probes_need_neither_certificate_nor_token_and_get_only_health(secured: Secured) -> None:
     with grpc.insecure_channel(secured.process.probe_target) as channel:
         check: Any = channel.unary_unary(
             "/grpc.health.v1.Health/Check", response_deserializer=health_pb2.HealthCheckResponse.FromString
@@ -123,7 +123,7 @@ def test_metrics_are_served_over_the_same_tls(secured: Secured) -> None:
     assert 'reason="TOKEN_MISSING"' in text
 
 
-def test_health_is_told_to_who_has_a_certificate_and_beside_it_to_everybody(secured: Secured) -> None:
+def test_health_needs_a_certificate_on_the_main_port_and_none_on_the_probe_port(secured: Secured) -> None:
     probe = secured.process.probe_target.rpartition(":")[2]
     assert antiphon("health", "--target", secured.process.target, *secured.flags).returncode == 0
     assert antiphon("health", "--target", secured.process.target).returncode == 1

@@ -30,11 +30,11 @@ def bundle() -> Bundle:
     return load_bundle(BUNDLE)
 
 
-def test_default_configuration_serves_it() -> None:
+def test_shipped_bundle_is_served_by_the_default_configuration() -> None:
     assert ServerConfig().bundle.resolve() == BUNDLE.resolve()
 
 
-def test_it_is_small_and_says_whose_text_it_learned_from(bundle: Bundle) -> None:
+def test_shipped_bundle_is_small_and_names_the_source_of_its_training_data(bundle: Bundle) -> None:
     assert sum(path.stat().st_size for path in BUNDLE.iterdir()) <= 15e6
     provenance = bundle.manifest.provenance
     assert provenance is not None
@@ -44,7 +44,7 @@ def test_it_is_small_and_says_whose_text_it_learned_from(bundle: Bundle) -> None
     assert "CC BY 2.0" in notice
 
 
-def test_profile_shows_that_no_score_matrix_is_formed(bundle: Bundle) -> None:
+def test_profile_of_the_shipped_bundle_has_no_quadratic_term(bundle: Bundle) -> None:
     memory = bundle.manifest.memory
     assert memory is not None
     fit = memory.fits["native-int8"]
@@ -53,7 +53,7 @@ def test_profile_shows_that_no_score_matrix_is_formed(bundle: Bundle) -> None:
     assert fit.residual < 0.1
 
 
-def test_answers_do_not_depend_on_the_crowd(bundle: Bundle) -> None:
+def test_answers_of_the_shipped_bundle_are_equal_alone_and_in_a_crowd(bundle: Bundle) -> None:
     tokenizer = Tokenizer.load(bundle.file("tokenizer.json"))
     sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in SENTENCES]
 
@@ -66,7 +66,7 @@ def test_answers_do_not_depend_on_the_crowd(bundle: Bundle) -> None:
 
 
 @pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the held-out sentences")
-def test_it_translates_held_out_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_bundle_translates_held_out_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     """The bound is far below the README's score, and far above that of a broken export or tokenizer."""
     arguments = ["--recipe", "tatoeba-en-de", "--data", str(DATA), "--part", "valid", "--json"]
     assert main(["evaluate", str(BUNDLE), *arguments]) == 0

@@ -50,13 +50,13 @@ async def traffic(server: ServerProcess) -> dict[str, Any]:
     return {"usage": messages[-1].usage, "messages": len(messages)}
 
 
-async def test_spans_of_a_server_tell_what_its_clients_saw(bundle: Path) -> None:
+async def test_spans_of_a_server_agree_with_the_answers_to_its_clients(bundle: Path) -> None:
     with collecting() as collector:
         with ServerProcess(bundle, ["--otlp-endpoint", collector.endpoint]) as server:
             seen = await traffic(server)
             await asyncio.to_thread(collector.wait_for, "streamed")
             server.process.send_signal(signal.SIGTERM)
-            code, errors = await asyncio.to_thread(server.finish)  # the rest comes while it leaves
+            code, errors = await asyncio.to_thread(server.finish)  # the rest is exported during shutdown
         assert (code, "Traceback" in errors) == (0, False)
         assert {*collector.rpcs} == {"streamed", "alone", "refused", "cancelled"}
         assert collector.resource["service.name"] == "antiphon"
@@ -99,13 +99,13 @@ def _check_unhappy(collector: Collector) -> None:
     assert {*collector.parts(alone)} == {"queue", "encode", "decode"}
     attributes = attributes_of(refused)
     assert (attributes["rpc.grpc.status_code"], attributes["error.type"]) == (3, "INVALID_FIELD")
-    assert (refused.status.code, collector.parts(refused)) == (UNSET, {})  # it is the client's fault
+    assert (refused.status.code, collector.parts(refused)) == (UNSET, {})  # the client caused it
     attributes = attributes_of(cancelled)
     assert (attributes["rpc.grpc.status_code"], attributes["antiphon.cancel_cause"]) == (1, "client")
     assert attributes_of(collector.parts(cancelled)["decode"])["antiphon.finish_reasons"] == "cancelled"
 
 
-async def test_spans_that_no_collector_takes_are_dropped_and_counted_and_hold_up_nothing(bundle: Path) -> None:
+async def test_spans_are_dropped_and_counted_without_delay_when_no_collector_answers(bundle: Path) -> None:
     with collecting() as collector:
         gone = collector.endpoint
     with ServerProcess(bundle, ["--otlp-endpoint", gone]) as server:
@@ -127,7 +127,7 @@ def test_server_without_the_setting_never_imports_opentelemetry() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, env=environment())
 
 
-def test_serve_refuses_an_endpoint_where_the_extra_is_not_installed(bundle: Path, tmp_path: Path) -> None:
+def test_serve_refuses_an_endpoint_when_the_extra_is_not_installed(bundle: Path, tmp_path: Path) -> None:
     package = tmp_path / "opentelemetry"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('hidden', name='opentelemetry')")

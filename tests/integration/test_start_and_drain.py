@@ -1,6 +1,6 @@
 """Start and shutdown of a real process, as clients and probes observe them.
 
-A start is held by a bundle whose manifest is a pipe: it is read once the test writes it.
+A test blocks a start with a bundle whose manifest is a pipe, which the server reads when the test writes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_RETRIES = [("grpc.enable_retries", 0)]
 
 @pytest.fixture
 def held(bundle: Path, tmp_path: Path) -> Path:
-    """Bundle that cannot be read before the test writes its manifest."""
+    """Make a bundle that cannot be read before the test writes its manifest."""
     copy = tmp_path / "held"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns(MANIFEST_NAME))
     os.mkfifo(copy / MANIFEST_NAME)
@@ -80,7 +80,7 @@ async def refusal_of(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
     stub: Any = InferenceServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]), timeout=PATIENCE_S)
-    assert not caught.value.initial_metadata()  # to be tried elsewhere
+    assert not caught.value.initial_metadata()  # another server can be tried
     return caught.value
 
 
@@ -103,7 +103,7 @@ async def test_port_answers_while_the_model_is_loaded(held: Path, bundle: Path) 
         assert "ready" in await asyncio.to_thread(process.stdout.readline)
 
 
-async def test_sigterm_leaves_at_once_while_the_model_is_loaded(held: Path) -> None:
+async def test_sigterm_ends_the_process_at_once_while_the_model_is_loaded(held: Path) -> None:
     with starting(held) as (process, target):
         async with channel_to(target):
             process.send_signal(signal.SIGTERM)
@@ -111,12 +111,12 @@ async def test_sigterm_leaves_at_once_while_the_model_is_loaded(held: Path) -> N
     assert (process.returncode, "Traceback" in errors) == (0, False)
 
 
-async def test_sigterm_gives_up_a_load_under_way_and_tells_who_asked(held: Path, bundle: Path) -> None:
+async def test_sigterm_cancels_a_running_load_and_its_caller_receives_an_error(held: Path, bundle: Path) -> None:
     with ServerProcess(bundle, ["--admin-port", "0"]) as server:
         assert server.admin_target is not None
         with AdminClient(server.admin_target) as admin:
             loading = asyncio.ensure_future(asyncio.to_thread(admin.load_model, "second", str(held)))
-            pipe = await asyncio.to_thread((held / MANIFEST_NAME).open, "wb")  # opens once it is being read
+            pipe = await asyncio.to_thread((held / MANIFEST_NAME).open, "wb")  # opens when the server reads it
             server.process.send_signal(signal.SIGTERM)
             with pytest.raises(ServerError) as caught:
                 await loading
@@ -126,7 +126,7 @@ async def test_sigterm_gives_up_a_load_under_way_and_tells_who_asked(held: Path,
     assert (code, "Traceback" in errors) == (0, False)
 
 
-async def test_drain_delay_serves_on_after_the_probes_have_turned(bundle: Path) -> None:
+async def test_requests_are_served_during_the_drain_delay_after_probes_report_not_serving(bundle: Path) -> None:
     with ServerProcess(bundle, ["--drain-delay-s", "1"]) as server:
         async with channel_to(server.target) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -140,7 +140,7 @@ async def test_drain_delay_serves_on_after_the_probes_have_turned(bundle: Path) 
         assert (await asyncio.to_thread(server.finish))[0] == 0
 
 
-async def test_sigterm_finishes_those_that_wait_as_well(bundle: Path, tmp_path: Path) -> None:
+async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Path) -> None:
     """No admitted request is lost: there are two rows, and ten requests wait when the signal arrives."""
     options = Options(max_new_tokens=20)
     with (
@@ -164,7 +164,7 @@ async def test_sigterm_finishes_those_that_wait_as_well(bundle: Path, tmp_path: 
     assert code == 0
 
 
-async def test_second_signal_leaves_at_once_in_the_drain_delay(bundle: Path) -> None:
+async def test_second_signal_ends_the_process_at_once_in_the_drain_delay(bundle: Path) -> None:
     with ServerProcess(bundle, ["--drain-delay-s", "3600"]) as server:
         async with channel_to(server.target) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -177,7 +177,7 @@ async def test_second_signal_leaves_at_once_in_the_drain_delay(bundle: Path) -> 
     assert code == 128 + signal.SIGINT
 
 
-async def test_calls_that_reach_a_closing_server_are_told_that_it_is_unavailable(bundle: Path) -> None:
+async def test_calls_that_reach_a_closing_server_end_with_unavailable(bundle: Path) -> None:
     """gRPC would answer CANCELLED, which means a cancellation by the caller, and which most balancers do not retry."""
     with ServerProcess(bundle) as server:
         async with channel_to(server.target) as channel:

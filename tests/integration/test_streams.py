@@ -67,7 +67,7 @@ async def whole(client: AsyncClient, index: int) -> list[str]:
     return [output.text for output in await client.generate_outputs(text_of(index), options_of(index))]
 
 
-async def test_64_mixed_streams_answer_as_if_alone_and_leave_every_block_free(server: ServerProcess) -> None:
+async def test_64_mixed_streams_get_the_answers_of_each_alone_and_free_every_block(server: ServerProcess) -> None:
     before = outcomes(server.metrics())
     async with AsyncClient(server.target) as client:
         crowd = await asyncio.gather(*(streamed(client, index) for index in range(NUM_STREAMS)))
@@ -114,7 +114,7 @@ async def test_prefix_and_text_are_the_whole_target(server: ServerProcess, prefi
     assert prefix + text == target
 
 
-async def test_score_judges_what_was_written_as_it_was_written(server: ServerProcess) -> None:
+async def test_score_equals_the_log_probabilities_of_generation(server: ServerProcess) -> None:
     """The numbers are bitwise equal for a generated and for a given token."""
     async with AsyncClient(server.target) as client:
         written = await client.generate_text(SENTENCES[0], Options(max_new_tokens=30, num_logprobs=2))
@@ -123,7 +123,7 @@ async def test_score_judges_what_was_written_as_it_was_written(server: ServerPro
     assert scored.usage.source_tokens == written.usage.source_tokens
 
 
-async def test_embeddings_are_told_apart_and_come_again(server: ServerProcess) -> None:
+async def test_embeddings_differ_between_texts_and_are_equal_when_repeated(server: ServerProcess) -> None:
     async with AsyncClient(server.target) as client:
         vectors = [(await client.embed(text, normalize=True)).vector for text in SENTENCES[:8]]
         crowd = await asyncio.gather(*(client.embed(text, normalize=True) for text in SENTENCES[:8]))
@@ -132,7 +132,7 @@ async def test_embeddings_are_told_apart_and_come_again(server: ServerProcess) -
     assert sum(x * x for x in vectors[0]) == pytest.approx(1, abs=1e-5)
 
 
-async def test_explain_shows_every_head_of_the_model(server: ServerProcess) -> None:
+async def test_explain_returns_every_head_of_the_model(server: ServerProcess) -> None:
     async with AsyncClient(server.target) as client:
         answer = await client.explain(SENTENCES[0], SENTENCES[1])
     assert len(answer.encoder_self) == len({(one.layer, one.head) for one in answer.encoder_self})
@@ -187,7 +187,7 @@ BAD_REQUESTS: list[tuple[bytes, grpc.StatusCode, str]] = [
 ]
 
 
-async def test_bad_requests_are_refused_and_disturb_nobody(server: ServerProcess) -> None:
+async def test_bad_requests_are_refused_without_effect_on_others(server: ServerProcess) -> None:
     options = Options(max_new_tokens=1500)
     async with AsyncClient(server.target) as client, grpc.aio.insecure_channel(server.target) as channel:
         alone = await client.generate_text(SENTENCES[0], options)

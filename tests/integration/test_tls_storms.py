@@ -1,7 +1,7 @@
 """A server with TLS while its certificates are renewed and clients of every kind connect: it answers correctly.
 
-gRPC's server frees certificates that it still uses, if new ones are handed to it without care: the process then died
-of 32 clients that open a connection for each call, or of as many that send the first bytes of a handshake and close.
+gRPC's server can free certificates that it still uses when it gets new ones. The process then crashed with 32 clients
+that open a connection for each call, or that send the first bytes of a handshake and close.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def test_unfinished_handshakes_during_renewals_do_not_end_the_server(secur
         reader, writer = await asyncio.open_connection("127.0.0.1", secured.process.port)
         unfinished.append(writer)
         writer.write(hello)
-        await reader.read(1)  # the server has begun its half
+        await reader.read(1)  # the server has begun its part
         while len(unfinished) > MAX_UNFINISHED:
             await closed(unfinished.pop(0))
 

@@ -81,7 +81,7 @@ def labels_of(checkpoint: Checkpoint, task: Task) -> tuple[str, ...]:
     return next(head.labels for head in checkpoint.config.heads if head.task == task)
 
 
-def test_what_the_ready_line_suggests_runs(trained: Trained) -> None:
+def test_command_of_the_ready_line_runs(trained: Trained) -> None:
     """Ask the default model, which fills masks."""
     suggested = shlex.split(trained.ready_line.partition("; next: antiphon ")[2])
     assert suggested[0] == "fill-mask"
@@ -141,9 +141,7 @@ def test_fill_mask_answers_as_pytorch(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(("name", "task", "measure"), [("intents", "classify", "accuracy"), ("entities", "tag", "f1")])
-def test_evaluate_scores_the_bundle_as_training_scored_the_model(
-    trained: Trained, name: str, task: str, measure: str
-) -> None:
+def test_evaluate_gives_the_scores_of_training(trained: Trained, name: str, task: str, measure: str) -> None:
     bundle = load_bundle(trained.folder / "bundles" / name)
     runner = open_runner(bundle, max_rows=8, threads=1)
     assert isinstance(runner, EncoderRunner)
@@ -171,7 +169,7 @@ def written(recipe: FineTuneRecipe, path: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "task", "measure"), [("intents", "classify", "accuracy"), ("entities", "tag", "f1")])
-def test_recorded_quality_is_what_each_precision_scores(
+def test_recorded_quality_equals_the_score_of_each_precision(
     trained: Trained, tmp_path: Path, name: str, task: str, measure: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with warnings.catch_warnings():
@@ -196,7 +194,7 @@ def test_recorded_quality_is_what_each_precision_scores(
     assert "leave out --part valid" in capsys.readouterr().err
 
 
-def test_evaluate_names_the_head_that_is_missing(trained: Trained) -> None:
+def test_evaluate_names_the_missing_head(trained: Trained) -> None:
     bundle = str(trained.folder / "bundles" / "masks")
     ended = antiphon("evaluate", bundle, "--recipe", "snips", "--data", str(trained.folder))
     assert ended.returncode == 2

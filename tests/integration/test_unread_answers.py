@@ -35,7 +35,7 @@ def sample(served: Serving, name: str, **labels: str) -> float:
 
 @contextlib.asynccontextmanager
 async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterator[RawConnection]:
-    """Connection with calls whose answers have no flow-control window."""
+    """Open a connection with calls whose answers have no flow-control window."""
     async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
         for _ in range(num_calls):
             connection.call(UNARY.method, message)
@@ -52,7 +52,7 @@ async def until(served: Serving, name: str, least: float, **labels: str) -> None
             await asyncio.sleep(0.01)
 
 
-async def test_unread_unary_answers_are_in_flight_until_their_time_is_over() -> None:
+async def test_unread_unary_answers_count_as_in_flight_until_their_time_limit() -> None:
     """Regression: the limit counted them, but the metrics did not, and they had no time limit."""
     async with serving(slow_reader_timeout_s=1.0) as served, unread(served, 8, LONG) as connection:
         await until(served, "calls_waiting_for_client", 8, stage="answer")
@@ -70,7 +70,7 @@ async def test_unread_unary_answers_are_in_flight_until_their_time_is_over() -> 
         assert sample(served, "grpc_server_handled_total", method=UNARY.method, code="OK") == 0
 
 
-async def test_unread_answers_make_room_for_calls_of_others() -> None:
+async def test_unread_answers_are_ended_to_make_room_for_calls_of_others() -> None:
     """Regression: other clients were refused while the answers stayed unread."""
     async with serving(max_concurrent_rpcs=4) as served, unread(served, 4, LONG):
         await until(served, "calls_waiting_for_client", 4, stage="answer")
@@ -91,7 +91,7 @@ async def test_unread_answers_are_bounded_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("method", [UNARY.method, f"{SERVICE}/Generate", HEALTH_METHOD, REFLECTION_METHOD, OIP_METHOD])
-async def test_call_whose_request_does_not_come_is_ended(method: str) -> None:
+async def test_call_is_ended_when_its_request_does_not_arrive(method: str) -> None:
     """Regression: such calls had no time limit, and were neither counted nor logged."""
     async with serving(request_timeout_s=0.2) as served:
         async with await RawConnection.open(address_of(served)) as connection:
@@ -106,7 +106,7 @@ async def test_call_whose_request_does_not_come_is_ended(method: str) -> None:
         assert sample(served, "grpc_server_in_flight") == 0
 
 
-async def test_call_that_ends_without_a_request_is_refused() -> None:
+async def test_call_is_refused_when_it_ends_without_a_request() -> None:
     """Regression: gRPC's handler of unary calls never sent a status."""
     async with serving() as served, await RawConnection.open(address_of(served)) as connection:
         connection.headers(UNARY.method, is_end=True)
@@ -114,7 +114,7 @@ async def test_call_that_ends_without_a_request_is_refused() -> None:
         assert await connection.ends(PATIENCE_S) == {"INVALID_ARGUMENT": 1}
 
 
-async def test_streams_that_idle_make_room_for_a_probe() -> None:
+async def test_idle_streams_are_ended_to_make_room_for_a_probe() -> None:
     """A health stream can stay open forever; a server with many of them must still answer probes."""
     watch = HEALTH_METHOD.replace("Check", "Watch")
     async with serving(max_concurrent_rpcs=2) as served, await RawConnection.open(address_of(served)) as connection:

@@ -45,13 +45,13 @@ def packaged_sources() -> Iterator[str]:
                 yield f"{package}/{name}"
 
 
-def test_wheel_holds_each_source_once(wheel: Path) -> None:
+def test_wheel_contains_each_source_once(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert len(names) == len(set(names))
     assert {name for name in names if not is_built(name)} == set(packaged_sources())
 
 
-def test_wheel_holds_stubs_types_licence_and_native_library(wheel: Path) -> None:
+def test_wheel_contains_stubs_types_licence_and_native_library(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     stubs = ("inference_pb2.py", "inference_pb2.pyi", "inference_pb2_grpc.py", "inference_pb2_grpc.pyi")
     for package in ("v1", "oip"):

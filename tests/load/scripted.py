@@ -25,9 +25,10 @@ async def at_once(request: Asked) -> list[pb.GenerateResponse]:
 
 
 class Scripted:
-    """answer: called for each request. asked: every request, with its peer and its deadline.
+    """Servicer with scripted answers.
 
-    refusal: the status of every answer instead.
+    answer: called for each request. asked: every request, with its peer and its deadline.
+    refusal: status of every call instead of an answer.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def test_percentile_of_many_values_has_no_rounding_error() -> None:
 
 
 @given(values=SECONDS)
-def test_spread_is_in_milliseconds_and_never_falls(values: list[float]) -> None:
+def test_spread_is_in_milliseconds_and_never_decreases(values: list[float]) -> None:
     spread = spread_ms(values)
     assert spread is not None
     held = list(asdict(spread).values())
@@ -45,7 +45,7 @@ def test_spread_of_nothing_is_absent() -> None:
     assert spread_ms([]) is None
 
 
-def test_arrivals_have_the_rate_asked_for_and_depend_on_the_seed_alone() -> None:
+def test_arrivals_have_the_requested_rate_and_depend_only_on_the_seed() -> None:
     arrivals = poisson_arrivals(50, 100, seed=1)
     assert arrivals == sorted(arrivals) == poisson_arrivals(50, 100, seed=1)
     assert arrivals != poisson_arrivals(50, 100, seed=2)
@@ -64,7 +64,7 @@ def test_intervals_between_arrivals_are_exponential() -> None:
 
 
 @given(processes=st.integers(1, 9), num_asks=st.integers(1, 7), seed=st.integers(0, 99))
-def test_processes_together_send_exactly_the_plans_arrivals(processes: int, num_asks: int, seed: int) -> None:
+def test_processes_together_have_exactly_the_arrivals_of_the_plan(processes: int, num_asks: int, seed: int) -> None:
     plan = Plan(asks=(Ask(source="x"),) * num_asks, rate=30, duration_s=3, seed=seed, processes=processes)
     shares = [list(share_of(plan, process)) for process in range(processes)]
     together = sorted(arrival for share in shares for arrival in share)
@@ -73,7 +73,7 @@ def test_processes_together_send_exactly_the_plans_arrivals(processes: int, num_
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_a_trace_is_replayed_as_it_is_until_the_run_ends() -> None:
+def test_trace_is_replayed_unchanged_until_the_run_ends() -> None:
     asks = tuple(Ask(source=text) for text in "abcd")
     plan = Plan(asks=asks, times_s=(0.0, 0.5, 0.5, 2.0), warmup_s=0.25, duration_s=1.0)
     assert list(share_of(plan, 0)) == [(0.0, 0), (0.5, 1), (0.5, 2)]
@@ -92,22 +92,22 @@ def test_bisection_ends_just_below_the_limit(limit: float) -> None:
     assert limit / 1.02 <= found <= limit
 
 
-def test_bisection_gives_zero_where_nothing_holds() -> None:
+def test_bisection_returns_zero_when_no_rate_holds() -> None:
     assert highest_rate(lambda rate: False, 1.0, 100.0, steps=4) == 0.0
 
 
 @given(limit=st.floats(0.1, 10_000), start=st.floats(1, 1000))
-def test_search_finds_the_limit_from_wherever_it_starts(limit: float, start: float) -> None:
+def test_search_finds_the_limit_from_any_start(limit: float, start: float) -> None:
     found = bracketed_rate(lambda rate: rate <= limit, start, precision=0.05)
     assert limit / 1.0500001 <= found <= limit
 
 
-def test_search_gives_zero_where_nothing_holds_and_its_highest_where_all_does() -> None:
+def test_search_returns_zero_when_no_rate_holds_and_its_maximum_when_all_do() -> None:
     assert bracketed_rate(lambda rate: False, 10, precision=0.05) == 0.0
     assert bracketed_rate(lambda rate: True, 10, precision=0.05) > 10_000
 
 
-def test_search_stays_below_the_capacity_of_a_queue_and_comes_near_it() -> None:
+def test_search_result_is_below_and_close_to_the_capacity_of_a_queue() -> None:
     """A server that needs 5 ms per request can answer 200 per second."""
     capacity, bound_s = 200.0, 0.25
 

@@ -1,4 +1,4 @@
-"""`antiphon load` as a command, against a real server and against one that never answers."""
+"""`antiphon load` as a command, with a real server and with one that never answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_load_reports_a_run_as_a_table_and_as_json(
     assert "whole answer" in printed.out
 
 
-def test_load_asks_the_texts_of_a_file(target: str, tmp_path: Path) -> None:
+def test_load_sends_the_texts_of_a_file(target: str, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("Stop!\n\nHow are you?\n", encoding="utf-8")
     wanted = ("--target", target, "--rate", "40", "--duration", "0.5", "--unary", "--json", str(tmp_path / "json"))
     assert load(*wanted, "--input", str(tmp_path / "texts")) == 0
@@ -110,13 +110,13 @@ def test_load_searches_for_the_highest_rate(
     assert f"highest rate that meets the objective: {held['highest_rate']:.1f} requests/s" in capsys.readouterr().out
 
 
-def test_load_fails_where_the_objective_is_missed_and_that_matters(target: str) -> None:
+def test_load_fails_when_a_required_objective_is_missed(target: str) -> None:
     wanted = ("--target", target, "--rate", "20", "--duration", "0.3", "--objective-p99-ms", "0.001")
     assert load(*wanted) == 0
     assert load(*wanted, "--fail") == 1
 
 
-def test_load_fails_where_requests_were_not_sent(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_fails_when_requests_were_not_sent(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("--target", target, "--rate", "2000", "--duration", "0.2", "--max-outstanding", "1") == 1
     assert "requests were not sent: --max-outstanding 1 were running" in capsys.readouterr().err
 
@@ -140,7 +140,7 @@ def test_load_fails_where_requests_were_not_sent(target: str, capsys: pytest.Cap
         (("--model", "absent"), "absent"),
     ],
 )
-def test_load_exits_with_2_and_says_why(
+def test_load_exits_with_2_and_reports_the_reason(
     target: str, flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert load("--target", target, "--timeout-s", "5", *flags) == 2
@@ -160,7 +160,7 @@ def test_load_refuses_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is an encoder-only model" in capsys.readouterr().err
 
 
-async def test_an_interrupted_run_reports_what_there_is(tmp_path: Path) -> None:
+async def test_interrupted_run_reports_the_results_so_far(tmp_path: Path) -> None:
     async def never(request: Asked) -> list[pb.GenerateResponse]:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
@@ -182,7 +182,7 @@ async def test_an_interrupted_run_reports_what_there_is(tmp_path: Path) -> None:
     assert not errors.decode().count("Traceback")
 
 
-def test_load_imports_neither_numpy_nor_what_only_some_flags_need() -> None:
+def test_load_imports_neither_numpy_nor_modules_of_optional_flags() -> None:
     names = ("numpy", "matplotlib", "mlperf_loadgen", "google.rpc")
     code = f"import sys, antiphon.load.command; print([name for name in {names} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())

@@ -1,4 +1,4 @@
-"""The open loop and its calls, against scripted callers and servers, and against the real servicer."""
+"""The open loop and its calls, with scripted callers and servers, and with the real servicer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.load.scripted import Asked, Scripted, at_once, served
 from tests.serving import Gate, serving
 
 ASKS = (Ask(source="the cat sat", max_new_tokens=4), Ask(source="on the mat"))
-# What is due in the past is sent at once.
+# Requests with a time in the past are sent at once.
 LONG_AGO_S = 5.0
 PATIENCE_S = 60
 
@@ -64,13 +64,13 @@ async def offered(caller: HeldCaller, plan: Plan, arrivals: Iterator[Arrival], s
     return Result(plan=plan, record=record)
 
 
-async def test_no_answer_is_waited_for_before_the_next_request_is_sent() -> None:
+async def test_next_request_is_sent_without_waiting_for_an_answer() -> None:
     caller = HeldCaller()
     result = await offered(caller, plan_of(), then_open(caller, 50), asyncio.Event())
     assert result.num_sent == result.num_ok == caller.num_begun == 50
 
 
-async def test_latency_counts_from_the_scheduled_time_however_late_the_request_is_sent() -> None:
+async def test_latency_counts_from_the_scheduled_time_when_the_request_is_sent_late() -> None:
     caller = HeldCaller()
     result = await offered(caller, plan_of(), then_open(caller, 5), asyncio.Event())
     assert result.e2e_ms is not None
@@ -79,21 +79,21 @@ async def test_latency_counts_from_the_scheduled_time_however_late_the_request_i
     assert not result.has_kept_up
 
 
-async def test_arrivals_beyond_the_most_outstanding_are_dropped_and_counted() -> None:
+async def test_arrivals_beyond_the_limit_of_outstanding_requests_are_dropped_and_counted() -> None:
     caller = HeldCaller()
     result = await offered(caller, plan_of(max_outstanding=3), then_open(caller, 10), asyncio.Event())
     assert (result.num_sent, result.num_ok, result.num_dropped) == (3, 3, 7)
     assert result.error_share == pytest.approx(0.7)
 
 
-async def test_a_client_that_is_far_too_late_gives_up_instead_of_running_on() -> None:
+async def test_run_is_given_up_when_the_client_is_far_too_late() -> None:
     caller = HeldCaller()
     plan = plan_of(duration_s=0.3, timeout_s=0.2)  # over by now, deadlines included
     result = await offered(caller, plan, then_open(caller, 10), asyncio.Event())
     assert (result.num_sent, result.num_dropped, result.has_kept_up) == (0, 10, False)
 
 
-async def test_a_run_that_is_stopped_keeps_what_there_is() -> None:
+async def test_stopped_run_keeps_its_results_so_far() -> None:
     caller, stop = HeldCaller(), asyncio.Event()
 
     def endless() -> Iterator[Arrival]:
@@ -116,7 +116,7 @@ async def test_requests_of_the_warm_up_are_sent_and_not_counted() -> None:
     assert (caller.num_begun, result.num_sent, result.record.num_warmup) == (4, 2, 2)
 
 
-async def test_a_fault_of_the_client_is_not_taken_for_an_answer() -> None:
+async def test_fault_of_the_client_is_not_counted_as_an_answer() -> None:
     class Broken(HeldCaller):
         async def call(self, ask: int, scheduled_s: float, start_s: float) -> Reply:
             raise RuntimeError("broken")
@@ -127,7 +127,7 @@ async def test_a_fault_of_the_client_is_not_taken_for_an_answer() -> None:
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-async def test_every_request_says_what_the_plan_says(is_streaming: bool) -> None:
+async def test_every_request_has_the_options_of_the_plan(is_streaming: bool) -> None:
     scripted = Scripted()
     async with served(scripted) as target:
         plan = plan_of(
@@ -147,14 +147,14 @@ async def test_every_request_says_what_the_plan_says(is_streaming: bool) -> None
     assert (result.ttft_ms is not None) is is_streaming
 
 
-async def test_equal_texts_that_are_answered_differently_are_found() -> None:
+async def test_different_answers_to_equal_texts_are_detected() -> None:
     numbers = itertools.count()
 
     async def changing(request: Asked) -> list[pb.GenerateResponse]:
         return [pb.GenerateResponse(text_delta=str(next(numbers)), finish_reason=pb.FINISH_REASON_STOP)]
 
     async with served(Scripted(changing)) as target:
-        # The same text twice in a trace is the same ask.
+        # The same text twice in a trace is the same request.
         times_s = tuple(index / 100 for index in range(6))
         plan = plan_of(target, asks=(Ask(source="again"),) * 6, rate=None, times_s=times_s, check=True)
         result = await drive(plan)
@@ -162,7 +162,7 @@ async def test_equal_texts_that_are_answered_differently_are_found() -> None:
 
 
 @pytest.mark.parametrize("num_ends", [0, 2])
-async def test_a_stream_without_exactly_one_end_is_an_error(num_ends: int) -> None:
+async def test_stream_without_exactly_one_end_is_an_error(num_ends: int) -> None:
     async def answer(request: Asked) -> list[pb.GenerateResponse]:
         *words, end = await at_once(request)
         return [*words, *[end] * num_ends]
@@ -207,7 +207,7 @@ async def test_refusals_are_counted_by_status_reason_and_pushback() -> None:
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-async def test_a_refused_call_is_not_made_again(is_streaming: bool) -> None:
+async def test_refused_call_is_not_retried(is_streaming: bool) -> None:
     scripted = Scripted(refusal=grpc.StatusCode.UNAVAILABLE)
     async with served(scripted) as target:
         result = await drive(plan_of(target, is_streaming=is_streaming))
@@ -237,6 +237,6 @@ async def test_processes_together_send_the_whole_plan() -> None:
     assert result.record.num_compared == result.num_ok - len(ASKS)
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_absent_server_is_reported() -> None:
     with pytest.raises(DriveError, match=r"no connection to 127\.0\.0\.1:1 within 0\.2 s"):
         run(plan_of("127.0.0.1:1", timeout_s=0.2))

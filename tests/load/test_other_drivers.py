@@ -20,7 +20,7 @@ LOCUSTFILE = Path(__file__).parents[2] / "deploy" / "load" / "locustfile.py"
 
 
 @pytest.mark.parametrize("objective", ["--objective-ttft-ms", "--objective-p99-ms"])
-def test_loadgen_asks_through_our_calls_and_judges(
+def test_loadgen_sends_our_calls_and_returns_a_verdict(
     objective: str, target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("mlperf_loadgen")
@@ -59,7 +59,7 @@ def test_queries_that_fail_make_the_verdict_invalid(
     assert "failed: INVALID_ARGUMENT" in capfd.readouterr().out
 
 
-def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_summary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DriveError, match="is not a summary"):
         read_summary(tmp_path)
     (tmp_path / "mlperf_log_summary.txt").write_text("Result is : VALID\n", encoding="utf-8")

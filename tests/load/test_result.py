@@ -43,7 +43,7 @@ def test_everything_sent_is_ok_or_failed_or_unfinished(drawn: list[tuple[Outcome
 
 
 @given(drawn=REPLIES, split=st.integers(0, 40))
-def test_records_of_processes_sum_up_to_one(drawn: list[tuple[Outcome, float, float]], split: int) -> None:
+def test_records_of_processes_are_summed(drawn: list[tuple[Outcome, float, float]], split: int) -> None:
     replies = [reply(outcome, due_s, wait_s) for outcome, due_s, wait_s in drawn]
     whole = result_of(replies)
     parts = [result_of(replies[:split]).record, result_of(replies[split:]).record]
@@ -53,7 +53,7 @@ def test_records_of_processes_sum_up_to_one(drawn: list[tuple[Outcome, float, fl
     assert as_json(Result(plan=whole.plan, record=together)) == as_json(whole)
 
 
-def test_latencies_count_from_the_scheduled_time_and_only_of_what_was_answered() -> None:
+def test_latencies_count_from_the_scheduled_time_and_only_for_answered_requests() -> None:
     late = reply(due_s=1.0, sent_s=1.5, first_s=1.6, last_s=2.0)
     result = result_of([late, reply(FULL, due_s=1.0, last_s=9.0)])
     assert result.ttft_ms is not None
@@ -87,18 +87,18 @@ def test_throughput_is_over_the_time_until_the_last_answer() -> None:
 @pytest.mark.parametrize(
     ("failed", "wait_s", "has_met"), [(0, 0.2, True), (1, 0.2, True), (2, 0.2, False), (0, 0.26, False)]
 )
-def test_objective_is_met_where_p99_is_within_and_fewer_than_one_percent_fail(
+def test_objective_is_met_when_p99_is_within_it_and_fewer_than_one_percent_fail(
     failed: int, wait_s: float, has_met: bool
 ) -> None:
     replies = [reply(wait_s=wait_s) for _ in range(199 - failed)] + [reply(FULL)] * failed
     assert result_of(replies, Objective(e2e_s=0.25)).has_met_objective is has_met
 
 
-def test_nothing_answered_meets_no_objective() -> None:
+def test_objective_is_not_met_when_nothing_was_answered() -> None:
     assert not result_of([], Objective(e2e_s=0.25)).has_met_objective
 
 
-def test_a_client_that_is_late_or_drops_requests_says_so() -> None:
+def test_result_warns_when_the_client_was_late_or_dropped_requests() -> None:
     on_time = result_of([reply()] * 100)
     assert on_time.has_kept_up
     assert not warnings(on_time)
@@ -112,13 +112,13 @@ def test_a_client_that_is_late_or_drops_requests_says_so() -> None:
     assert dropping.error_share == 0.5
 
 
-def test_a_run_that_was_stopped_counts_the_time_until_then() -> None:
+def test_stopped_run_counts_the_time_until_the_stop() -> None:
     result = result_of([reply()] * 20)
     result.record.stopped_s = 4.0
     assert (result.window_s, result.sent_per_s, result.is_interrupted) == (4.0, 5.0, True)
 
 
-def test_equal_asks_that_are_answered_differently_are_found_in_and_across_processes() -> None:
+def test_different_answers_to_equal_requests_are_detected_in_and_across_processes() -> None:
     ours, theirs = Record(), Record()
     for text in ("Wie geht es dir?", "Wie geht es dir?", "Wie geht's?"):
         ours.compare(0, text)
@@ -133,7 +133,7 @@ def test_equal_asks_that_are_answered_differently_are_found_in_and_across_proces
     assert "'Wie geht es Ihnen?'" in text
 
 
-def test_json_is_plain_and_holds_every_figure() -> None:
+def test_json_contains_every_figure() -> None:
     figures = json.loads(json.dumps(as_json(result_of([reply(), reply(FULL)], Objective(e2e_s=0.25)))))
     assert {"sent": 2, "ok": 1, "errors": {"RESOURCE_EXHAUSTED": 1}, "with_pushback": 1}.items() <= figures.items()
     for name in ("ttft_ms", "e2e_ms", "per_token_ms", "lag_ms"):
@@ -142,7 +142,7 @@ def test_json_is_plain_and_holds_every_figure() -> None:
     assert figures["goodput_per_second"] == pytest.approx(0.1)
 
 
-def test_text_shows_each_kind_of_error_with_a_message() -> None:
+def test_text_contains_each_kind_of_error_with_a_message() -> None:
     refused = reply(FULL)
     refused.message = "2 requests wait; try again in 50 ms"
     text = as_text(result_of([reply(), refused, refused]))
@@ -172,7 +172,7 @@ def test_curve_has_a_line_for_each_run_lowest_rate_first() -> None:
         ({"is_streaming": False, "objective": Objective(ttft_s=0.1)}, "--objective-ttft-ms needs streams"),
     ],
 )
-def test_a_plan_that_cannot_be_run_is_refused_by_name(changes: dict[str, object], problem: str) -> None:
+def test_invalid_plan_is_refused_by_name(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**{"asks": ASKS, "rate": 10.0, **changes})  # type: ignore[arg-type]
     assert problem in str(caught.value)

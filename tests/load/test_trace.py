@@ -23,7 +23,7 @@ ENTRIES = [
 ]
 
 
-def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
+def test_json_lines_and_csv_give_the_same_trace(tmp_path: Path) -> None:
     json_lines = (
         '{"time_s": 7.5, "source_tokens": 12, "max_new_tokens": 20}\n\n'
         '{"time_s": 7.75, "text": "Is \\"this, here\\" a trace?"}\n'
@@ -36,7 +36,7 @@ def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
     assert trace_of(tmp_path, json_lines) == trace_of(tmp_path, table) == ENTRIES
 
 
-def test_entries_come_in_the_order_of_their_times_counted_from_the_first(tmp_path: Path) -> None:
+def test_entries_are_sorted_by_time_and_start_at_zero(tmp_path: Path) -> None:
     lines = ['{"time_s": 1700000003, "text": "b"}', '{"time_s": 1700000001, "text": "a"}']
     assert trace_of(tmp_path, "\n".join(lines)) == [Entry(time_s=0.0, text="a"), Entry(time_s=2.0, text="b")]
 
@@ -61,14 +61,14 @@ def test_entries_come_in_the_order_of_their_times_counted_from_the_first(tmp_pat
         ('{"time_s": 1, "text": "a", "output_tokens": 3}', "line 1: unknown field output_tokens"),
     ],
 )
-def test_a_bad_trace_is_refused_by_line_and_field(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_trace_is_refused_by_line_and_field(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(PlanError) as caught:
         trace_of(tmp_path, text)
     assert str(caught.value).startswith(f"--trace {tmp_path / 'trace'}")
     assert problem in str(caught.value)
 
 
-def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"--trace .*absent cannot be read"):
         read_trace(tmp_path / "absent")
     (tmp_path / "latin").write_bytes(b"\xff")

@@ -1,4 +1,4 @@
-"""Requests answered by the whole engine, all of them in one batch, and by transformers' `generate`, one by one."""
+"""Answers of the whole engine to requests in one batch, and of transformers' `generate` to each request alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Answers = dict[str, tuple[TokenEvent, ...]]
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Products as small as these are slower in several threads."""
+    """Use one thread: products this small are slower in several threads."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,11 +57,11 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def lively(config: ModelConfig, seed: int) -> Transformer:
-    """A random model whose outputs vary in length and tokens; drawn as usual, it says one token without end.
+    """Return a random model whose outputs vary in length and tokens; with usual weights it repeats one token.
 
-    Feed-forward layers weigh more than what a token says of itself, without the mean that a ReLU adds to every token;
-    biases weigh less, the output is sharper, the end token likelier. Where attention is not scaled queries are smaller,
-    as T5 draws them.
+    Feed-forward layers have larger weights relative to the embeddings, without the mean that a ReLU adds to every
+    token; biases are smaller, the distribution is sharper and the end token more likely. If attention is not scaled,
+    queries are smaller, as in T5's initialisation.
     """
     model = random_transformer(config, seed)
     assert model.encoder is not None
@@ -84,7 +84,7 @@ def lively(config: ModelConfig, seed: int) -> Transformer:
 
 
 def export_model(directory: Path, model: Transformer) -> Bundle:
-    """The native float32 bundle of a model of any vocabulary; its tokenizer is another's and of no use."""
+    """Export the native float32 bundle of a model with any vocabulary. Its tokenizer does not belong to the model."""
     directory.mkdir(exist_ok=True)
     tokenizer = Tokenizer.train([], 260)
     tokenizer.save(directory / "tokenizer.json")
@@ -100,7 +100,7 @@ def export_model(directory: Path, model: Transformer) -> Bundle:
 
 
 def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
-    """Run requests through an engine's steps; all of them start in the first."""
+    """Run requests through an engine's steps; all of them start in the first step."""
     with asyncio.Runner() as loops:
         loop = loops.get_loop()
         live: dict[str, SequenceGroup] = {}
@@ -122,20 +122,20 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
         stepper = Stepper(parts)
         admission = limits_of(runner, limits)
         for one in requests:
-            # One caller alone may not have all rows for beams.
+            # One caller cannot get all rows for beams.
             request = changed(one, client=one.request_id)
             live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), admission)
             queue.put(live[request.request_id], 0.0)
         groups = list(live.values())
         while stepper.has_work:
             stepper.step()
-            assert not queue  # nobody had to wait for a row or a block
+            assert not queue  # no request had to wait for a row or a block
         assert pool.num_free == pool.num_blocks
         return {group.request_id: loop.run_until_complete(group.stream.collect()) for group in groups}
 
 
 def eager_logits(model: Transformer, source: Sequence[int]) -> LogitsOf:
-    """Return the logits of PyTorch after a target, computed whole and alone."""
+    """Return the logits of PyTorch after a target, computed alone and without a cache."""
     with torch.inference_mode():
         cross_kv = model.project_memory(model.encode(torch.tensor([source])))
 
@@ -150,7 +150,7 @@ def eager_logits(model: Transformer, source: Sequence[int]) -> LogitsOf:
 
 
 def native_logits(stepper: NativeStepper, config: ModelConfig, source: Sequence[int]) -> LogitsOf:
-    """Log-probabilities that native graphs compute after a target, which is fed whole, alone."""
+    """Return the log-probabilities of native graphs after a target, which is fed alone and in one step."""
     sequences = stepper.encode([np.array(source, np.int64)], config.max_target_len)
 
     @functools.cache
@@ -162,7 +162,7 @@ def native_logits(stepper: NativeStepper, config: ModelConfig, source: Sequence[
 
 
 def shaken(logits_of: LogitsOf, amount: float) -> LogitsOf:
-    """The same logits moved by up to `amount`; the opposite of it moves them the other way."""
+    """Perturb logits by up to `amount`; the opposite amount perturbs them in the other direction."""
 
     def moved(target: tuple[int, ...]) -> NDArray[np.float32]:
         logits = logits_of(target)
@@ -174,7 +174,7 @@ def shaken(logits_of: LogitsOf, amount: float) -> LogitsOf:
 
 
 class CountPenalties(LogitsProcessor):
-    """Presence and frequency penalties by their formula: transformers has neither."""
+    """Presence and frequency penalties, which transformers lacks, by their formula."""
 
     def __init__(self, params: SamplingParams, num_given: int) -> None:
         self._params = params
@@ -203,12 +203,12 @@ def expected(logits_of: LogitsOf, request: Request, config: ModelConfig) -> list
         **processor_options(params, config),
         **_search_options(params),
     )
-    # transformers also returns beams that stand for no text, marked by their score.
+    # transformers also returns beams without a text, which it marks by their score.
     return [(ids, score) for ids, score in found if score is None or score > -1e6]
 
 
 def processor_options(params: SamplingParams, config: ModelConfig) -> dict[str, Any]:
-    """Controls of single tokens under the names that transformers' logits processors have in a GenerationConfig."""
+    """Return controls of single tokens under their names in a GenerationConfig of transformers."""
     suppressed = [*params.suppressed_ids, *([config.eos_id] if params.ignore_eos else [])]
     return {
         "sequence_bias": {(token_id,): bias for token_id, bias in params.logit_bias} or None,

@@ -30,17 +30,17 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Small random checkpoint with the paper's architecture."""
+    """Write a small random checkpoint with the architecture of the paper."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint", small_config())
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Bundle of `checkpoint` at both precisions and all lowerings."""
+    """Export `checkpoint` at both precisions and in all lowerings."""
     return export_random(tmp_path_factory.mktemp("paper"), ("native", "contrib", "eager"))
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Bundle of each variant; a variant also covers the other options of its family."""
+    """Export each variant; a variant also covers the other options of its family."""
     return export_random(tmp_path_factory.mktemp(request.param), ("native", "contrib"), VARIANTS[request.param])

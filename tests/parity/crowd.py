@@ -1,4 +1,4 @@
-"""Requests through an engine's steps, one by one, over native graphs whose pool no other test uses meanwhile."""
+"""Single steps of an engine over native graphs. No other test uses their pool at the same time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.fakes import FakeClock, limits_for
 
 
 class Watcher:
-    """A runner that counts the steps in which rows fed prefixes beside other rows' tokens."""
+    """Runner that counts the steps in which some rows fed prefixes and others single tokens."""
 
     def __init__(self, runner: NativeRunner) -> None:
         self._runner = runner
@@ -42,7 +42,7 @@ class Watcher:
 
 
 class Crowd:
-    """An engine's steps, one by one, over a runner whose pool no other test uses meanwhile."""
+    """Single steps of an engine over a runner. No other test uses the runner's pool at the same time."""
 
     def __init__(self, runner: NativeRunner, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

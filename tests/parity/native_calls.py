@@ -1,7 +1,7 @@
-"""Good calls of every native operator, drawn at random: sizes around those that the kernels are cut at, empty ones too.
+"""Random valid calls of every native operator, with sizes around the tile sizes of the kernels, and empty ones.
 
-A call is an operator's arrays, None where an optional input is left out, and its attributes. Attributes come from
-short lists, so that sessions are made once and run often.
+A call has the operator's arrays (None for an absent optional input) and its attributes. Attributes come from short
+lists, so that one session serves many calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAYERS = 2
 
 
 def any_size(rng: Rng, most: int = 130) -> int:
-    """0 to `most`: mostly small or next to a multiple of 16."""
+    """Return a size from 0 to `most`: mostly small or next to a multiple of 16."""
     kind = rng.random()
     if kind < 0.1:
         return 0
@@ -52,7 +52,7 @@ def pick(rng: Rng, choices: Sequence[Any]) -> Any:
 
 
 def _packed(rng: Rng, outputs: int, inputs: int, *, quantized: bool) -> Arrays:
-    """A packed weight; one of no inputs is cut from one of a few, which pads to nothing."""
+    """Return a packed weight. One without inputs is a slice of a packed weight with one input."""
     weight = floats(rng, outputs, max(inputs, 1))
     if not quantized:
         return {"weight": np.ascontiguousarray(pack_float(weight)[:, :inputs])}
@@ -112,7 +112,7 @@ def _rotary(rng: Rng) -> Call:
 
 
 def _lens(rng: Rng, least: int = 0) -> list[int]:
-    """Lengths of up to five sequences, none of them once in a while."""
+    """Return the lengths of up to five sequences, sometimes of none."""
     return [max(least, any_size(rng, 200)) for _ in range(int(rng.integers(0, 6)))]
 
 
@@ -142,7 +142,7 @@ def _disentangled_attention(rng: Rng) -> Call:
 
 
 def _pool(rng: Rng, lens: Sequence[int], heads: int, width: int) -> Arrays:
-    """A pool of either type, no larger than sequences of these lengths need, and their tables."""
+    """Return a pool of either element type with the blocks that these lengths need, and the block tables."""
     counts = [-(-length // BLOCK_SIZE) for length in lens]
     blocks = sum(counts) + int(rng.integers(0, 2))
     order = iter(rng.permutation(blocks))
@@ -185,7 +185,7 @@ def _paged_write(rng: Rng) -> Call:
 
 
 def _edits(rng: Rng, count: int, vocab: int) -> Arrays:
-    """Edits of each of `count` choices, mostly few, some tokens edited twice; room for more behind them."""
+    """Return logits processors of `count` choices: mostly few, some tokens twice, and unused room at the end."""
     offsets = ramp([int(rng.integers(0, pick(rng, [1, 2, 20]))) for _ in range(count)])
     room = int(offsets[-1]) + int(rng.integers(0, 3))
     values = [

@@ -1,8 +1,8 @@
-"""A program that calls every native operator at random, with good arguments and with bad ones.
+"""Program that calls every native operator with random arguments, valid and invalid.
 
-Good calls must succeed, odd numbers in them too; bad ones must succeed or be refused by the operator's name. That
-nothing reads or writes astray is for whoever runs it to see: AddressSanitizer around a library built for it, and a page
-without access behind half of the arrays, which also stops the loads that no sanitizer sees (tiles, masked vectors).
+Valid calls must succeed, also with unusual numbers; invalid ones must succeed or be refused with the operator's name.
+Invalid reads and writes end the process: AddressSanitizer checks a library that was built for it, and half of the
+arrays end at a page without access, which also stops loads that no sanitizer checks (tiles, masked vectors).
 ANTIPHON_CPU chooses the kernels.
 """
 
@@ -26,14 +26,14 @@ Array = NDArray[Any]
 
 _ODD = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, -0.0]
 _EXTREMES = [-(2**63), LOWEST, -65536, -1, 0, 1, 15, 16, 17, 1000, 65536, HIGHEST, 2**63 - 1]
-# Attributes that decide sizes; the name of an activation, say, is another test's.
+# Attributes that determine sizes. Another test covers the others, such as the name of an activation.
 _SIZES = ("width", "vocab", "num_heads", "layer")
 # Sampling parameters: the operator checks each number, unlike the numbers that the model computes with.
 _CHECKED = ("float_params", "edit_values")
 
 
 def odd_numbers(rng: Rng, call: Call) -> None:
-    """Put numbers that are not finite, or hardly, into an array of floats."""
+    """Put numbers that are not finite, or close to the limits, into an array of floats."""
     names = [name for name, array in call[0].items() if array is not None and array.dtype.kind == "f" and array.size]
     names = [name for name in names if name not in _CHECKED]
     if names:
@@ -43,7 +43,7 @@ def odd_numbers(rng: Rng, call: Call) -> None:
 
 
 def wrong_integers(rng: Rng, call: Call) -> None:
-    """Put any integer at all, or one just out of bounds, where ids, lengths, positions or blocks stand."""
+    """Put any integer, or one just out of range, into ids, lengths, positions or block tables."""
     sizes = [size for array in call[0].values() if array is not None for size in array.shape]
     names = [name for name, array in call[0].items() if array is not None and array.dtype.kind == "i" and array.size]
     if not names:
@@ -57,7 +57,7 @@ def wrong_integers(rng: Rng, call: Call) -> None:
 
 
 def wrong_shape(rng: Rng, call: Call) -> None:
-    """Make an array shorter, longer, empty, or one of another number of dimensions."""
+    """Make an array shorter, longer or empty, or change its number of dimensions."""
     name = pick(rng, [name for name, array in call[0].items() if array is not None])
     array = call[0][name]
     assert array is not None
@@ -73,7 +73,7 @@ def wrong_shape(rng: Rng, call: Call) -> None:
 
 
 def wrong_attribute(rng: Rng, call: Call) -> None:
-    """Let an attribute claim any size."""
+    """Set an attribute to any size."""
     name = pick(rng, [name for name in call[1] if name in _SIZES] or [None])
     if name is None:
         return wrong_shape(rng, call)
@@ -82,7 +82,7 @@ def wrong_attribute(rng: Rng, call: Call) -> None:
 
 
 def scalars(rng: Rng, call: Call) -> None:
-    """Put numbers that are not finite into the sampling settings, or a stranger's floats anywhere."""
+    """Put numbers that are not finite into the sampling parameters, or random floats into any array."""
     for array in call[0].values():
         if array is not None and array.dtype.kind == "f" and array.size:
             array.flat[int(rng.integers(array.size))] = pick(rng, [*_ODD, -1.0])
@@ -94,7 +94,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def at_end_of_page(array: Array) -> Array:
-    """A copy that ends where memory without access begins."""
+    """Return a copy that ends at the beginning of memory without access."""
     if array.size == 0:
         return array
     size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -121,11 +121,11 @@ def refusal(op_type: str, call: Call, rng: Rng, library: Path) -> str | None:
 
 
 def run_one(op_type: str, index: int, seed: int, library: Path) -> str | None:
-    """One call, good where the index is divisible by 3; returns what is wrong with the outcome."""
+    """Make one call, valid if the index is divisible by 3. Return the error in its result, or None."""
     rng = np.random.default_rng([seed, index, list(CALLS).index(op_type)])
     call = CALLS[op_type](rng)
     is_good = index % 3 == 0
-    with np.errstate(over="ignore"):  # float16 makes infinities of what it cannot hold
+    with np.errstate(over="ignore"):  # float16 turns numbers beyond its range into infinities
         if not is_good:
             pick(rng, BAD)(rng, call)
         elif index % 2:
@@ -144,7 +144,7 @@ def main() -> int:
     args = parser.parse_args()
     for index in range(args.rounds):
         for op_type in CALLS:
-            # The last of these lines names the call that ended the process, if one did.
+            # If a call ends the process, the last of these lines names it.
             print(f"seed {args.seed}: {op_type} {index}", flush=True)
             if wrong := run_one(op_type, index, args.seed, args.library):
                 print(wrong, file=sys.stderr)

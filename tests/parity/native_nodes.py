@@ -1,7 +1,7 @@
-"""One native operator in a graph of its own, run through ONNX Runtime: what tests call instead of a whole model.
+"""Single native operators, each in a separate graph that ONNX Runtime runs.
 
-Inputs are named arrays in the operator's order; None leaves an optional one out. Every size is free, so one session
-serves all shapes, and bad ones reach the operator's own checks.
+Inputs are named arrays in the operator's order; None omits an optional one. All sizes are dynamic, so one session
+serves all shapes, and invalid shapes reach the operator's own checks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = NDArray[Any]
 Inputs = Mapping[str, Array | None]
 
 _ELEMENTS = {"float": TensorProto.FLOAT, "int32": TensorProto.INT32, "int64": TensorProto.INT64}
-# By the name of a node, the element types of its outputs.
+# Element types of the outputs, by name of the operator.
 _OUTPUTS = {
     node.name: {output.name: _ELEMENTS[output.kind] for output in node.outputs}
     for operator in OPERATORS
@@ -39,7 +39,7 @@ _OUTPUTS = {
 def run_node(
     op_type: str, inputs: Inputs, *, threads: int = 1, library: Path = LIBRARY, **attributes: Any
 ) -> list[Array]:
-    """Run the operator; an input that it changes in place, a cache, is changed."""
+    """Run the operator and return its outputs. A cache is changed in place."""
     kinds = tuple((name, None if array is None else (array.dtype.str, array.ndim)) for name, array in inputs.items())
     session = _session(op_type, kinds, tuple(attributes.items()), threads, library)
     return run_native(session, {name: array for name, array in inputs.items() if array is not None})
@@ -77,10 +77,10 @@ def ramp(counts: Sequence[int]) -> NDArray[np.int32]:
 
 
 class Pool:
-    """A pool of NaN, block tables in it for sequences of these lengths, and what their positions hold already.
+    """Pool filled with NaN, block tables for sequences of these lengths, and the contents of their positions.
 
-    lens: positions that are to be held, by sequence. Tables have one entry more than the longest needs, and entries
-    that no position needs point outside.
+    lens: number of positions by sequence. Tables have one entry more than the longest sequence needs, and unused
+    entries are out of range.
     """
 
     def __init__(self, lens: Sequence[int], heads: int, width: int, dtype: str, *, layers: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""The two attention operators: their registration with PyTorch, and their lowering, one node at a time."""
+"""The two attention operators: registration with PyTorch, and lowering of single nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lens(*values: int) -> Tensor:
 
 
 def run_lowered(op_type: str, inputs: Arrays, outputs: list[str], **attributes: Any) -> list[np.ndarray[Any, Any]]:
-    """One attention node in a graph of its own, lowered and run; sizes are free where the graphs' are."""
+    """Lower and run one attention node in a separate graph, with the dynamic sizes of the exported graphs."""
     values = {
         name: None
         if tensor is None
@@ -69,7 +69,7 @@ BIASES: dict[str, Callable[[int, int], Tensor | None]] = {
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("key_lens", [None, (7, 2, 5)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_lowered_equals_eager(bias: str, key_lens: tuple[int, ...] | None, causal: bool) -> None:
+def test_lowered_attention_equals_eager(bias: str, key_lens: tuple[int, ...] | None, causal: bool) -> None:
     query, key, value = (normal(3, 7, HEADS, WIDTH).roll(turn, 0) for turn in range(3))
     held = None if key_lens is None else lens(*key_lens)
     added = BIASES[bias](7, 7)
@@ -81,7 +81,7 @@ def test_attention_lowered_equals_eager(bias: str, key_lens: tuple[int, ...] | N
 
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("appended", [0, 1])
-def test_cached_attention_lowered_equals_eager(bias: str, appended: int) -> None:
+def test_lowered_cached_attention_equals_eager(bias: str, appended: int) -> None:
     query, key = normal(3, 1, HEADS, WIDTH), normal(3, appended, HEADS, WIDTH)
     cache_key, cache_value = normal(3, HEADS, 11, WIDTH), normal(3, HEADS, 11, WIDTH).roll(1, 0)
     held, added = lens(10, 1, 6), BIASES[bias](1, 11)
@@ -96,7 +96,7 @@ def test_cached_attention_lowered_equals_eager(bias: str, appended: int) -> None
             np.testing.assert_array_equal(cache[row, :, : past + 1], wanted[row, :, : past + 1].numpy())
 
 
-def test_cached_attention_refuses_a_head_width_no_kernel_takes() -> None:
+def test_cached_attention_refuses_a_head_width_without_a_kernel() -> None:
     query, cache = normal(2, 1, HEADS, 12), normal(2, HEADS, 5, 12)
     inputs: Arrays = dict(
         query=query, key=query, value=query, cache_key=cache, cache_value=cache, cache_lens=lens(1, 2)

@@ -1,4 +1,4 @@
-"""Beam search without a model against transformers' `generate`: equal hypotheses and scores."""
+"""Beam search without a model compared with transformers' `generate`: equal hypotheses and scores."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def searches(draw: st.DrawFn, width: int, num_stop_ids: int) -> BeamSettings:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), width=st.integers(2, 8), num_stop_ids=st.integers(0, 2), seed=st.integers(0, 10**6))
-def test_beam_search_finds_what_transformers_finds(
+def test_beam_search_finds_the_hypotheses_of_transformers(
     data: st.DataObject, width: int, num_stop_ids: int, seed: int
 ) -> None:
     count = data.draw(st.integers(1, 3))

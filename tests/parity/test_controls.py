@@ -1,6 +1,6 @@
-"""Every decoding control of the whole engine, held to transformers' `generate`: the same ids, the same scores.
+"""Every decoding control of the whole engine gives the ids and scores of transformers' `generate`.
 
-All requests of a test run in one batch over native graphs; the reference answers them one by one over logits that
+All requests of a test run in one batch over native graphs. The reference answers them one by one over logits that
 PyTorch computes from the same weights (float32), or that the same graphs compute alone (the shipped int8 model).
 """
 
@@ -50,9 +50,9 @@ T5 = ModelConfig(
     max_source_len=24, max_target_len=40, norm="rmsnorm", norm_placement="pre", activation="gelu_tanh", gated=True,
     positions="t5_relative", bias=False, tie_output=False, scale_embeddings=False, attention_scale=1.0, head_dim=12,
 )  # fmt: skip
-FAMILIES = {"marian": (MARIAN, 2), "t5": (T5, 8)}  # seeds whose outputs end early, late and never
+FAMILIES = {"marian": (MARIAN, 2), "t5": (T5, 8)}  # seeds with outputs that end early, late and never
 LENGTH_PENALTIES = (1.0, 0.0, 2.0, -1.0, 0.6)
-# Two float32 implementations of one model differ by up to 1e-5 in a logit: what is nearer than that is a tie to them.
+# Two float32 implementations of one model differ by up to 1e-5 in a logit, so closer logits count as equal.
 SHAKE = 2e-5
 
 Controls = dict[str, Any]
@@ -61,7 +61,7 @@ Controls = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model, what serves it, and sources with the reference's logits for each."""
+    """Model, its runner, and sources with the reference's logits for each."""
 
     config: ModelConfig
     runner: NativeRunner
@@ -95,7 +95,7 @@ def shipped() -> Served:
 
 
 def requests_of(served: Served, asked: Sequence[Controls]) -> list[Request]:
-    """One request each, source after source; greedy ones with log-probabilities."""
+    """Return one request for each source in turn; greedy ones with log-probabilities."""
     sources = list(served.sources)
     requests: list[Request] = []
     for index, controls in enumerate(asked):
@@ -109,10 +109,10 @@ def requests_of(served: Served, asked: Sequence[Controls]) -> list[Request]:
 
 
 def check(served: Served, asked: Sequence[Controls]) -> list[tuple[int, ...]]:
-    """Hold the answers of requests that run together to the reference; returns the first output of each.
+    """Compare the answers of requests that run in one batch with the reference. Return the first output of each.
 
-    A difference counts unless the reference itself answers otherwise when its logits are shaken; at most one request in
-    fifty may hang on such a near tie (on the machine where this was written, none of some 1,300 did).
+    A difference is an error unless the reference also changes its answer when its logits are perturbed. At most one
+    request in fifty may depend on such a near tie (of about 1,300 requests none did when this test was written).
     """
     requests, num_ties = requests_of(served, asked), 0
     answers = answer(served.runner, requests)
@@ -133,7 +133,7 @@ def check(served: Served, asked: Sequence[Controls]) -> list[tuple[int, ...]]:
 def check_scores(
     found: Sequence[TokenEvent], scores: Sequence[float | None], request: Request, logits_of: LogitsOf
 ) -> None:
-    """Hypotheses' scores within 1e-4, or a few steps of float32 where large; other outputs' log-probabilities.
+    """Compare scores of hypotheses (within 1e-4, or some float32 steps if large) and log-probabilities of the others.
 
     A length penalty below 0 multiplies a sum, and its error, by a power of the length.
     """
@@ -151,7 +151,7 @@ def check_scores(
 
 
 def searches() -> list[Controls]:
-    """Beams of every width, rule of ending and length penalty; n-best and limits in turn."""
+    """Return beam searches of every width, stopping rule and length penalty; n-best and limits in turn."""
     shapes = [(w, e, p) for w in range(2, 9) for e in EarlyStopping for p in LENGTH_PENALTIES]
     return [
         dict(
@@ -166,7 +166,7 @@ def searches() -> list[Controls]:
 
 
 def each_alone(plain: tuple[int, ...], config: ModelConfig) -> list[Controls]:
-    """Every control by itself, with ids from the answer without any, so that each has something to change."""
+    """Return every single control. Its ids come from the answer without controls, so that each changes the answer."""
     ids = plain or (7, 33, 12)
     return [
         dict(logit_bias=tuple((dict.fromkeys(ids[::2], -4.0) | {config.eos_id: 1.0, 30: 2.0}).items())),
@@ -188,28 +188,28 @@ def each_alone(plain: tuple[int, ...], config: ModelConfig) -> list[Controls]:
 
 
 def some_together(dice: random.Random, choices: Sequence[Controls]) -> Controls:
-    """Several controls at once, with beams or without."""
+    """Return several controls together, with beams or without."""
     chosen: Controls = {}
     for controls in dice.sample(choices, dice.randint(2, 5)):
         chosen |= controls
     if "forced_first_id" in chosen and {"prefix_ids", "allowed_ids", "suppressed_ids"} & chosen.keys():
-        del chosen["forced_first_id"]  # transformers forces none after a prefix; the others may exclude it
+        del chosen["forced_first_id"]  # transformers forces no token after a prefix; the others can exclude it
     if "allowed_ids" in chosen and chosen.get("no_repeat_ngram_size") == 1:
-        del chosen["allowed_ids"]  # soon nothing would be left
+        del chosen["allowed_ids"]  # no token would be left after a few steps
     if (width := dice.randint(1, 6)) > 1:
         chosen |= dict(beam_width=width, num_return_sequences=dice.randint(1, width))
         chosen |= dict(length_penalty=dice.choice(LENGTH_PENALTIES), early_stopping=dice.choice(list(EarlyStopping)))
     return chosen
 
 
-def test_greedy_and_every_beam_search_find_what_transformers_finds(family: Served) -> None:
+def test_greedy_and_beam_search_give_the_outputs_of_transformers(family: Served) -> None:
     count = len(family.sources)
     answers = check(family, [{}] * count + searches())
     assert len({len(token_ids) for token_ids in answers[:count]}) > 3  # some end soon, some late
     assert len({token_id for token_ids in answers for token_id in token_ids}) > 20
 
 
-def test_every_control_alone_does_what_transformers_does(family: Served) -> None:
+def test_every_single_control_gives_the_outputs_of_transformers(family: Served) -> None:
     plain = check(family, [{}] * len(family.sources))
     kinds = list(zip(*(each_alone(ids, family.config) for ids in plain), strict=True))
     answers = check(family, [controls for kind in kinds for controls in kind])
@@ -219,40 +219,40 @@ def test_every_control_alone_does_what_transformers_does(family: Served) -> None
     check(family, [controls | beams for kind in kinds for controls in kind])
 
 
-def test_controls_together_do_what_transformers_does(family: Served) -> None:
+def test_several_controls_give_the_outputs_of_transformers(family: Served) -> None:
     dice = random.Random(4)
     plain = check(family, [{}] * len(family.sources))
     check(family, [some_together(dice, each_alone(ids, family.config)) for _ in range(12) for ids in plain])
 
 
-def test_a_search_whose_forced_token_stops_it_says_nothing(family: Served) -> None:
-    """It used to stream the stop id where max_new_tokens was 1."""
+def test_search_whose_forced_token_stops_it_has_an_empty_output(family: Served) -> None:
+    """Regression: the stop id was streamed when max_new_tokens was 1."""
     stopped: Controls = dict(beam_width=3, forced_first_id=17, stop_ids=(17, 28))
     assert check(family, [stopped | dict(max_new_tokens=count) for count in (1, 2, 5)]) == [()] * 3
 
 
-def test_a_search_may_look_at_more_candidates_than_there_are_tokens(family: Served) -> None:
-    stop_ids = tuple(range(20, 28))  # 8 beams look at 8 * (2 + 8) continuations each, of 61 tokens
+def test_search_with_more_candidates_than_tokens_gives_the_outputs_of_transformers(family: Served) -> None:
+    stop_ids = tuple(range(20, 28))  # 8 beams consider 8 * (2 + 8) continuations each, of 61 tokens
     check(family, [dict(beam_width=8, stop_ids=stop_ids, num_return_sequences=8), {}])
 
 
-def test_logits_are_shaken_both_ways(family: Served) -> None:
+def test_logits_are_perturbed_in_both_directions(family: Served) -> None:
     for logits_of in family.sources.values():
         plain, up, down = (shaken(logits_of, amount)((1, 7)) for amount in (0.0, SHAKE, -SHAKE))
         assert up + down == pytest.approx(2 * plain, abs=SHAKE / 2)
         assert SHAKE / 2 < np.abs(up - plain).max() < 2 * SHAKE
 
 
-def test_the_shipped_model_searches_as_transformers_does(shipped: Served) -> None:
+def test_searches_of_the_shipped_model_give_the_outputs_of_transformers(shipped: Served) -> None:
     shapes = [(width, penalty) for width in (2, 4, 8) for penalty in (0.0, 1.0, 2.0)]
     asked = [dict(beam_width=w, length_penalty=p, num_return_sequences=w) for w, p in shapes for _ in shipped.sources]
     check(shipped, [{}] * len(shipped.sources) + asked)
 
 
-def test_the_shipped_model_obeys_every_control_as_transformers_does(shipped: Served) -> None:
+def test_every_control_of_the_shipped_model_gives_the_outputs_of_transformers(shipped: Served) -> None:
     plain = check(shipped, [{}] * len(shipped.sources))
     kinds = list(zip(*(each_alone(ids, shipped.config) for ids in plain), strict=True))
-    # Its graphs show log-probabilities only, and a repetition penalty on logits looks at their sign.
+    # Its graphs return only log-probabilities, and a repetition penalty depends on the sign of the logits.
     greedy = [controls for kind in kinds for controls in kind if "repetition_penalty" not in controls]
     beams: Controls = dict(beam_width=4, num_return_sequences=2)
     check(shipped, greedy + [controls | beams for kind in kinds for controls in kind])

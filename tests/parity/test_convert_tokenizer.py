@@ -1,4 +1,4 @@
-"""Checkpoints with older tokenizer files: the converted tokenizers give the same ids as the originals."""
+"""Conversion of older tokenizer files: the converted tokenizers give the same ids as the originals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def describe(folder: Path, model_type: str, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("write", [word_pieces, merges, shifted_pieces])
-def test_converted_files_give_the_ids_of_the_original_tokenizer(
+def test_converted_tokenizer_gives_the_ids_of_the_original(
     write: Callable[[Path], Callable[[str], list[int]]], tmp_path: Path
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"

@@ -1,4 +1,4 @@
-"""The PyTorch model against CTranslate2 with the same weights."""
+"""The PyTorch model compared with CTranslate2 with the same weights."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
     torch.manual_seed(seed)
     model = Transformer(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too, because a zero bias would hide a missing one
+        for parameter in model.parameters():  # norms and biases too, because a bias of zero would hide a missing one
             parameter.add_(torch.randn_like(parameter) * 0.2)
     tokenizer = Tokenizer.train([], config.vocab_size)
     return Checkpoint(
@@ -70,7 +70,7 @@ def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
 
 
-def test_conversion_refuses_models_that_ctranslate2_lacks(tmp_path: Path) -> None:
+def test_conversion_refuses_models_that_ctranslate2_does_not_support(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, positions="rope"), seed=1)
     with pytest.raises(CheckpointError, match="positions='rope'"):
         save_ctranslate2_model(checkpoint, tmp_path)

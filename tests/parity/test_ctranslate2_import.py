@@ -1,4 +1,4 @@
-"""Imported CTranslate2 directories, served, against CTranslate2 itself.
+"""Imported CTranslate2 directories that are served, compared with CTranslate2.
 
 ANTIPHON_DATA has a trained model: Arabic names to Latin letters, letter by letter, with six layers in encoder and
 decoder and a vocabulary without an unknown token. The other models are random, written by CTranslate2's specification.
@@ -150,13 +150,15 @@ def test_known_answer(floats: Bundle) -> None:
     assert first(ours(floats, [list("آتزمون")], "float32")) == ["a t z m o n"]
 
 
-def test_greedy_outputs_are_ctranslate2s(floats: Bundle, folder: Path, words: list[list[str]]) -> None:
+def test_greedy_outputs_equal_those_of_ctranslate2(floats: Bundle, folder: Path, words: list[list[str]]) -> None:
     expected = theirs(folder, words, "float32", beam_size=1)
     assert first(ours(floats, words, "float32")) == expected
     assert len(set(expected)) > 250
 
 
-def test_beams_are_ctranslate2s_without_length_penalty(floats: Bundle, folder: Path, words: list[list[str]]) -> None:
+def test_beams_equal_those_of_ctranslate2_without_length_penalty(
+    floats: Bundle, folder: Path, words: list[list[str]]
+) -> None:
     expected = theirs(folder, words, "float32", beam_size=BEAMS, length_penalty=0)
     found = first(ours(floats, words, "float32", beam_width=BEAMS, length_penalty=0.0))
     assert found == expected
@@ -164,14 +166,14 @@ def test_beams_are_ctranslate2s_without_length_penalty(floats: Bundle, folder: P
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.6])
-def test_beams_are_ctranslate2s(floats: Bundle, folder: Path, words: list[list[str]], penalty: float) -> None:
+def test_beams_equal_those_of_ctranslate2(floats: Bundle, folder: Path, words: list[list[str]], penalty: float) -> None:
     expected = theirs(folder, words, "float32", beam_size=BEAMS, length_penalty=penalty, min_decoding_length=0)
     search = dict(beam_width=BEAMS, length_penalty=penalty, early_stopping=EarlyStopping.FIRST, min_new_tokens=0)
     assert first(ours(floats, words, "float32", **search)) == expected
 
 
 @pytest.mark.parametrize("beam_width", [1, BEAMS])
-def test_int8_weights_give_ctranslate2s_outputs(
+def test_int8_weights_give_the_outputs_of_ctranslate2(
     integers: Bundle, integer_folder: Path, words: list[list[str]], beam_width: int
 ) -> None:
     expected = theirs(integer_folder, words, "float32", beam_size=beam_width, length_penalty=0)
@@ -179,7 +181,7 @@ def test_int8_weights_give_ctranslate2s_outputs(
     assert first(ours(integers, words, "float32", beam_width=beam_width, **penalty)) == expected
 
 
-def test_int8_products_lose_no_more_than_ctranslate2s(
+def test_int8_products_lose_no_more_than_those_of_ctranslate2(
     integers: Bundle, integer_folder: Path, words: list[list[str]], tmp_path: Path
 ) -> None:
     exact = theirs(integer_folder, words, "float32", beam_size=1)
@@ -215,7 +217,7 @@ def string(text: str) -> bytes:
     return struct.pack("<H", len(text) + 1) + text.encode() + b"\0"
 
 
-def test_quantised_again_int8_weights_are_the_same_integers(integer_folder: Path) -> None:
+def test_int8_weights_are_the_same_integers_when_quantised_again(integer_folder: Path) -> None:
     file = ModelFile(integer_folder / "model.bin")
     largest = set()
     for name in file:
@@ -251,9 +253,9 @@ def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str
     save_ctranslate2_model(checkpoint, tmp_path, quantization=quantization)
     source = _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
     # The converted model has its positions as a table, and relative positions have no maximum. It has no padding token.
-    told = {"positions", "positions_offset", "sinusoids", "pad_id", "head_dim", "attention_scale"}
-    told |= {"max_source_len", "max_target_len"} if name == "t5" else set()
-    assert source.config.model_dump(exclude=told) == checkpoint.config.model_dump(exclude=told)
+    changed = {"positions", "positions_offset", "sinusoids", "pad_id", "head_dim", "attention_scale"}
+    changed |= {"max_source_len", "max_target_len"} if name == "t5" else set()
+    assert source.config.model_dump(exclude=changed) == checkpoint.config.model_dump(exclude=changed)
     assert source.config.resolved_head_dim == checkpoint.config.resolved_head_dim
     assert source.config.resolved_attention_scale == pytest.approx(checkpoint.config.resolved_attention_scale)
     weights, expected = load_model(source).state_dict(), checkpoint.model.state_dict()
@@ -264,7 +266,7 @@ def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_random_model_gives_ctranslate2s_outputs(tmp_path: Path, quantization: str | None) -> None:
+def test_random_model_gives_the_outputs_of_ctranslate2(tmp_path: Path, quantization: str | None) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM["untied"]), seed=5)
     save_ctranslate2_model(checkpoint, tmp_path, quantization=quantization)
     model = load_model(_inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle")))
@@ -276,7 +278,7 @@ def test_random_model_gives_ctranslate2s_outputs(tmp_path: Path, quantization: s
     assert len(set(map(tuple, expected))) > 1
 
 
-def test_model_that_begins_with_zeros_gets_a_token_for_it(tmp_path: Path) -> None:
+def test_model_whose_first_decoder_input_is_zeros_gets_a_begin_token(tmp_path: Path) -> None:
     """CTranslate2 writes Marian like this: the first decoder input is not a token and cannot be generated."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, activation="silu"), seed=9)
     spec = ctranslate2_specification(checkpoint)
@@ -304,7 +306,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_part_that_is_not_supported_is_named(tmp_path: Path, name: str) -> None:
+def test_unsupported_part_is_refused_by_name(tmp_path: Path, name: str) -> None:
     changed, message = REFUSED[name]
     sides = (transformer_spec.TransformerEncoderSpec, transformer_spec.TransformerDecoderSpec)
     spec = transformer_spec.TransformerSpec(*(side(1, 4, **changed) for side in sides))
@@ -339,7 +341,7 @@ def fill(spec: transformer_spec.TransformerSpec, width: int) -> None:
         ),
     ],
 )
-def test_damaged_file_is_named(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+def test_damaged_file_is_refused_by_name(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
     save_ctranslate2_model(random_checkpoint(preset("tiny", vocab_size=300), seed=1), tmp_path)
     file = tmp_path / "model.bin"
     file.write_bytes(change(file.read_bytes()))
@@ -354,7 +356,7 @@ def test_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
         _inspect(ImportOptions(source=str(tmp_path), target=tmp_path / "bundle"))
 
 
-def test_words_are_looked_up_as_ctranslate2_does(tmp_path: Path) -> None:
+def test_words_are_looked_up_as_by_ctranslate2(tmp_path: Path) -> None:
     """The first of equal tokens is used, a token can end with a carriage return, and other words are unknown."""
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300), seed=1)
     save_ctranslate2_model(checkpoint, tmp_path)

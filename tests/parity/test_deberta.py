@@ -1,4 +1,4 @@
-"""Imported DeBERTa v1 and v2: states and heads, in PyTorch and in graphs, against transformers."""
+"""Imported DeBERTa v1 and v2: states and heads, in PyTorch and in graphs, compared with transformers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_states_and_heads_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_states_and_heads_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     original = write(case, tmp_path)
     model, config, _ = read_checkpoint(tmp_path)
@@ -85,7 +85,7 @@ def test_states_and_heads_are_those_of_transformers(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["v1_masked", "v2_classify"])
-def test_imported_graphs_are_transformers_model(name: str, tmp_path: Path) -> None:
+def test_imported_graphs_equal_the_model_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     original = write(case, tmp_path / "theirs")
     bundle = import_checkpoint(ImportOptions(source=str(tmp_path / "theirs"), target=tmp_path / "ours"))
@@ -108,7 +108,7 @@ def test_imported_graphs_are_transformers_model(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("span", "longest"), [(256, 512), (32, 128), (9, 40), (4, 8)])
-def test_rows_of_logarithmic_buckets_are_those_of_transformers(span: int, longest: int) -> None:
+def test_logarithmic_buckets_equal_those_of_transformers(span: int, longest: int) -> None:
     """float32 rounding decides at the ends of buckets; every distance must be in the same bucket as the original's."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
@@ -117,7 +117,7 @@ def test_rows_of_logarithmic_buckets_are_those_of_transformers(span: int, longes
     assert torch.equal(table_rows(distances, Disentangled(span=span, max_distance=longest)), expected)
 
 
-def test_a_checkpoint_as_its_authors_store_it_is_read(tmp_path: Path) -> None:
+def test_checkpoint_in_the_form_of_its_authors_is_read(tmp_path: Path) -> None:
     """The authors' files have an unused table of absolute positions, and the discriminator of v3's training."""
     case = CASES["v3_legacy_off"]
     original = write(case, tmp_path)
@@ -134,7 +134,7 @@ def test_a_checkpoint_as_its_authors_store_it_is_read(tmp_path: Path) -> None:
     torch.testing.assert_close(states[batch.mask], run_theirs(original, case, config, batch)["states"], **CLOSE)
 
 
-def test_texts_of_a_sentencepiece_model_alone_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_texts_are_tokenised_as_by_transformers_when_only_a_sentencepiece_model_exists(tmp_path: Path) -> None:
     """Most checkpoints of v2 and v3 have no tokenizer.json; [MASK] is not in their SentencePiece model."""
     special: dict[str, Any] = dict(pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
     sentencepiece.SentencePieceTrainer.train(

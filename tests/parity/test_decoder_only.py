@@ -1,4 +1,4 @@
-"""Decoder-only models: exported graphs against PyTorch, imported checkpoints against transformers' tokens."""
+"""Decoder-only models: exported graphs compared with PyTorch, and imported checkpoints with transformers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return export_random(tmp_path_factory.mktemp(request.param), ("native",), ALONE | DECODERS[request.param])
 
 
-def test_decoder_alone_is_exported_without_encoder_and_agrees_with_pytorch(bundle: Bundle) -> None:
+def test_decoder_only_model_is_exported_without_encoder_and_agrees_with_pytorch(bundle: Bundle) -> None:
     for graphs in bundle.manifest.graphs:
         assert (graphs.encoder, graphs.explain) == (None, None)
         verify(bundle.path, graphs, random_transformer(bundle.manifest.model), seed=7)
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_decoder_alone_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
+def test_decoder_only_model_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**ALONE, **DECODERS["gpt2"]))
     with pytest.raises(ExportError, match=f"lowering='{lowering}' does not fit architecture='decoder'"):
         export_bundle(checkpoint, tmp_path / "bundle", lowerings=("native", lowering))  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def check_together(imported: Imported, params: SamplingParams, **theirs: Any) ->
         assert len(prompt) + event.num_generated <= imported.bundle.manifest.model.max_target_len
 
 
-def test_scores_are_the_log_probabilities_of_transformers(imported: Imported) -> None:
+def test_scores_equal_the_log_probabilities_of_transformers(imported: Imported) -> None:
     check_scores(imported)
 
 
@@ -214,7 +214,7 @@ def bits(event: TokenEvent) -> tuple[object, ...]:
     return event.output_index, event.token_ids, event.logprobs, event.score
 
 
-def test_samples_are_the_same_bits_alone_and_in_a_crowd(imported: Imported) -> None:
+def test_samples_are_bit_identical_alone_and_in_a_crowd(imported: Imported) -> None:
     requests = [
         prompted(
             str(index),
@@ -304,7 +304,7 @@ async def test_served_text_continues_the_prompt_as_in_transformers(imported: Imp
             assert read + found.text == decode([*prompt, *found.token_ids], skip_special_tokens=True)
 
 
-async def test_served_prompt_takes_prefix_stop_strings_and_scores(imported: Imported) -> None:
+async def test_served_prompt_supports_prefix_stop_strings_and_scores(imported: Imported) -> None:
     async with serving_bundle(imported.bundle.path) as served:
         whole = await served.client.generate_text("the cat", Options(max_new_tokens=8, ignore_eos=True, num_logprobs=0))
         ids = whole.token_ids
@@ -312,13 +312,13 @@ async def test_served_prompt_takes_prefix_stop_strings_and_scores(imported: Impo
         after = await served.client.generate_text("the cat", prefixed)
         assert after.token_ids == ids[3:]
         assert after.text == whole.text[len(whole.text) - len(after.text) :]
-        judged = await served.client.score("the cat", ids)
-        shown = [one.logprob for one in judged.logprobs[:-1]]
+        response = await served.client.score("the cat", ids)
+        shown = [one.logprob for one in response.logprobs[:-1]]
         assert shown == pytest.approx([one.logprob for one in whole.logprobs], abs=1e-5)
-        assert judged.usage.source_tokens == len(imported.tokenizer("the cat")["input_ids"])
+        assert response.usage.source_tokens == len(imported.tokenizer("the cat")["input_ids"])
 
 
-async def test_a_decoder_alone_refuses_by_field_and_by_ability(imported: Imported) -> None:
+async def test_decoder_only_model_refuses_by_field_and_by_ability(imported: Imported) -> None:
     limit = imported.bundle.manifest.model.max_target_len
     async with serving_bundle(imported.bundle.path) as served:
         client = served.client

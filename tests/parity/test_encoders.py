@@ -1,4 +1,4 @@
-"""Encoder-only models: exported graphs against PyTorch, for states and all heads, any lengths and any batch."""
+"""Encoder-only models: exported graphs compared with PyTorch, for states and all heads, any lengths and any batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def encoder_of(bundle: Bundle, precision: Precision) -> NativeEncoder:
     return NativeEncoder(bundle.path, bundle.graph_set(precision), bundle.manifest.model, threads=2)
 
 
-def test_encoder_alone_agrees_with_pytorch(bundle: Bundle) -> None:
+def test_encoder_only_model_agrees_with_pytorch(bundle: Bundle) -> None:
     config = bundle.manifest.model
     for graphs in bundle.manifest.graphs:
         assert (graphs.decoder, graphs.explain, graphs.cache) == (None, None, None)
@@ -88,7 +88,7 @@ def test_states_and_outputs_of_a_source_do_not_depend_on_its_neighbours(bundle: 
             np.testing.assert_array_equal(encoder.read_out(head.task, states[-1:]), expected[-1:])
 
 
-def test_graphs_of_an_encoder_name_their_tensors_as_the_contract_says(bundle: Bundle) -> None:
+def test_encoder_graphs_have_the_tensor_names_of_the_contract(bundle: Bundle) -> None:
     config = bundle.manifest.model
     wanted: dict[Task | Literal["encoder"], tuple[list[Port], list[Port]]] = {}
     wanted["encoder"] = (graph_ports.encoder_inputs(config, "native"), graph_ports.encoder_outputs(config, "native"))
@@ -105,7 +105,7 @@ def test_graphs_of_an_encoder_name_their_tensors_as_the_contract_says(bundle: Bu
             assert shape[-1] == ports[1][0].axes[-1]
 
 
-def test_weights_that_are_shared_are_stored_once(bundle: Bundle) -> None:
+def test_shared_weights_are_stored_once(bundle: Bundle) -> None:
     """With tied embeddings and shared layers the file has each parameter once, and padding."""
     config = bundle.manifest.model
     held = bundle.file("weights.native.float32.bin").stat().st_size
@@ -114,7 +114,7 @@ def test_weights_that_are_shared_are_stored_once(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_encoder_alone_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
+def test_encoder_only_model_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**ALONE))
     with pytest.raises(ExportError, match=f"lowering='{lowering}' does not fit architecture='encoder'"):
         export_bundle(checkpoint, tmp_path / "bundle", lowerings=("native", lowering))  # type: ignore[arg-type]

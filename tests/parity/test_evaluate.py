@@ -32,7 +32,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[s
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_engine_pytorch_and_ctranslate2_translate_alike(
+def test_engine_pytorch_and_ctranslate2_give_equal_translations(
     bundle: Bundle, checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = [tmp_path / name for name in ("engine", "pytorch")]
@@ -51,7 +51,7 @@ def copy_of(bundle: Bundle, path: Path) -> Path:
     return path
 
 
-def test_recorded_quality_is_what_each_precision_scores(
+def test_recorded_quality_equals_the_score_of_each_precision(
     bundle: Bundle, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = copy_of(bundle, tmp_path / "copy")
@@ -69,7 +69,7 @@ def test_recorded_quality_is_what_each_precision_scores(
         assert held.sha256 == together
 
 
-def test_bundle_without_float32_graphs_is_recorded_beside_its_checkpoint(
+def test_quality_is_recorded_for_a_bundle_without_float32_graphs_with_its_checkpoint(
     bundle: Bundle, checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = copy_of(bundle, tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""`antiphon evaluate --text`: perplexity is exp of transformers' own loss of the same model over the same text."""
+"""`antiphon evaluate --text`: perplexity is exp of transformers' loss of the same model on the same text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ["the cat sat on the mat", "", LONG, "eine kühle Brücke", "   ", "a", 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A checkpoint as transformers runs it, and its bundle."""
+    """Model of a checkpoint in transformers, and its bundle."""
 
     theirs: Any
     tokenizer: Any
@@ -55,7 +55,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dic
 
 
 def loss_of(theirs: Any, ids: list[int]) -> tuple[float, int]:
-    """Negative log-likelihood of all tokens but the first, and their number; a window begins with a token judged."""
+    """Return the negative log-likelihood of all tokens but the first, and their number. Windows share one token."""
     total, count = 0.0, 0
     while len(ids) > 1:
         window = torch.tensor([ids[:LONGEST]])
@@ -66,7 +66,7 @@ def loss_of(theirs: Any, ids: list[int]) -> tuple[float, int]:
     return total, count
 
 
-def test_perplexity_is_that_of_transformers_own_loss(
+def test_perplexity_is_exp_of_the_loss_of_transformers(
     imported: Imported, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encoded = [imported.tokenizer(line)["input_ids"] for line in TEXTS if line.strip()]
@@ -75,16 +75,16 @@ def test_perplexity_is_that_of_transformers_own_loss(
     num_tokens = sum(count for _, count in losses)
     (score,) = evaluate(capsys, imported.bundle, "--text", text, "--precision", "float32")
     assert score["perplexity"] == pytest.approx(math.exp(sum(total for total, _ in losses) / num_tokens), rel=1e-4)
-    num_texts = sum(len(ids) > 1 for ids in encoded)  # a letter is one token of GPT-2, and nothing stands before it
+    num_texts = sum(len(ids) > 1 for ids in encoded)  # a letter is one token of GPT-2, without a begin token
     assert (score["tokens"], score["texts"], score["skipped"]) == (num_tokens, num_texts, len(TEXTS) - num_texts)
 
 
-def test_recorded_perplexity_is_what_each_precision_scores(
+def test_recorded_perplexity_equals_the_score_of_each_precision(
     imported: Imported, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(imported.bundle, tmp_path / "copy"))
     before = load_bundle(copy).manifest
-    for _ in range(2):  # the second time replaces what the first one wrote
+    for _ in range(2):  # the second run replaces the values of the first
         evaluate(capsys, copy, "--text", text, "--record")
     after = load_bundle(copy).manifest
     assert after.model_copy(update={"quality": ()}) == before
@@ -129,7 +129,7 @@ def test_bundle_without_float32_graphs_is_not_recorded(
     assert not load_bundle(copy).manifest.quality
 
 
-def test_profile_says_that_it_measures_encoders(imported: Imported, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_reports_that_it_measures_only_encoders(imported: Imported, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(imported.bundle)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"antiphon profile: {imported.bundle} is a decoder alone; encoders are what is measured"

@@ -1,4 +1,4 @@
-"""The explain graph against PyTorch, its weights stored once, and the explainer that runs it."""
+"""The explain graph compared with PyTorch, its weights, which are stored once, and the explainer that runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.parity.exports import small_config
 SOURCE = [11, 12, 13, 14, 15, 2]
 TARGET = [21, 22, 23]
 
-# Widths that are no multiple of what weights are packed in, where slices must take off what packing added.
+# Widths that are not multiples of the packing sizes, so that slices must remove the padding of packed weights.
 ODD: dict[str, object] = dict(d_model=72, head_dim=20, num_heads=3, d_ff=90, vocab_size=270)
 
 
@@ -55,8 +55,8 @@ def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, 
 
 
 @pytest.mark.parametrize("overrides", [{}, ODD, *VARIANTS.values()], ids=["paper", "odd", *VARIANTS])
-def test_explain_module_weighs_values_as_the_model_does(overrides: dict[str, object]) -> None:
-    """Weights times values must be what the model's attention puts out, with its own (other) code."""
+def test_explain_module_has_the_attention_weights_of_the_model(overrides: dict[str, object]) -> None:
+    """Weights times values must be equal to the outputs of the model's attention, which is separate code."""
     model = random_transformer(small_config(**overrides))
     given = torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]])
     expected = observed_values(model, lambda: model(*given))
@@ -72,7 +72,7 @@ def test_explain_module_weighs_values_as_the_model_does(overrides: dict[str, obj
 
 
 @pytest.mark.parametrize("overrides", [ODD, *VARIANTS.values()], ids=["odd", *VARIANTS])
-def test_explain_graph_equals_pytorch_however_its_weights_are_stored(
+def test_explain_graph_equals_pytorch_for_every_storage_of_its_weights(
     overrides: dict[str, object], tmp_path: Path
 ) -> None:
     model = random_transformer(small_config(**overrides))
@@ -85,11 +85,11 @@ def test_explain_graph_equals_pytorch_however_its_weights_are_stored(
             path = tmp_path / f"{layout}.{precision}.onnx"
             with WeightsFile(tmp_path / f"{layout}.{precision}.bin") as weights:
                 weights.save(graph, path)
-            # Only the order of float32 sums differs; a weight wrongly unpacked is off by orders of magnitude.
+            # Only the order of float32 sums differs. A wrongly unpacked weight has an error orders of magnitude larger.
             assert verify_explain(path, model, precision) < 1e-5
 
 
-def test_verify_explain_refuses_another_models_graph(bundle: Bundle) -> None:
+def test_verify_explain_refuses_the_graph_of_another_model(bundle: Bundle) -> None:
     other = random_transformer(small_config(), seed=1)
     with pytest.raises(VerificationError, match=r"explain.int8.onnx disagrees with the model: an attention weight"):
         verify_explain(bundle.file("explain.int8.onnx"), other, "int8")
@@ -102,7 +102,7 @@ def test_export_adds_an_explain_graph_of_each_precision(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("lowering", ["native", "contrib"])
-def test_explain_graph_reads_the_weights_that_are_stored_already(
+def test_explain_graph_uses_the_weights_that_are_already_stored(
     checkpoint: Checkpoint, tmp_path: Path, lowering: Lowering
 ) -> None:
     sizes = []
@@ -111,12 +111,12 @@ def test_explain_graph_reads_the_weights_that_are_stored_already(
         directory.mkdir()
         write_graphs(checkpoint.model, directory, ("int8",), (lowering,), explain=explain_too)
         sizes.append({path.name: path.stat().st_size for path in directory.glob("*.bin")})
-    # Contrib graphs keep the embedding's scales times sqrt(M): one table of 272 floats may come on top.
+    # Contrib graphs store the embedding's scales times sqrt(M), so one table of 272 floats can be added.
     for name, size in sizes[0].items():
         assert sizes[1][name] - size <= (0 if lowering == "native" else 2048), name
 
 
-def test_explain_graph_is_plain_onnx(bundle: Bundle) -> None:
+def test_explain_graph_contains_only_standard_onnx_operators(bundle: Bundle) -> None:
     for precision in ("float32", "int8"):
         graph = ir.load(bundle.file(f"explain.{precision}.onnx")).graph
         assert {node.domain for node in graph} == {""}
@@ -125,7 +125,7 @@ def test_explain_graph_is_plain_onnx(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_explainer_gives_the_models_weights_with_the_begin_token_first(
+def test_explainer_returns_the_weights_of_the_model_with_the_begin_token_first(
     bundle: Bundle, checkpoint: Checkpoint, precision: str
 ) -> None:
     explanation = Explainer(bundle, precision=precision).explain(SOURCE, TARGET)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_explainer_prefers_int8(bundle: Bundle) -> None:
     assert not np.array_equal(found.cross, Explainer(bundle, precision="float32").explain(SOURCE, TARGET).cross)
 
 
-def test_explainer_takes_the_longest_source_and_target_and_an_empty_target(bundle: Bundle) -> None:
+def test_explainer_accepts_the_longest_source_and_target_and_an_empty_target(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
     longest = explainer.explain([5] * explainer.max_source_len, [6] * explainer.max_target_len)
     assert longest.encoder_self.shape[2:] == (48, 48)
@@ -173,7 +173,7 @@ def test_explainer_refuses_more_weights_than_its_bound(bundle: Bundle, monkeypat
         explainer.explain(SOURCE, [*TARGET, 5])
 
 
-def test_explainer_answers_threads_alike(bundle: Bundle) -> None:
+def test_explainer_gives_equal_answers_in_several_threads(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
     expected = Explainer(bundle).explain(SOURCE, TARGET).cross
     found: list[np.ndarray] = []

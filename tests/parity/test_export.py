@@ -1,4 +1,4 @@
-"""The export command: what it writes, what it refuses, and that a refusal leaves nothing behind."""
+"""The export command: written files, refusals, and no files left after a refusal."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_export_command_chooses_lowerings(
 
 
 @pytest.mark.parametrize("lowering", ["native", "contrib", "eager"])
-def test_bundle_names_graph_tensors_as_its_contract_says(bundle: Bundle, lowering: Lowering) -> None:
+def test_bundle_has_the_tensor_names_of_the_contract(bundle: Bundle, lowering: Lowering) -> None:
     graphs = bundle.graph_set("float32", lowering)
     for name, ports in (
         (graphs.encoder_file, (graph_ports.encoder_inputs, graph_ports.encoder_outputs)),
@@ -94,7 +94,7 @@ def dtype_of(port: graph_ports.Port) -> np.dtype[Any]:
     return torch.empty(0, dtype=port.dtype).numpy().dtype
 
 
-def test_native_graphs_take_the_cache_as_their_set_holds_it(bundle: Bundle) -> None:
+def test_native_graphs_take_the_cache_in_the_type_of_their_graph_set(bundle: Bundle) -> None:
     expected: dict[Precision, str] = {"float32": "float32", "int8": "float16"}
     for precision, wanted in expected.items():
         graphs = bundle.graph_set(precision, "native")
@@ -104,7 +104,7 @@ def test_native_graphs_take_the_cache_as_their_set_holds_it(bundle: Bundle) -> N
             assert cache.dtype == ir.DataType.from_numpy(np.dtype(wanted))
 
 
-def test_native_graphs_hold_nothing_but_this_projects_operators(bundle: Bundle) -> None:
+def test_native_graphs_contain_only_operators_of_this_project(bundle: Bundle) -> None:
     for graphs in bundle.manifest.graphs:
         for name in (graphs.encoder_file, graphs.decoder_file) if graphs.lowering == "native" else ():
             assert {node.domain for node in ir.load(bundle.file(name)).graph} == {"antiphon"}
@@ -114,7 +114,7 @@ def test_native_graphs_hold_nothing_but_this_projects_operators(bundle: Bundle) 
 def test_export_refuses_graphs_that_disagree_with_the_model(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowering: Lowering
 ) -> None:
-    """A fault of the exporter, played by tracing another model than the checkpoint's."""
+    """The test simulates an exporter fault: it traces another model than that of the checkpoint."""
     other = random_transformer(small_config(), seed=1)
 
     def trace_other(model: Transformer, lowering: Lowering) -> ir.Model:
@@ -135,7 +135,7 @@ def test_export_refuses_an_existing_directory(checkpoint: Checkpoint, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_export_overwrites_a_bundle_and_leaves_nothing_of_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_export_with_overwrite_removes_every_file_of_the_old_bundle(checkpoint: Checkpoint, tmp_path: Path) -> None:
     target = tmp_path / "bundle"
     target.mkdir()
     for name in ("manifest.json", "encoder.old.onnx"):
@@ -145,19 +145,19 @@ def test_export_overwrites_a_bundle_and_leaves_nothing_of_it(checkpoint: Checkpo
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_export_refuses_a_name_clients_could_not_ask_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_export_refuses_a_name_that_clients_cannot_request(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="name='my model' must match"):
         export_bundle(checkpoint, tmp_path / "my model")
 
 
-def test_export_command_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_names_the_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export.run(parse(tmp_path / "nothing", tmp_path / "bundle")) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "nothing" in message
 
 
-def test_export_leaves_the_random_state_alone(checkpoint: Checkpoint) -> None:
+def test_export_does_not_change_the_random_state(checkpoint: Checkpoint) -> None:
     before = torch.random.get_rng_state()
     trace.traceable(checkpoint.model, "contrib")
     assert torch.equal(torch.random.get_rng_state(), before)

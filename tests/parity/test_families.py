@@ -1,4 +1,4 @@
-"""Our models of public encoder-decoder families against transformers' models with the same weights."""
+"""Our models of public encoder-decoder families compared with transformers' models with the same weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def both(theirs: Any, ours: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_model_equals_that_of_transformers(name: str) -> None:
+def test_model_equals_the_model_of_transformers(name: str) -> None:
     settings, choices = FAMILIES[name]
     config = small_config(max_source_len=40, max_target_len=40, **choices)
     ours = random_transformer(config, seed=4)

@@ -1,4 +1,4 @@
-"""Exported graphs against PyTorch, against each other, and alone against other batches.
+"""Exported graphs compared with PyTorch, with each other, and with other batches.
 
 Tolerances: float32 graphs add in another order than PyTorch, and 1e-4 on logits is many times the difference. int8
 has the tolerance of the check after the export.
@@ -67,7 +67,7 @@ def test_eager_graphs_equal_contrib_graphs(bundle: Bundle, precision: Precision)
     assert comparison.rms_error < (1e-5 if precision == "float32" else 5e-3)
 
 
-def test_int8_stays_near_float32(bundle: Bundle) -> None:
+def test_int8_is_close_to_float32(bundle: Bundle) -> None:
     sources, target = draw(bundle, [4, 7, 30, 12, 12, 12, 1, 40])
     exact = step_through(stepper(bundle, "float32"), sources, target)
     coarse = step_through(stepper(bundle, "int8"), sources, target)
@@ -109,7 +109,7 @@ def test_native_graphs_equal_contrib_graphs_at_either_precision(bundle: Bundle, 
         assert compare(*(values.reshape(-1, config.vocab_size) for values in (found, expected))).rms_error < 1e-5
 
 
-def test_float16_cache_costs_less_than_int8_weights(bundle: Bundle) -> None:
+def test_float16_cache_changes_logits_less_than_int8_weights(bundle: Bundle) -> None:
     """Rounding of keys to float16 moves a few activations to another int8 level."""
     sources, target = draw(bundle, [3, 9, 17, 40])
     found, exact, coarse = (
@@ -150,7 +150,7 @@ def test_native_prefixes_fed_at_once_equal_tokens_fed_one_by_one(bundle: Bundle,
         starts = ends
 
 
-def test_cross_cache_beyond_a_rows_length_does_not_matter(bundle: Bundle) -> None:
+def test_cross_cache_beyond_the_length_of_a_row_has_no_effect(bundle: Bundle) -> None:
     sources, target = draw(bundle, [6])
     runner = stepper(bundle, "int8")
     lens = np.array([6], np.int32)
@@ -173,7 +173,7 @@ def test_self_cache_is_written_only_at_the_new_position(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("lens", [(40,), (1, 48, 30, 17)])
-def test_native_encoder_works_in_no_more_than_its_widest_moment(bundle: Bundle, lens: tuple[int, ...]) -> None:
+def test_native_encoder_workspace_is_that_of_its_largest_operator(bundle: Bundle, lens: tuple[int, ...]) -> None:
     """The peak is in attention (x, q, k, v and the result) or in the feed-forward, for any layers and lengths."""
     config, graphs, workspace = bundle.manifest.model, bundle.graph_set("float32", "native"), Workspace()
     encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
@@ -191,7 +191,7 @@ def test_native_encoder_works_in_no_more_than_its_widest_moment(bundle: Bundle, 
     assert 4 * widest * sum(lens) <= peak <= 4 * widest * sum(lens) + scratch
 
 
-def test_workspace_grows_linearly_fused_and_by_score_matrices_eager(bundle: Bundle) -> None:
+def test_workspace_grows_linearly_when_fused_and_with_score_matrices_when_eager(bundle: Bundle) -> None:
     bends, workspace = {}, Workspace(is_own=True)
     lowerings: tuple[Lowering, ...] = ("contrib", "eager")
     for lowering in lowerings:

@@ -1,4 +1,4 @@
-"""Encoders alone behind real gRPC: what clients get, beside what transformers' pipelines say of the same checkpoint."""
+"""Encoder-only models over real gRPC: answers equal those of transformers' pipelines for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CLOSE: dict[str, Any] = dict(rel=2e-4, abs=2e-5)
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A checkpoint of transformers, and the bundle of it."""
+    """Checkpoint of transformers and its bundle."""
 
     folder: Path
     model: Any
@@ -72,7 +72,7 @@ def imported(folder: Path, kind: str) -> Imported:
     name, settings = KINDS[kind]
     checkpoint = folder / "checkpoint"
     model = write_checkpoint(checkpoint, transformers.BertConfig(**SIZES, **settings), name)
-    if kind == "tag":  # so that its labels differ
+    if kind == "tag":  # so that the labels of the texts differ
         with torch.no_grad():
             model.classifier.weight.mul_(8)
             model.classifier.bias.zero_()
@@ -90,7 +90,7 @@ def serving(bundles: dict[str, Imported], kind: str) -> Any:
     return serving_bundle(bundles[kind].bundle)
 
 
-async def test_labels_are_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
+async def test_labels_equal_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
     pipeline = bundles["classify"].pipeline("text-classification", top_k=None)
     async with serving(bundles, "classify") as served:
         found = await asyncio.gather(*(served.client.classify(text) for text in TEXTS))
@@ -105,7 +105,7 @@ def check_labels(found: Any, expected: list[dict[str, Any]]) -> None:
     assert [one.score for one in found] == pytest.approx([one["score"] for one in expected], **CLOSE)
 
 
-async def test_fillings_are_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
+async def test_fill_mask_answers_equal_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
     original = bundles["pretraining"]
     model = transformers.BertForMaskedLM.from_pretrained(original.folder)
     pipeline = dataclasses.replace(original, model=model).pipeline("fill-mask", top_k=4)
@@ -123,7 +123,7 @@ async def test_fillings_are_those_of_the_pipeline(bundles: dict[str, Imported]) 
             assert [one.text for one in place.fillings] == [one["token_str"] for one in proposals]
 
 
-async def test_next_sentences_are_judged_as_by_the_original(bundles: dict[str, Imported]) -> None:
+async def test_next_sentence_scores_equal_those_of_the_original(bundles: dict[str, Imported]) -> None:
     original = bundles["pretraining"]
     async with serving(bundles, "pretraining") as served:
         found = await served.client.classify(TEXTS[0], pair=TEXTS[2], next_sentence=True)
@@ -137,8 +137,8 @@ async def test_next_sentences_are_judged_as_by_the_original(bundles: dict[str, I
     assert found.usage.source_tokens == len(original.tokenizer(TEXTS[0], TEXTS[2])["input_ids"])
 
 
-async def test_tags_and_spans_are_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
-    """Offsets count code points of the text as it was sent; the pipeline's `first` aggregation makes spans of words."""
+async def test_tags_and_spans_equal_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
+    """Offsets count code points of the sent text; the pipeline's aggregation `first` joins words to spans."""
     texts = (*TEXTS, "the  big café cat\u0301s, dog", "x" * 3)
     each = bundles["tag"].pipeline("token-classification", ignore_labels=[])
     async with serving(bundles, "tag") as served:
@@ -159,7 +159,7 @@ def check_spans(answer: Any, expected: list[dict[str, Any]]) -> None:
     assert [one.score for one in answer.spans] == pytest.approx([one["score"] for one in expected], **CLOSE)
 
 
-async def test_embeddings_are_the_originals_states(bundles: dict[str, Imported]) -> None:
+async def test_embeddings_equal_the_states_of_the_original(bundles: dict[str, Imported]) -> None:
     original = bundles["pretraining"]
     with torch.no_grad():
         made = original.model.bert(**original.tokenizer(TEXTS[0], TEXTS[1], return_tensors="pt"))
@@ -179,22 +179,22 @@ async def test_embeddings_are_the_originals_states(bundles: dict[str, Imported])
 
 
 async def ask_everything(client: AsyncClient) -> list[Any]:
-    """Every call of a pre-training model at once."""
+    """Make every call of a pre-training model concurrently."""
     asked: list[Any] = [client.fill_mask(text.replace("the", "[MASK]"), top_k=9) for text in TEXTS if "the" in text]
     asked += [client.classify(text, pair=TEXTS[1], next_sentence=True) for text in TEXTS]
     asked += [client.embed(text, pooling=pooling) for text in TEXTS for pooling in ("mean", "none")]
     return asked
 
 
-async def test_answers_are_the_same_bits_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
+async def test_answers_are_bit_identical_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "pretraining") as served:
-        alone = [told(await one) for one in await ask_everything(served.client)]
+        alone = [comparable(await one) for one in await ask_everything(served.client)]
         together = await asyncio.gather(*await ask_everything(served.client))
-        assert alone == list(map(told, together))
+        assert alone == list(map(comparable, together))
 
 
-def test_states_and_outputs_of_heads_are_the_same_bits_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
-    """Sources of unequal lengths and types, in one run and in a run each; so with states that a head reads."""
+def test_states_and_outputs_of_heads_are_bit_identical_alone_and_in_a_crowd(bundles: dict[str, Imported]) -> None:
+    """Sources of different lengths and types are encoded in one run and in separate runs, and so are heads run."""
     runner = EncoderRunner(load_bundle(bundles["pretraining"].bundle), max_rows=8, threads=1)
     dice = np.random.default_rng(3)
     sources = [dice.integers(5, 19, length).tolist() for length in (1, 31, 7, 16, 40)]
@@ -210,11 +210,11 @@ def test_states_and_outputs_of_heads_are_the_same_bits_alone_and_in_a_crowd(bund
         )
 
 
-def told(answer: Any) -> Any:
+def comparable(answer: Any) -> Any:
     return next(getattr(answer, name) for name in ("places", "labels", "vector") if hasattr(answer, name))
 
 
-async def test_refusals_name_the_field_or_what_the_model_has(bundles: dict[str, Imported]) -> None:
+async def test_refusals_name_the_field_or_the_abilities_of_the_model(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "pretraining") as served:
         client = served.client
         await check_refused(client.generate_text("a cat"), "UNIMPLEMENTED", "an encoder-only model")
@@ -246,7 +246,7 @@ async def check_refused(call: Any, code: str, words: str, field: str | None = No
     assert caught.value.field == field
 
 
-async def test_commands_answer_each_line_with_a_line(bundles: dict[str, Imported]) -> None:
+async def test_commands_print_one_line_for_each_input_line(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "pretraining") as served:
         where = ("--target", served.target)
         lines = b"the [MASK] sat\n\nno mask\n"

@@ -1,9 +1,9 @@
-"""The same answer alone or in a batch with others: every request's tokens, log-probabilities and scores, bit by bit.
+"""Answers are bit-identical alone and in a batch: tokens, log-probabilities and scores of every request.
 
-Random mixes of requests go through the engine's steps over native graphs: any lengths and any controls (greedy,
-sampled, beams, penalties, constraints, prefixes, targets to score, sources to embed), joining and leaving when the dice
-say so, some cancelled. Each is then run alone, with one thread. ANTIPHON_IDENTITY_ROUNDS mixes are drawn for each graph
-set and number of threads; `make soak` draws many.
+Random mixes of requests go through the engine's steps over native graphs, with any lengths and any controls (greedy,
+sampled, beams, penalties, constraints, prefixes, targets to score, sources to embed). They start and end at random
+steps, and some are cancelled. Each is then run alone, with one thread. ANTIPHON_IDENTITY_ROUNDS is the number of mixes
+for each graph set and number of threads; `make soak` runs many.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
     if task is Task.SCORE:
         params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
         return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.max_target_len)))
-    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # only encoder-only models have it
+    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # encoder-only models have it
     return Embed(arrival=made.arrival, source_ids=source, pooling=pooling)
 
 
 def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
-    """Controls of every kind, a few at a time."""
+    """Return a few random controls of every kind."""
 
     def some(values: list[Any], default: Any) -> Any:
         return dice.choice(values) if dice.random() < 0.3 else default
@@ -104,7 +104,7 @@ def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
 
 
 def long_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
-    """The same, but for most of what writes in one row: that begins early and ends at the last position there is."""
+    """Return a random request. If it uses a single row, it starts early and ends at the last position."""
     made = random_request(dice, name, runner)
     while made.task is Task.GENERATE and made.params.num_rows > 1 and dice.random() < 0.9:
         made = random_request(dice, name, runner)
@@ -122,9 +122,9 @@ def run_mix(
     draw: Callable[[random.Random, str, NativeRunner], Request] = random_request,
 ) -> Crowd:
     crowd = Crowd(runner, loop)
-    pace = dice.choice([0.1, 0.4, 1.5])  # steps for each arrival: the crowd is dense or thin
+    pace = dice.choice([0.1, 0.4, 1.5])  # steps between arrivals, so that batches are large or small
     for index in range(count):
-        with contextlib.suppress(InvalidArgument):  # more beams than a small pool could ever hold
+        with contextlib.suppress(InvalidArgument):  # more beams do not fit into a small pool
             crowd.add(draw(dice, str(index), runner))
         while dice.random() < pace / (1 + pace):
             crowd.step(*dice.sample(list(crowd.live), int(dice.random() < 0.05 * len(crowd.live))))
@@ -164,7 +164,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_requests_of_a_random_mix_get_the_bits_they_get_alone(
+def test_requests_of_a_random_mix_are_bit_identical_to_each_alone(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
 ) -> None:
     crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=threads, precision=precision)
@@ -174,11 +174,11 @@ def test_requests_of_a_random_mix_get_the_bits_they_get_alone(
         crowd = run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS)
         check_against_alone(crowd, alone)
         num_mixed_steps += crowd.watcher.num_mixed_steps
-    assert num_mixed_steps > ROUNDS  # prefixes were fed beside other rows' tokens
+    assert num_mixed_steps > ROUNDS  # prefixes were fed in steps with other rows' tokens
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_requests_get_the_bits_they_get_alone_with_every_kind_of_positions(
+def test_requests_are_bit_identical_to_each_alone_with_every_kind_of_positions(
     variant: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     crowded = NativeRunner(variant, max_rows=MAX_ROWS, threads=2, precision=precision)
@@ -187,7 +187,7 @@ def test_requests_get_the_bits_they_get_alone_with_every_kind_of_positions(
         check_against_alone(run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 4), alone)
 
 
-def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
+def test_requests_are_bit_identical_to_each_alone_with_4_bit_weights(
     checkpoint: Checkpoint, tmp_path: Path, loop: asyncio.AbstractEventLoop
 ) -> None:
     bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int4",), explain=False)
@@ -202,7 +202,7 @@ def test_requests_get_the_bits_they_get_alone_with_4_bit_weights(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_preempted_requests_get_the_bits_they_get_uninterrupted(
+def test_preempted_requests_are_bit_identical_to_uninterrupted_ones(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
 ) -> None:
     longest = NativeRunner(bundle, max_rows=1, threads=1).num_blocks
@@ -216,7 +216,7 @@ def test_preempted_requests_get_the_bits_they_get_uninterrupted(
     assert num_preemptions > 5 * ROUNDS
 
 
-def test_preempted_requests_get_the_bits_they_get_uninterrupted_with_every_kind_of_positions(
+def test_preempted_requests_are_bit_identical_to_uninterrupted_ones_with_every_kind_of_positions(
     variant: Bundle, loop: asyncio.AbstractEventLoop
 ) -> None:
     longest = NativeRunner(variant, max_rows=1, threads=1).num_blocks
@@ -228,7 +228,7 @@ def test_preempted_requests_get_the_bits_they_get_uninterrupted_with_every_kind_
 
 
 def contending_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
-    """One of a few callers; half of all are of one that asks for samples as long as they may be."""
+    """Return a request of one of a few callers. Half of them come from one caller with samples of maximum length."""
     made = random_request(dice, name, runner)
     if dice.random() < 0.5:
         return changed(made, client=dice.choice("xyz"))
@@ -242,7 +242,7 @@ def contending_request(dice: random.Random, name: str, runner: NativeRunner) -> 
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_samples_whose_rows_went_to_other_callers_get_the_bits_they_get_uninterrupted(
+def test_samples_are_bit_identical_to_uninterrupted_ones_when_other_callers_took_their_rows(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     crowded = NativeRunner(bundle, max_rows=2 * MAX_WIDTH, threads=2, precision=precision)
@@ -256,7 +256,7 @@ def test_samples_whose_rows_went_to_other_callers_get_the_bits_they_get_uninterr
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_a_prefix_of_its_own_output_goes_on_with_the_same_bits(
+def test_output_is_bit_identical_when_continued_from_its_own_prefix(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     runner = NativeRunner(bundle, max_rows=1, threads=1, precision=precision)
@@ -277,7 +277,7 @@ def test_a_prefix_of_its_own_output_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
-def test_a_score_has_the_bits_that_generation_reports(
+def test_score_is_bit_identical_to_the_log_probabilities_of_generation(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision
 ) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=2, precision=precision)
@@ -288,7 +288,7 @@ def test_a_score_has_the_bits_that_generation_reports(
     crowd.finish()
     for event in crowd.events("made"):
         target = tuple(one.token_id for one in event.logprobs)
-        name = f"judged {event.output_index}"
+        name = f"scored {event.output_index}"
         crowd.add(scored(made, target, name=name))
         crowd.finish()
         assert crowd.events(name)[0].logprobs == event.logprobs

@@ -1,4 +1,4 @@
-"""Imported BERT-like models: states and outputs of heads, in PyTorch and in graphs, against transformers."""
+"""Imported BERT-like models: states and outputs of heads, in PyTorch and in graphs, compared with transformers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def run_theirs(original: Any, case: Case, config: ModelConfig, batch: Batch) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_encoder_and_heads_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_encoder_and_heads_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     original = write(case, tmp_path)
     model, config, _ = read_checkpoint(tmp_path)
@@ -176,7 +176,7 @@ def test_encoder_and_heads_are_those_of_transformers(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_imported_graphs_are_transformers_model(name: str, tmp_path: Path) -> None:
+def test_imported_graphs_equal_the_model_of_transformers(name: str, tmp_path: Path) -> None:
     """The whole command is tested: weights, text files and graphs; int8 within the tolerance of the verification."""
     case = CASES[name]
     original = write(case, tmp_path / "theirs")
@@ -199,7 +199,7 @@ def test_imported_graphs_are_transformers_model(name: str, tmp_path: Path) -> No
     assert bundle.manifest.text.pair_start == (3 if config.token_types else None)
 
 
-def test_labels_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_labels_and_scores_equal_those_of_the_checkpoint(tmp_path: Path) -> None:
     heads = {}
     for name in ("bert_classify", "roberta_classify", "distilbert_classify", "distilbert_tag"):
         write(CASES[name], tmp_path / name)
@@ -212,7 +212,7 @@ def test_labels_and_scores_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     }
 
 
-def test_norms_named_as_in_tensorflow_are_read(tmp_path: Path) -> None:
+def test_norms_with_tensorflow_names_are_read(tmp_path: Path) -> None:
     original = write(CASES["bert_pretraining"], tmp_path)
     path = tmp_path / "model.safetensors"
     renames = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -228,7 +228,7 @@ def test_norms_named_as_in_tensorflow_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(states[batch.mask], expected, **CLOSE)
 
 
-def test_a_tied_output_stored_under_both_names_is_one(tmp_path: Path) -> None:
+def test_tied_output_is_stored_once_when_the_file_has_it_under_both_names(tmp_path: Path) -> None:
     write(CASES["bert_pretraining"], tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -84,7 +84,7 @@ def encoder_states(bundle: Bundle, sources: Sequence[Ids]) -> list[NDArray[np.fl
     return np.split(memory, np.cumsum(lens)[:-1])
 
 
-def test_encoder_states_are_those_of_transformers(imported: Imported) -> None:
+def test_encoder_states_equal_those_of_transformers(imported: Imported) -> None:
     found = encoder_states(imported.bundle, imported.sources)
     for source, states in zip(imported.sources, found, strict=True):
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_encoder_states_are_those_of_transformers(imported: Imported) -> None:
         np.testing.assert_allclose(states, expected.numpy(), atol=2e-5, rtol=1e-4)
 
 
-def test_logprobs_are_those_of_transformers(imported: Imported) -> None:
+def test_logprobs_equal_those_of_transformers(imported: Imported) -> None:
     """The test uses teacher forcing over random targets, with all rows in one batch."""
     config = imported.bundle.manifest.model
     targets = np.random.default_rng(6).integers(3, config.vocab_size, (len(SOURCE_LENS), 8))
@@ -124,7 +124,7 @@ def generated(theirs: Any, source: Ids) -> list[int]:
     return list(itertools.takewhile(lambda index: index != config.eos_token_id, ids[1:]))
 
 
-def test_greedy_ids_are_those_of_transformers(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_ids_equal_those_of_transformers(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
     stated = imported.theirs.generation_config.to_dict()
     kept = {name: stated[name] for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id")}
     plain: Any = transformers.GenerationConfig
@@ -134,7 +134,7 @@ def test_greedy_ids_are_those_of_transformers(imported: Imported, monkeypatch: p
     assert len({index for ids in expected for index in ids}) > 2  # the model does not repeat one token only
 
 
-def test_beam_ids_by_the_checkpoints_own_settings_are_those_of_transformers(imported: Imported) -> None:
+def test_beam_ids_equal_those_of_transformers_with_the_settings_of_the_checkpoint(imported: Imported) -> None:
     """generation_config.json has four beams and forced and suppressed tokens; both `generate` and we use it."""
     manifest = imported.bundle.manifest
     params = SamplingParams(**own_defaults(manifest.generation))
@@ -155,13 +155,13 @@ def test_beam_ids_by_the_checkpoints_own_settings_are_those_of_transformers(impo
     ],
     ids=["sharded", "half", "bin"],
 )
-def test_every_kind_of_weights_gives_the_original_at_both_precisions(
+def test_every_file_format_of_weights_gives_the_outputs_of_the_original_at_both_precisions(
     name: str, change: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     save(tmp_path / "theirs", name, change, **options)
     bundle = import_to(tmp_path / "theirs", tmp_path / "ours", "--precision", "float32", "int8")
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     imported = Imported(theirs=theirs, folder=tmp_path / "theirs", bundle=bundle)
-    test_encoder_states_are_those_of_transformers(imported)
+    test_encoder_states_equal_those_of_transformers(imported)
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     assert all(answers(bundle, imported.sources, params, precision="int8"))

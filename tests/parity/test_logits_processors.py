@@ -21,7 +21,7 @@ IDS = st.integers(3, VOCAB - 1)
 
 
 def model(seed: int) -> LogitsOf:
-    """Logits of few tokens that come again and again, so that penalties bite."""
+    """Return logits in which few tokens are likely and repeat, so that penalties have an effect."""
 
     def logits_of(target: tuple[int, ...]) -> NDArray[np.float32]:
         dice = np.random.default_rng(zlib.crc32(repr((seed, target[-2:])).encode()))
@@ -39,7 +39,7 @@ def _choice(edits: LogitsProcessors) -> SampleSettings:
 
 
 def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...], max_new_tokens: int) -> list[int]:
-    """Choose token by token with the edits of params; without the end token."""
+    """Generate greedily with the logits processors of params. Return the tokens without the end token."""
     target = (BOS_ID, *prefix)
     edits = LogitsProcessors.of(params, target, EOS_ID)
     for _ in range(max_new_tokens):
@@ -50,7 +50,7 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
         target = (*target, token_id)
         if edits is not None:
             edits.push(token_id)
-            edits = edits.fork()  # a fork continues as the original would
+            edits = edits.fork()  # a fork continues like the original
     return list(target[1 + len(prefix) :])
 
 
@@ -65,7 +65,7 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
     bias=st.dictionaries(IDS, st.sampled_from([-3.0, 1.5, 4.0]), max_size=3),
     stop_ids=st.lists(IDS, max_size=2, unique=True).map(tuple),
 )
-def test_edits_choose_what_transformers_processors_choose(
+def test_logits_processors_choose_the_tokens_of_transformers(
     seed: int,
     prefix: tuple[int, ...],
     repetition_penalty: float,
@@ -101,7 +101,7 @@ def test_edits_choose_what_transformers_processors_choose(
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), allowed=st.lists(IDS, min_size=1, max_size=6, unique=True), ngram=st.integers(0, 2))
-def test_allowed_ids_choose_what_transformers_prefix_constraint_chooses(
+def test_allowed_ids_choose_the_tokens_of_the_prefix_constraint_of_transformers(
     seed: int, allowed: list[int], ngram: int
 ) -> None:
     params = SamplingParams(allowed_ids=tuple(allowed), repetition_penalty=1.2, no_repeat_ngram_size=ngram)

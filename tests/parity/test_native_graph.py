@@ -1,4 +1,4 @@
-"""The packed encoder and the paged decoder against the Transformer they say again, in PyTorch, for every variant."""
+"""The packed encoder and the paged decoder in PyTorch compared with the Transformer, for every variant."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ALL_VARIANTS: dict[str, dict[str, object]] = {
     "alibi_six_heads": dict(positions="alibi", num_heads=6, head_dim=8, bias=False, norm_placement="pre"),
 }  # fmt: skip
 SOURCE_LENS = (1, 16, 33, 7)
-# New tokens of each row in each step: prefixes beside single tokens.
+# New tokens of each row in each step: prefixes and single tokens.
 CHUNKS = ((1, 4, 17, 2), (3, 1, 1, 1), (1, 1, 2, 14))
-TOLERANCE = 1e-5  # float32 in another order, two layers deep
+TOLERANCE = 1e-5  # float32 sums in another order, over two layers
 
 
 def ints(values: Sequence[int]) -> Tensor:
@@ -46,7 +46,7 @@ def ramp(lens: Sequence[int]) -> Tensor:
 
 
 class Pool:
-    """A pool full of NaN, and tables of shuffled blocks in it; unused entries point outside."""
+    """Pool filled with NaN, with tables of shuffled blocks; unused table entries are out of range."""
 
     def __init__(self, config: ModelConfig, lens: Sequence[int], targets: int) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
-"""4-bit weights: what is quantised how, and the operator that reads them against integer arithmetic.
+"""4-bit weights: their quantisation, and the operator that reads them, compared with integer arithmetic.
 
-test_native_refusals.py runs this once more with the kernels of every other processor.
+test_native_refusals.py runs these tests again with the kernels of every other processor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arrays_of(x: Floats, weight: Floats, bias: Floats | None = None) -> dict[str
 
 
 def expected_of(x: Floats, weight: Floats) -> NDArray[np.float64]:
-    """Rows in 8 bits, each by its own scale, times what the 4-bit integers stand for."""
+    """Return the product of rows in 8 bits, each with its own scale, and the dequantised 4-bit weights."""
     levels = np.where((x >= 0).all(axis=1, keepdims=True), 255, 127)
     step = np.abs(x).max(axis=1, keepdims=True).astype(np.float64) / levels
     rows = np.rint(np.divide(x, step, out=np.zeros(x.shape), where=step > 0))
@@ -46,7 +46,7 @@ def check(rows: int, inputs: int, outputs: int, *, positive: bool) -> None:
     x, weight = np.abs(x) if positive else x, normal(outputs, inputs, seed=1)
     (found,) = run_node("NibbleLinear", arrays_of(x, weight), width=outputs, activation="none")
     expected = expected_of(x, weight)
-    # Float32 from group to group; an activation on the edge between two levels may fall either way.
+    # Groups are added in float32, and an activation between two levels can be rounded either way.
     size = np.abs(x).max(axis=1, keepdims=True) * inputs**0.5
     assert (np.abs(found - expected) <= 0.05 * size).all()
     assert (np.abs(found - expected) <= 1e-5 * size).mean() > 0.9
@@ -59,7 +59,7 @@ def test_nibble_linear_equals_integer_arithmetic(rows: int, inputs: int, outputs
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
-def test_rows_are_bit_identical_alone_together_and_on_two_threads(rows: int) -> None:
+def test_rows_are_bit_identical_alone_in_a_batch_and_on_two_threads(rows: int) -> None:
     x, weight = normal(rows, 320), normal(1500, 320, seed=1)
     arrays = arrays_of(x, weight)
     attributes: dict[str, Any] = dict(width=1500, activation="relu")
@@ -71,7 +71,7 @@ def test_rows_are_bit_identical_alone_together_and_on_two_threads(rows: int) -> 
         np.testing.assert_array_equal(alone, found[[row]])
 
 
-def test_row_of_zeros_is_its_bias() -> None:
+def test_nibble_linear_of_a_row_of_zeros_is_its_bias() -> None:
     x, bias = np.zeros((3, 70), np.float32), normal(24)
     x[1] = 1
     (found,) = run_node("NibbleLinear", arrays_of(x, normal(24, 70), bias), width=24, activation="none")
@@ -79,7 +79,7 @@ def test_row_of_zeros_is_its_bias() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (20, 100), (1, 1), (1030, 33)])
-def test_packed_integers_come_back(outputs: int, inputs: int) -> None:
+def test_packed_integers_are_equal_after_unpacking(outputs: int, inputs: int) -> None:
     weight = normal(outputs, inputs)
     groups = quantize_groups(weight)
     assert (unpack_int4(pack_int4(weight).nibbles, outputs, inputs) == groups.integers).all()
@@ -87,7 +87,7 @@ def test_packed_integers_come_back(outputs: int, inputs: int) -> None:
     assert groups.integers.max() <= 7
 
 
-def test_weights_are_within_half_a_step_and_their_extremes_hardly_cut() -> None:
+def test_weights_are_within_half_a_step_and_extremes_are_clipped_slightly() -> None:
     weight = normal(64, 256)
     weight[3], weight[5, :GROUP] = 0, 0
     groups = quantize_groups(weight)
@@ -99,7 +99,7 @@ def test_weights_are_within_half_a_step_and_their_extremes_hardly_cut() -> None:
     assert (groups.weight()[3] == 0).all()
 
 
-def test_int8_packs_more_bytes_than_int4() -> None:
+def test_packed_int8_weights_have_more_bytes_than_int4() -> None:
     weight = normal(512, 512)
     held = pack_int4(weight)
     assert (held.nibbles.nbytes + held.ratios.nbytes) * 8 / weight.size == 4.5

@@ -1,7 +1,7 @@
-"""Every native operator, run by ONNX Runtime, against its eager reference, over many shapes.
+"""Every native operator, run by ONNX Runtime, compared with its eager reference, for many shapes.
 
-Tolerances: float32 in another order, a few parts in a million of what is summed. Rows must also be bit-identical alone
-and together, and on one thread and two.
+Tolerances: float32 sums in another order differ by a few parts in a million. Rows must also be bit-identical alone and
+in a batch, and on one thread and two.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_linear_equals_eager(rows: int, inputs: int, outputs: int, activation: s
 
 
 def quantised_rows(x: Floats) -> tuple[NDArray[np.int32], Floats]:
-    """Integers less their zero point, and steps [N, 1], as the contract has them."""
+    """Return integers minus their zero point, and steps [N, 1], as the contract defines them."""
     levels = np.where((x >= 0).all(axis=1, keepdims=True), 255, 127).astype(np.float32)
     size = np.abs(x).max(axis=1, keepdims=True)
     inverse = np.divide(levels, size, out=np.zeros_like(size), where=size > 0)
@@ -91,7 +91,7 @@ def test_quantized_linear_equals_integer_arithmetic(
     columns, scales = unpack_int8(packed.integers, outputs, inputs).astype(np.int32), packed.scales[:outputs]
     product = (integers @ columns.T) * scales * steps + (0 if bias is None else bias)
     expected = ACTIVATIONS_BY_NAME[activation](given_tensor(product.astype(np.float32))).numpy()
-    # An activation on the edge between two levels may fall either way: one level, once in a while.
+    # An activation between two levels can be rounded either way: rarely, and by one level.
     level = steps * scales * 127
     assert (np.abs(found - expected) <= 1e-5 * np.abs(product) + 1.2 * level + 1e-6).all()
     exact = np.isclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(product).max())
@@ -112,8 +112,8 @@ def test_quantized_linear_of_a_row_of_zeros_is_its_bias(positive: bool) -> None:
 
 @pytest.mark.parametrize("op_type", ["Linear", "QuantizedLinear"])
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
-def test_products_are_bit_identical_alone_together_and_on_two_threads(op_type: str, rows: int) -> None:
-    """Large enough that rows and columns are divided among tasks."""
+def test_products_are_bit_identical_alone_in_a_batch_and_on_two_threads(op_type: str, rows: int) -> None:
+    """The arrays are large enough for rows and columns to be divided among tasks."""
     x, weight = normal(rows, 320), normal(1500, 320)
     if op_type == "Linear":
         arrays: dict[str, NDArray[Any] | None] = {"x": x, "weight": pack_float(weight)}
@@ -159,14 +159,14 @@ def test_gate_equals_eager(rows: int, width: int, activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "tanh"])
 def test_activations_of_huge_numbers_equal_eager(activation: str) -> None:
-    """An exponential overflows, or meets a factor that it cannot cancel, long before its argument does."""
+    """An exponential overflows, or meets a factor that it cannot cancel, long before its argument overflows."""
     values = np.array([[-1e30, -1000, -100, -88.5, -1e-30, 0, 1e-30, 88.5, 100, 1000, 1e30]], np.float32)
     (found,) = run_node("Gate", {"x": np.hstack([values, np.ones_like(values)])}, activation=activation)
     np.testing.assert_allclose(found, ACTIVATIONS_BY_NAME[activation](given_tensor(values)), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "tanh"])
-def test_activations_keep_what_is_no_number(activation: str) -> None:
+def test_activations_propagate_nan(activation: str) -> None:
     x = np.array([[1, np.nan, 3]], np.float32)
     (found,) = run_node("Gate", {"x": np.hstack([x, np.ones_like(x)])}, activation=activation)
     assert np.isnan(found).tolist() == [[False, True, False]]
@@ -233,7 +233,7 @@ def test_packed_attention_equals_eager(lens: list[int], heads: int, width: int, 
 def test_disentangled_attention_equals_eager(
     lens: list[int], heads: int, width: int, kinds: tuple[bool, bool], reach: int, step: int
 ) -> None:
-    """Rows may stand still, follow each other or be left out, and distances lie beyond the farthest."""
+    """Rows of relative positions can be equal, adjacent or skipped, and distances can exceed the maximum."""
     qkv = normal(sum(lens), 3 * heads * width)
     rows = np.cumsum(np.random.default_rng(reach).integers(0, step + 1, 2 * reach + 1)).astype(np.int32)
     tables = {
@@ -258,7 +258,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 40) | st.integers(0, 280), st.integers(
 def test_paged_self_attention_equals_eager(
     rows: list[tuple[int, int]], heads: int, width: int, dtype: str, kind: str
 ) -> None:
-    """Rows are (positions held, new tokens); what no row wrote is NaN and must neither be read nor changed."""
+    """Rows are (cached positions, new tokens). Unwritten slots are NaN and must be neither read nor changed."""
     held, new = [past for past, _ in rows], [count for _, count in rows]
     pool = Pool([past + count for past, count in rows], heads, width, dtype)
     pool.hold(1, held)
@@ -290,7 +290,7 @@ def test_paged_self_attention_equals_eager(
 def test_paged_write_and_cross_attention_equal_eager(
     rows: list[tuple[int, int]], heads: int, width: int, dtype: str
 ) -> None:
-    """Rows are (source length, tokens that attend to it)."""
+    """Rows are (source length, number of tokens that attend to it)."""
     lens, tokens = [length for length, _ in rows], [count for _, count in rows]
     pool = Pool(lens, heads, width, dtype)
     kv, before = normal(sum(lens), 2 * heads * width), pool.cache.copy()
@@ -318,8 +318,8 @@ def test_paged_write_and_cross_attention_equal_eager(
     np.testing.assert_array_equal(alone, found[-tokens[-1] :])
 
 
-def test_paged_operators_divide_heads_among_threads_without_a_difference() -> None:
-    """A few long rows: large enough that the heads of a row go to different tasks."""
+def test_paged_operators_are_bit_identical_when_threads_share_the_heads() -> None:
+    """A few rows are long enough for the heads of a row to be divided among tasks."""
     lens = [700, 3, 1200]
     pool = Pool(lens, 8, 64, "float16")
     for layer in (0, 1):
@@ -339,7 +339,7 @@ def test_paged_operators_divide_heads_among_threads_without_a_difference() -> No
         np.testing.assert_array_equal(single, double)
 
 
-def test_layers_of_a_pool_are_apart() -> None:
+def test_layers_of_a_pool_are_separate() -> None:
     pool = Pool([20], 2, 24, "float32", layers=3)
     before, kv = pool.cache.copy(), normal(20, 2 * 48)
     arrays = {"kv": kv, "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([20])}
@@ -349,8 +349,8 @@ def test_layers_of_a_pool_are_apart() -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0xFFC12345], ids=hex)
-def test_packed_attention_lets_every_nan_through(bits: int) -> None:
-    """A NaN in a key must not become a key that nobody looks at."""
+def test_packed_attention_propagates_every_nan(bits: int) -> None:
+    """A key with NaN must not be treated as a masked key."""
     qkv = normal(5, 3 * 2 * 8)
     qkv[2, 16 + 3] = np.array(bits, np.uint32).view(np.float32)
     (found,) = run_node("PackedAttention", {"qkv": qkv, "offsets": ramp([5])}, num_heads=2, scale=0.35, causal=0)

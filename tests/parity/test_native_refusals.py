@@ -1,6 +1,6 @@
-"""Bad input to native operators: refused with the operator's name and the value, and the process lives on.
+"""Invalid input of native operators is refused with the operator's name and the value, and the process continues.
 
-The processors' kernels have no checks of their own, so whatever could lead a pointer astray must be caught here.
+The kernels check nothing themselves, so every input that could cause an invalid memory access must be refused before.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def quantized_sample() -> Call:
 
 
 def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.float32]]:
-    """One bad edit behind a good one."""
+    """Return one invalid logits processor after a valid one."""
     return {"edit_values": np.array([(0, 1, 0), (bias, penalty, shift)], np.float32)}
 
 
@@ -168,7 +168,7 @@ CALLS = {
     "QuantizedSample": quantized_sample,
 }  # fmt: skip
 
-# Operator, what is changed (an input's new value, or an attribute's), what the message must say.
+# Operator, change (new value of an input or attribute), required text of the message.
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Embed", {"input_ids": np.array([0, 10, 3])}, "input_ids is 10"),
     ("Embed", {"input_ids": np.array([0, -1, 3])}, "input_ids is -1"),
@@ -299,12 +299,12 @@ def run_changed(op_type: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("op_type", CALLS)
-def test_calls_that_refusals_start_from_are_good(op_type: str) -> None:
+def test_valid_calls_succeed_before_they_are_changed(op_type: str) -> None:
     run_changed(op_type, {})
 
 
 @pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Sample"])
-def test_calls_without_rows_give_nothing(op_type: str) -> None:
+def test_calls_without_rows_give_empty_outputs(op_type: str) -> None:
     kept = ("weight", "cache", "bias_table", "slopes", "edit_ids", "edit_values")
     arrays, _ = CALLS[op_type]()
     empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}
@@ -338,8 +338,8 @@ ANY_INT = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
 
 @settings(max_examples=150)
 @given(st.data())
-def test_no_lengths_or_tables_end_the_process(data: st.DataObject) -> None:
-    """Any integers at all in place of the small ones: an answer or a refusal, and nothing outside the pool changes."""
+def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) -> None:
+    """Random integers replace the small ones: the result is an answer or a refusal, and only the pool can change."""
     packed = ["PackedAttention", "DisentangledAttention"]
     op_type = data.draw(st.sampled_from([*packed, "PagedSelfAttention", "PagedCrossAttention", "PagedWrite"]))
     arrays, attributes = CALLS[op_type]()
@@ -363,8 +363,8 @@ def test_no_lengths_or_tables_end_the_process(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
-def test_every_processors_kernels_pass_the_same_tests(kernels: str) -> None:
-    """The operators' tests once more with kernels that this processor would not choose, in a process that does."""
+def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
+    """Run the operators' tests again in a process with kernels that this processor would not choose."""
     asked = {**os.environ, "ANTIPHON_CPU": kernels}
     here = Path(__file__).parent
     probe = "from tests.parity.test_native_refusals import run_changed; run_changed('Gate', {})"

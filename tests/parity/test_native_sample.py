@@ -1,8 +1,8 @@
 """The end of a step, Sample, against the NumPy account of it: every control, alone and together, and rows apart.
 
-Hidden states and weights are multiples of powers of two, few enough that logits are exact in any order of addition:
-tokens must then be the same, ties included. Only exp and sums of it differ in their last bits, so a sampled token may
-differ where a random number or the end of a nucleus falls on an edge.
+Hidden states and weights are few multiples of powers of two, so logits are exact in any order of addition and tokens
+must be equal, ties included. Only exponentials and their sums differ in the last bits, so a sampled token can differ
+when a random number or the end of a nucleus is on a boundary.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def values_of(logits: Floats, held: SamplingArrays, row: int) -> Floats:
 
 @EXAMPLES
 @given(steps(), st.booleans())
-def test_sample_chooses_as_numpy_does(
+def test_sample_gives_the_tokens_of_numpy(
     step: tuple[Floats, Floats, NDArray[np.int32], SamplingArrays], has_bias: bool
 ) -> None:
     hidden, weight, positions, held = step
@@ -175,7 +175,7 @@ def test_samples_are_bit_identical_alone_and_on_two_threads(
 
 
 def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
-    """Hidden states as 8 bits hold them; is_fused: by a processor that rounds once where it multiplies and adds."""
+    """Quantise hidden states to 8 bits and back. is_fused: multiplication and addition are rounded once."""
     is_positive = (hidden >= 0).all(axis=1, keepdims=True)
     levels, zero = np.where(is_positive, 255, 127).astype(np.float32), np.where(is_positive, 0, 128)
     size = np.abs(hidden).max(axis=1, keepdims=True)
@@ -188,7 +188,7 @@ def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
 @EXAMPLES
 @given(st.integers(1, 18), st.integers(1, 100), st.integers(1, 300))
 @example(14, 59, 3)  # row 13 has such a state
-def test_quantized_select_equals_select_of_what_it_holds(tokens: int, width: int, vocab: int) -> None:
+def test_quantized_sample_equals_sample_of_the_dequantised_weights(tokens: int, width: int, vocab: int) -> None:
     """Row by row: a hidden state on the edge between two levels falls one way with, one way without fused products."""
     held = sampling_of(range(tokens), [SampleSettings(num_logprobs=vocab)] * tokens)
     hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
@@ -220,7 +220,7 @@ def places(count: int) -> NDArray[np.int32]:
     return np.arange(count, dtype=np.int32)
 
 
-def test_ties_go_to_the_lowest_id() -> None:
+def test_sample_takes_the_lowest_id_when_logits_are_equal() -> None:
     weight = np.zeros((90, 8), np.float32)
     weight[[3, 40, 41, 77]] = 1
     found = run_sample(np.ones((1, 8), np.float32), weight, places(1), plain(1, num_logprobs=6))
@@ -230,7 +230,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"forced_id": 4}, {"edits": [(3, 0.0, 1.0, -np.inf)]}])
-def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, changes: dict[str, Any]) -> None:
+def test_sample_reports_exactly_the_rows_that_are_not_finite(value: float, changes: dict[str, Any]) -> None:
     hidden, weight = normal(3, 16), normal(50, 16)
     hidden[1] = value
     held = plain(3, num_logprobs=2, **changes)
@@ -244,7 +244,7 @@ def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, change
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
+def test_sample_reports_a_sample_without_an_allowed_token(temperature: float) -> None:
     held = sampling_of(
         range(2), [SampleSettings(temperature=temperature, is_exclusive=True, num_logprobs=2), SampleSettings()]
     )
@@ -256,7 +256,7 @@ def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1.0, 3e38, np.inf])
-def test_no_temperature_lets_forbidden_tokens_through(temperature: float) -> None:
+def test_forbidden_tokens_are_never_sampled_at_any_temperature(temperature: float) -> None:
     allowed = [(token_id, 0.0, 1.0, 0.0) for token_id in (7, 300)]
     held = sampling_of(
         [0] * 64,
@@ -267,12 +267,12 @@ def test_no_temperature_lets_forbidden_tokens_through(temperature: float) -> Non
 
 
 def row_of(logits: Floats) -> tuple[Floats, Floats]:
-    """Hidden states [1, 1] and weights [V, 1] whose product is these logits."""
+    """Return hidden states [1, 1] and weights [V, 1] whose product is these logits."""
     return np.ones((1, 1), np.float32), logits[:, None]
 
 
 def drawn(logits: Floats, count: int, **changes: Any) -> list[int]:
-    """Tokens that so many seeds draw from one row of logits [V]."""
+    """Return the tokens that a number of seeds sample from one row of logits [V]."""
     hidden, weight = row_of(logits)
     held = sampling_of([0] * count, [SampleSettings(seed=seed, **changes) for seed in range(count)])
     found: list[int] = run_sample(hidden, weight, places(1), held).token_ids.tolist()
@@ -291,8 +291,8 @@ NARROWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(NARROWED))
 @pytest.mark.parametrize("temperature", [0.05, 2.0, 100.0])
 @pytest.mark.parametrize("vocab", [8000, 32_000])
-def test_large_vocabularies_are_narrowed_as_numpy_does(vocab: int, temperature: float, name: str) -> None:
-    """Buckets, and not only the few tokens that are sorted: logits far apart, and close together."""
+def test_large_vocabularies_are_warped_as_by_numpy(vocab: int, temperature: float, name: str) -> None:
+    """Logits far apart and close together use the buckets, and not only the few tokens that are sorted."""
     logits = 3 * normal(vocab, seed=1)
     logits[::7] = logits[1::7][: len(logits[::7])]  # ties
     changes: dict[str, Any] = dict(temperature=temperature, **NARROWED[name])
@@ -306,36 +306,36 @@ def test_large_vocabularies_are_narrowed_as_numpy_does(vocab: int, temperature: 
 
 @pytest.mark.parametrize("level", [0.0, -0.0, -30.0, 1e30])
 @pytest.mark.parametrize("vocab", [65, 700, 9000])
-def test_of_equal_logits_the_lowest_ids_are_kept(vocab: int, level: float) -> None:
+def test_warpers_keep_the_lowest_ids_of_equal_logits(vocab: int, level: float) -> None:
     logits = np.full(vocab, level, np.float32)
     logits[::2] += 0.0  # one zero of each sign
     half = -(-vocab // 2)
     for changes in (dict(top_p=0.5), dict(top_k=half), dict(top_p=0.5, min_p=1.0, typical_p=0.9)):
         tokens = drawn(logits, 400, temperature=1.0, **changes)
         assert half - 1 - half // 8 <= max(tokens) < half
-    assert max(drawn(logits, 400, temperature=1.0, typical_p=0.5)) >= half  # all are as near to the entropy
+    assert max(drawn(logits, 400, temperature=1.0, typical_p=0.5)) >= half  # all are equally close to the entropy
 
 
-def test_a_nucleus_ends_within_a_level_of_equal_logits() -> None:
-    """Two tokens of weight 1 and a thousand of weight 1/e: half of the mass is the two and 497.3 of the others."""
+def test_nucleus_can_end_within_a_group_of_equal_logits() -> None:
+    """Two tokens have weight 1 and a thousand 1/e: half of the mass is the first two and 497.3 of the others."""
     logits = np.full(1002, -1.0, np.float32)
     logits[[400, 900]] = 0.0
     kept = set(drawn(logits, 8000, temperature=1.0, top_p=0.5))
-    last = -(-(0.5 * (2 + 1000 / np.e) - 2) // (1 / np.e))  # equal tokens that are kept, those of the lowest ids
+    last = -(-(0.5 * (2 + 1000 / np.e) - 2) // (1 / np.e))  # equal tokens that are kept: the lowest ids
     expected = {400, 900} | set([index for index in range(1002) if index not in (400, 900)][: int(last)])
     assert kept <= expected
     assert len(kept) > 0.99 * len(expected)
 
 
 @pytest.mark.parametrize("changes", list(NARROWED.values()))
-def test_what_narrows_leaves_forbidden_tokens_out(changes: dict[str, Any]) -> None:
+def test_warpers_never_keep_forbidden_tokens(changes: dict[str, Any]) -> None:
     logits = np.full(9000, -np.inf, np.float32)
     logits[[3, 4000, 8999]] = [0.0, 0.0, -1e-3]
     assert set(drawn(logits, 100, temperature=1.0, **changes)) <= {3, 4000, 8999}
 
 
 def test_samples_follow_the_distribution() -> None:
-    """One hidden state at 4000 positions: frequencies are the probabilities, within five deviations."""
+    """Frequencies over 4000 positions of one hidden state are the probabilities, within five standard deviations."""
     draws, vocab = 4000, 12
     hidden, weight = np.repeat(normal(1, 6), draws, axis=0), normal(vocab, 6)
     held = plain(draws, temperature=0.8, seed=2**63 + 11)

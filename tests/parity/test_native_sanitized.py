@@ -1,7 +1,7 @@
-"""The native library built for AddressSanitizer and UndefinedBehaviorSanitizer, every operator called at random.
+"""Random calls of every native operator, in a library with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-ANTIPHON_SANITIZE_ROUNDS calls of each operator with each instruction set that this processor has; `make sanitize` makes
-many. Leaks are not looked for: Python and ONNX Runtime keep what they have until the process ends.
+ANTIPHON_SANITIZE_ROUNDS is the number of calls of each operator with each instruction set of this processor; `make
+sanitize` makes many. Leaks are not checked, because Python and ONNX Runtime keep memory until the process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=un
 
 
 def runtime(name: str) -> str:
-    """The path of one of the compiler's own libraries."""
+    """Return the path of a library of the compiler."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         pytest.skip("no C++ compiler")
@@ -62,7 +62,9 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
-def test_no_call_reads_or_writes_astray(library: Path, environment: dict[str, str], kernels: str) -> None:
+def test_random_calls_read_and_write_only_valid_memory(
+    library: Path, environment: dict[str, str], kernels: str
+) -> None:
     chosen = {**environment, "ANTIPHON_CPU": kernels}
     done = run(chosen, "-m", "tests.parity.native_fuzz", str(library), f"--rounds={ROUNDS}")
     if "which this processor lacks" in done.stderr or "must be one of" in done.stderr:
@@ -73,8 +75,8 @@ def test_no_call_reads_or_writes_astray(library: Path, environment: dict[str, st
     assert last == f"seed 0: {list(CALLS)[-1]} {ROUNDS - 1}\n"
 
 
-def test_a_write_behind_an_array_is_seen(library: Path, environment: dict[str, str]) -> None:
-    """The net is there: the library writes seven counters where there is room for one."""
+def test_sanitizer_detects_a_write_behind_an_array(library: Path, environment: dict[str, str]) -> None:
+    """The sanitizer is in effect: it reports that the library writes seven counters into the space of one."""
     careless = f"""
 import ctypes, numpy
 room = numpy.zeros(1, numpy.uint64)
@@ -85,7 +87,7 @@ ctypes.CDLL({str(library)!r}).antiphon_workspace_stats(None, ctypes.c_void_p(roo
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
 
 
-def test_a_read_behind_a_page_ends_the_process(environment: dict[str, str]) -> None:
+def test_protected_page_detects_a_read_behind_an_array(environment: dict[str, str]) -> None:
     careless = """
 import ctypes, numpy
 from tests.parity.native_fuzz import at_end_of_page

@@ -1,4 +1,4 @@
-"""The native operators as PyTorch sees them: schemas, shape rules, and that none changes what it is given."""
+"""The native operators as PyTorch operators: schemas, shape rules, and unchanged inputs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sample_op_passes_pytorch_checks() -> None:
     assert [top.shape for top in tops] == [(3, 2)] * 3
 
 
-def test_pool_gives_back_what_was_written_and_touches_nothing_else() -> None:
+def test_pool_returns_the_written_values_and_changes_nothing_else() -> None:
     cache, table = torch.full((5, 2, 2, HEADS, 16 * 16), float("nan")), [3, 0]
     keys, values = normal(18, HEADS, WIDTH), normal(18, HEADS, WIDTH) * 2
     for position in range(18):

@@ -1,4 +1,4 @@
-"""Encoders alone through the Open Inference Protocol: what antiphon.v1 gives, in tensors."""
+"""Encoder-only models over the Open Inference Protocol: the answers of antiphon.v1 as tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def infer(served: ServedBundle, request: oip.ModelInferRequest) -> dict[st
 
 
 async def described(served: ServedBundle) -> tuple[list[str], bool]:
-    """Names of the outputs, what the model is for first, and whether its streams have several responses a request."""
+    """Return the output names, the main one first, and whether streams have several responses for a request."""
     async with grpc.aio.insecure_channel(served.target) as channel:
         stub: Any = GRPCInferenceServiceStub(channel)
         metadata = await stub.ModelMetadata(oip.ModelMetadataRequest())
@@ -47,7 +47,7 @@ async def described(served: ServedBundle) -> tuple[list[str], bool]:
     return [tensor.name for tensor in metadata.outputs], config.model_transaction_policy.decoupled
 
 
-async def test_labels_and_scores_of_a_batch(bundles: dict[str, Imported]) -> None:
+async def test_labels_and_scores_are_returned_for_a_batch(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "classify") as served:
         alone = await asyncio.gather(*(served.client.classify(text) for text in TEXTS))
         found = await infer(served, text_request(*TEXTS))
@@ -61,7 +61,7 @@ async def test_labels_and_scores_of_a_batch(bundles: dict[str, Imported]) -> Non
     assert (paired["labels"], paired["scores"]) == ([[pair.labels[0].label]], [[pair.labels[0].score]])
 
 
-async def test_tags_as_json(bundles: dict[str, Imported]) -> None:
+async def test_tags_are_returned_as_json(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "tag") as served:
         alone = await asyncio.gather(*(served.client.tag(text) for text in TEXTS))
         found = await infer(served, text_request(*TEXTS))
@@ -76,13 +76,13 @@ async def test_tags_as_json(bundles: dict[str, Imported]) -> None:
         ]
 
 
-async def test_fillings_as_json_next_sentences_and_embeddings(bundles: dict[str, Imported]) -> None:
+async def test_fill_mask_next_sentence_and_embeddings_are_returned(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "pretraining") as served:
         filled = await asyncio.gather(*(served.client.fill_mask(text, top_k=4) for text in MASKED))
         found = await infer(served, text_request(*MASKED, parameters={"top_k": 4}))
         following = await served.client.classify(TEXTS[0], pair=TEXTS[2], next_sentence=True)
         pair = {"text_input": ("BYTES", (1,), [TEXTS[0].encode()]), "text_pair": ("BYTES", (1,), [TEXTS[2].encode()])}
-        judged = await infer(served, infer_request(pair, ["labels"], parameters={"task": "next_sentence"}))
+        next_sentence = await infer(served, infer_request(pair, ["labels"], parameters={"task": "next_sentence"}))
         vectors = await asyncio.gather(*(served.client.embed(text, pooling="max", normalize=True) for text in TEXTS))
         options = {"pooling": "max", "normalize": True}
         embedded = await infer(served, text_request(*TEXTS, outputs=["embedding"], parameters=options))
@@ -92,11 +92,11 @@ async def test_fillings_as_json_next_sentences_and_embeddings(bundles: dict[str,
         shown = [[(one["token_id"], one["text"]) for one in place["fillings"]] for place in places]
         assert shown == [[(one.token_id, one.text) for one in place.fillings] for place in answer.places]
         assert [place["position"] for place in places] == [place.position for place in answer.places]
-    assert judged["labels"] == [[one.label for one in following.labels]]
+    assert next_sentence["labels"] == [[one.label for one in following.labels]]
     assert embedded["embedding"] == [list(one.vector) for one in vectors]
 
 
-async def test_stream_answers_in_the_order_of_the_requests_once_each(bundles: dict[str, Imported]) -> None:
+async def test_stream_answers_each_request_once_and_in_order(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "classify") as served:
         requests = [text_request(text, text, id=str(index)) for index, text in enumerate(TEXTS * 3)]
         requests[4].parameters["top_k"].string_param = "none"
@@ -110,7 +110,7 @@ async def test_stream_answers_in_the_order_of_the_requests_once_each(bundles: di
     assert tensors(responses[0].infer_response) == whole
 
 
-async def test_embeddings_of_every_token_are_refused_where_lengths_differ(bundles: dict[str, Imported]) -> None:
+async def test_embeddings_of_every_token_are_refused_when_lengths_differ(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "classify") as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await infer(

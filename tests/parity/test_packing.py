@@ -23,7 +23,7 @@ def matrix(sizes: tuple[int, int]) -> NDArray[np.float32]:
 
 
 @given(SIZES)
-def test_float_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
+def test_float_weights_are_equal_after_unpacking(sizes: tuple[int, int]) -> None:
     weight = matrix(sizes)
     packed = pack_float(weight)
     assert packed.shape == (-(-sizes[0] // PANEL), sizes[1], PANEL)
@@ -32,7 +32,7 @@ def test_float_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
 
 
 @given(SIZES)
-def test_int8_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
+def test_int8_weights_are_equal_after_unpacking(sizes: tuple[int, int]) -> None:
     outputs, inputs = sizes
     integers, scales = quantize_rows(matrix(sizes))
     packed = pack_int8(matrix(sizes))
@@ -46,8 +46,8 @@ def test_int8_weights_come_back_as_they_were(sizes: tuple[int, int]) -> None:
     assert not packed.column_sums[outputs:].any()
 
 
-def test_int8_weights_lie_as_the_kernels_read_them() -> None:
-    """Output o's inputs 4 g to 4 g + 3 at [o / 16, g, o % 16]."""
+def test_int8_weights_have_the_order_of_the_kernels() -> None:
+    """Inputs 4 g to 4 g + 3 of output o are at [o / 16, g, o % 16]."""
     weight = matrix((40, 130))
     integers, _ = quantize_rows(weight)
     packed = pack_int8(weight).integers
@@ -67,7 +67,7 @@ def test_tied_embedding_is_one_initialiser_of_the_decoder(bundle: Bundle, precis
     panels = bundle.manifest.model.vocab_size // PANEL
     held = [value for value in initialisers(bundle, "decoder", precision).values() if value.shape[0] == panels]
     assert len(held) == 1
-    # The encoder's lies at the same place in the same file.
+    # The encoder uses the same part of the same file.
     shared = [value for value in initialisers(bundle, "encoder", precision).values() if value.shape[0] == panels]
     assert [value.const_value.offset for value in shared] == [value.const_value.offset for value in held]
     assert held[0].const_value.offset % 64 == 0

@@ -1,4 +1,4 @@
-"""Pruned models against unpruned ones with the removed heads' gates at 0, and importance against brute force."""
+"""Pruned models equal unpruned ones whose removed heads have gates of 0; importance is compared with brute force."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
     assert pruned.num_parameters < model.num_parameters
 
 
-def test_pruning_leaves_the_model_and_its_ties_alone() -> None:
+def test_pruning_does_not_change_the_model_and_its_ties() -> None:
     model = random_transformer(small_config())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pruned = without_heads(model, random_kept(model, 2))
@@ -87,13 +87,13 @@ def test_pruning_leaves_the_model_and_its_ties_alone() -> None:
     assert pruned.output.weight is pruned.decoder.embedding.weight
 
 
-def test_heads_to_keep_are_the_most_important_in_their_order() -> None:
+def test_heads_to_keep_are_the_most_important_ones_in_order() -> None:
     importance = {"encoder.layers.0.self_attention": torch.tensor([0.1, 0.4, 0.2, 0.4])}
     assert heads_to_keep(small_config(), importance, 3) == {"encoder.layers.0.self_attention": [1, 2, 3]}
     assert heads_to_keep(small_config(), importance, 1) == {"encoder.layers.0.self_attention": [1]}
 
 
-def test_heads_that_share_a_relative_bias_are_kept_in_every_layer_alike() -> None:
+def test_heads_with_a_shared_relative_bias_are_the_same_in_every_layer() -> None:
     importance = {
         "encoder.layers.0.self_attention": torch.tensor([5.0, 1.0, 0.0, 0.0]),
         "encoder.layers.1.self_attention": torch.tensor([0.0, 1.0, 3.0, 0.0]),
@@ -108,7 +108,7 @@ def test_heads_that_share_a_relative_bias_are_kept_in_every_layer_alike() -> Non
     }
 
 
-def test_importance_ranks_heads_like_closing_each_gate(checkpoint: Checkpoint) -> None:
+def test_importance_ranks_heads_as_by_setting_each_gate_to_zero(checkpoint: Checkpoint) -> None:
     """The effects of the heads differ by orders of magnitude, so that a first-order estimate ranks them correctly."""
     model = random_transformer(checkpoint.config).double()
     scales = torch.tensor([1e-2, 1.0, 1e-6, 1e-4], dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_importance_ranks_heads_like_closing_each_gate(checkpoint: Checkpoint) -
             assert found.argsort().tolist() == scales.roll(number).argsort().tolist(), name
 
 
-def test_importance_is_the_mean_over_pairs_of_the_gates_gradient(checkpoint: Checkpoint) -> None:
+def test_importance_is_the_mean_gradient_of_the_gates_over_pairs(checkpoint: Checkpoint) -> None:
     """The reference is central differences of each pair's loss, one pair at a time."""
     model = random_transformer(checkpoint.config).double()
     name, step = "decoder.layers.1.cross_attention", 1e-4
@@ -231,6 +231,6 @@ def test_prune_command_refuses_an_existing_output(
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_prune_refuses_slopes_that_follow_from_the_number_of_heads() -> None:
+def test_prune_refuses_alibi_slopes() -> None:
     with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: the slopes of the kept heads"):
         prune.check_prunable(small_config(**VARIANTS["alibi"]), 2)

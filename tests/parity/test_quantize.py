@@ -1,4 +1,4 @@
-"""The int8 pass: what it computes, row by row, and what it leaves alone."""
+"""The int8 pass: results of each row, and the parts of a graph that it does not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 
 
 def product(weight: Floats, *, relu: bool) -> Any:
-    """A session of x -> [Relu ->] x W, quantised."""
+    """Return a session of the quantised graph x -> [Relu ->] x W."""
     x = ir.val("x", ir.DataType.FLOAT, ["rows", weight.shape[0]])
     w = ir.Value(name="w", const_value=ir.tensor(weight), shape=ir.Shape(weight.shape))
     first = ir.node("Relu" if relu else "Identity", [x])
@@ -90,7 +90,7 @@ def test_int8_graphs_quantise_every_product_and_each_tensor_once(bundle: Bundle)
     assert operators(bundle, "encoder", "int8")["QuantizeLinear"] == 2 * 4 + 1
 
 
-def test_decoder_graphs_move_no_data_between_layouts(bundle: Bundle) -> None:
+def test_decoder_graphs_contain_no_layout_operators(bundle: Bundle) -> None:
     held = operators(bundle, "decoder", "float32")
     assert held["GroupQueryAttention"] == 4
     assert not held["Transpose"] + held["Reshape"] + held["Split"] + held["Concat"]

@@ -1,4 +1,4 @@
-"""The server's runner over real exports, against the PyTorch model and against itself."""
+"""The server's runner over exported models, compared with the PyTorch model and with other batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Logits = NDArray[np.float32]
 
 
 def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Sources, and [B, STEPS] tokens to feed."""
+    """Return sources, and tokens [B, STEPS] to feed."""
     generator = np.random.default_rng(7)
     sources = [[int(i) for i in generator.integers(4, vocab_size, length)] for length in SOURCE_LENS]
     tokens = generator.integers(4, vocab_size, (len(sources), STEPS))
@@ -35,7 +35,7 @@ def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
 
 
 def encode_native(runner: NativeRunner, sources: list[list[int]]) -> tuple[list[int], tuple[Tables, Tables]]:
-    """Lengths of the sources, encoded, and the self and cross tables of their rows."""
+    """Encode sources. Return their lengths, and the self and cross tables of their rows."""
     pool = BlockPool(runner.num_blocks, runner.block_size)
     lens = [len(source) for source in sources]
     cross = [pool.allocate(blocks_for(length, runner.block_size)) for length in lens]
@@ -46,7 +46,7 @@ def encode_native(runner: NativeRunner, sources: list[list[int]]) -> tuple[list[
 
 
 def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
-    """Log-probabilities [B, STEPS, V] of the same by the native runner."""
+    """Return the native runner's log-probabilities [B, STEPS, V]."""
     lens, tables = encode_native(runner, sources)
     scores = np.empty((len(sources), STEPS, runner.vocab_size), np.float32)
     for step in range(STEPS):
@@ -68,7 +68,7 @@ def test_native_runner_agrees_with_pytorch(bundle: Bundle, checkpoint: Checkpoin
     assert compare(found.reshape(expected.shape), expected).excess(TOLERANCES[precision]) is None
 
 
-def test_native_runner_keeps_the_states_of_pytorchs_encoder(bundle: Bundle, checkpoint: Checkpoint) -> None:
+def test_native_runner_returns_the_encoder_states_of_pytorch(bundle: Bundle, checkpoint: Checkpoint) -> None:
     sources, _ = random_batch(checkpoint.config.vocab_size)
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision="float32")
     tables = [(row, row + 8, row + 16)[: blocks_for(len(source), 16)] for row, source in enumerate(sources)]
@@ -93,7 +93,7 @@ MIXED = (
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_native_runner_makes_mixed_choices_the_same_bits_alone_and_in_a_crowd(
+def test_native_runner_mixed_choices_are_bit_identical_alone_and_in_a_crowd(
     bundle: Bundle, precision: Precision, threads: int
 ) -> None:
     sources, tokens = random_batch(bundle.manifest.model.vocab_size)
@@ -112,7 +112,7 @@ def test_native_runner_makes_mixed_choices_the_same_bits_alone_and_in_a_crowd(
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_native_runner_judges_a_target_at_once_as_token_by_token(bundle: Bundle, precision: Precision) -> None:
+def test_native_runner_scores_a_target_in_one_step_as_token_by_token(bundle: Bundle, precision: Precision) -> None:
     sources, tokens = random_batch(bundle.manifest.model.vocab_size)
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
     lens, tables = encode_native(runner, sources)
@@ -132,6 +132,6 @@ def test_native_runner_workspace_does_not_depend_on_how_tokens_are_divided(bundl
         for length in (6, 12, 48)
     ]
     peaks = [report.peak_workspace_bytes or 0 for report in reports]
-    # Attention's scratch, 64 bytes a token of the longest source, is all that may differ.
+    # Only the scratch memory of attention can differ: 64 bytes for each token of the longest source.
     assert min(peaks) > 0
     assert max(peaks) - min(peaks) <= 64 * 48

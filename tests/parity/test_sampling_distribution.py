@@ -1,6 +1,6 @@
-"""Sampled tokens of the whole engine, held to the probabilities that transformers would draw from; and their seeds.
+"""Frequencies of the engine's sampled tokens compared with the probabilities of transformers; and their seeds.
 
-A model of a vocabulary so small that every token, and most pairs of tokens, come often enough to be counted.
+The vocabulary of the model is so small that every token, and most pairs of tokens, are sampled often enough.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """A runner of the model, and what PyTorch computes of it."""
+    """Runner of the model, and the logits of PyTorch."""
 
     runner: NativeRunner
     logits_of: LogitsOf
@@ -70,7 +70,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def requests_of(params: SamplingParams, prefix: tuple[int, ...]) -> list[Request]:
-    """A request for each seed, of many samples each."""
+    """Return a request with many samples for each seed."""
     shared = dataclasses.replace(params, num_return_sequences=NUM_SAMPLES, max_new_tokens=2, num_logprobs=0)
     return [
         request_of(str(seed), SOURCE, params=dataclasses.replace(shared, seed=seed), prefix=prefix)
@@ -79,7 +79,7 @@ def requests_of(params: SamplingParams, prefix: tuple[int, ...]) -> list[Request
 
 
 def produced(event: TokenEvent) -> tuple[int, ...]:
-    """The tokens of an output, the end token included."""
+    """Return the tokens of an output, the end token included."""
     return tuple(one.token_id for one in event.logprobs)
 
 
@@ -90,7 +90,7 @@ def drawn(served: Served, params: SamplingParams, prefix: tuple[int, ...]) -> Co
 
 
 def distribution(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """The probability that transformers gives each output of at most two tokens."""
+    """Return the probability of each output of at most two tokens in transformers."""
     first = probabilities(logits_of, params, prefix, 0)
     second = {token_id: probabilities(logits_of, params, (*prefix, token_id), 1) for token_id in first}
     return {(one,): share for one, share in first.items() if one == CONFIG.eos_id} | {
@@ -104,8 +104,8 @@ def distribution(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int,
 def probabilities(
     logits_of: LogitsOf, params: SamplingParams, target: tuple[int, ...], num_produced: int
 ) -> dict[int, float]:
-    """The probability of each token that transformers may draw after a target."""
-    # What is produced is given to it as a prefix, which does not count towards min_new_tokens.
+    """Return the probability of each token that transformers can sample after a target."""
+    # Generated tokens are passed to transformers as a prefix, which does not count towards min_new_tokens.
     left = dataclasses.replace(params, min_new_tokens=max(0, params.min_new_tokens - num_produced))
     warpers = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
     reference = Reference(logits_of, bos_id=CONFIG.bos_id, eos_id=CONFIG.eos_id)
@@ -116,21 +116,21 @@ def probabilities(
 def p_value(counts: Mapping[Any, float], shares: Mapping[Any, float]) -> float:
     """Return the p-value of the counts by Pearson's chi-square test.
 
-    Cells expected fewer than five times count as one.
+    Cells with an expected count below five are merged into one.
     """
     total = sum(counts.values())
     cells = [(counts.get(key, 0), share * total) for key, share in shares.items() if share * total >= 5]
     rare = [(counts.get(key, 0), share * total) for key, share in shares.items() if share * total < 5]
     if rare:
         cells.append((sum(count for count, _ in rare), sum(expected for _, expected in rare)))
-    assert len(cells) > 2  # otherwise there is little to tell apart
+    assert len(cells) > 2  # otherwise the test would have little power
     statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
     freedom = torch.tensor(len(cells) - 1, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom / 2, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def firsts(of_outputs: Mapping[tuple[int, ...], float]) -> dict[int, float]:
-    """The same by first token."""
+    """Sum counts or probabilities by first token."""
     result: dict[int, float] = {}
     for output, amount in of_outputs.items():
         result[output[0]] = result.get(output[0], 0) + amount
@@ -139,12 +139,12 @@ def firsts(of_outputs: Mapping[tuple[int, ...], float]) -> dict[int, float]:
 
 @pytest.mark.parametrize("prefix", [(), PREFIX], ids=["from_the_start", "after_a_prefix"])
 @pytest.mark.parametrize("name", list(COMBINATIONS))
-def test_tokens_come_as_often_as_transformers_would_draw_them(
+def test_token_frequencies_follow_the_probabilities_of_transformers(
     served: Served, name: str, prefix: tuple[int, ...]
 ) -> None:
     params = SamplingParams(**{"temperature": 1.0} | COMBINATIONS[name])
     counts, shares = drawn(served, params, prefix), distribution(served.logits_of, params, prefix)
-    assert set(counts) <= set(shares)  # what transformers would never draw never comes
+    assert set(counts) <= set(shares)  # outputs with probability 0 in transformers never occur
     for seen, expected in ((counts, shares), (firsts(counts), firsts(shares))):
         assert p_value(seen, expected) > 1e-4
 
@@ -152,7 +152,7 @@ def test_tokens_come_as_often_as_transformers_would_draw_them(
 @pytest.mark.parametrize(
     "other", [dict(temperature=1.15), dict(top_p=0.95), dict(repetition_penalty=1.2), dict(logit_bias=((12, 0.25),))]
 )
-def test_counts_are_many_enough_to_notice_another_distribution(served: Served, other: dict[str, Any]) -> None:
+def test_counts_suffice_to_detect_another_distribution(served: Served, other: dict[str, Any]) -> None:
     params = SamplingParams(temperature=1.0)
     counts = drawn(served, dataclasses.replace(params, **other), PREFIX)
     assert p_value(counts, distribution(served.logits_of, params, PREFIX)) < 1e-4
@@ -162,7 +162,7 @@ Outputs = dict[str, list[tuple[Any, ...]]]
 
 
 def outputs(served: Served, requests: list[Request]) -> Outputs:
-    """Tokens, log-probabilities and score of every output, by request."""
+    """Return tokens, log-probabilities and score of every output, by request."""
     return {
         name: [(event.token_ids, event.logprobs, event.score, event.finish_reason) for event in events]
         for name, events in answer(served.runner, requests).items()

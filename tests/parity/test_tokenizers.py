@@ -1,4 +1,4 @@
-"""Our tokenizers of public families against transformers', from the files that transformers saves."""
+"""Our tokenizers of public families compared with transformers', from the files that transformers saves."""
 
 from __future__ import annotations
 
@@ -108,25 +108,25 @@ def has_source_of_its_own(pair: Pair) -> bool:
 
 
 @pytest.mark.parametrize("text", AWKWARD, ids=range(len(AWKWARD)))
-def test_awkward_texts_become_the_same_tokens(pair: Pair, text: str) -> None:
+def test_awkward_texts_give_the_same_tokens(pair: Pair, text: str) -> None:
     check_text(pair, text)
 
 
 @given(text=st.text(max_size=40))
 @RANDOM
-def test_any_text_becomes_the_same_tokens(pair: Pair, text: str) -> None:
+def test_random_texts_give_the_same_tokens(pair: Pair, text: str) -> None:
     check_text(pair, text)
 
 
 @given(words=st.lists(st.sampled_from(["the", "cat", " ", "  ", "ö", "ß", "日", "ש", "\u0301", ".", "'s", "🎼"])))
 @RANDOM
-def test_known_words_become_the_same_tokens(pair: Pair, words: list[str]) -> None:
+def test_known_words_give_the_same_tokens(pair: Pair, words: list[str]) -> None:
     check_text(pair, "".join(words))
 
 
 @given(data=st.data())
 @RANDOM
-def test_any_ids_decode_to_the_same_text_for_any_split(pair: Pair, data: st.DataObject) -> None:
+def test_random_ids_decode_to_the_same_text_for_any_split(pair: Pair, data: st.DataObject) -> None:
     """The only exception are invalid UTF-8 bytes: the number of U+FFFD for a sequence of them."""
     ids = data.draw(st.lists(st.integers(0, len(pair.theirs) - 1), max_size=12))
     text = pair.ours.decode(ids)
@@ -137,7 +137,7 @@ def test_any_ids_decode_to_the_same_text_for_any_split(pair: Pair, data: st.Data
 
 
 @pytest.mark.parametrize("text", ["the cat sat on the mat.", "Größe und Übung", "naïve café", "日本語 テキスト"])
-def test_prefix_and_the_text_behind_it_are_the_whole_with_one_space_between(pair: Pair, text: str) -> None:
+def test_prefix_and_continuation_join_to_the_whole_text_with_one_space(pair: Pair, text: str) -> None:
     """The text is split between tokens, also within words; if a space follows, the prefix can end with it."""
     ids = pair.ours.encode_target(text)
     whole, num_spaced = pair.ours.decode(ids), 0
@@ -179,7 +179,7 @@ def test_texts_stream_token_by_token(pair: Pair, text: str) -> None:
     assert "\ufffd" not in "".join(stream.push([index]) for index in ids)
 
 
-def test_template_puts_the_same_tokens_around_texts(pair: Pair) -> None:
+def test_template_adds_the_same_tokens_to_texts(pair: Pair) -> None:
     for text in ("the cat", "a mat. </s>", ""):
         expected = pair.theirs(text, **SPECIALS_AS_TEXT).input_ids
         filled, types = fill(pair.text, pair.ours.encode(text), None, pair.languages)
@@ -187,7 +187,7 @@ def test_template_puts_the_same_tokens_around_texts(pair: Pair) -> None:
         assert set(types) <= {0}
 
 
-def test_template_puts_the_same_tokens_and_types_around_pairs(pair: Pair) -> None:
+def test_template_adds_the_same_tokens_and_types_to_pairs(pair: Pair) -> None:
     if pair.text.pair_template is None:
         assert not pair.theirs.is_fast
         return
@@ -206,7 +206,7 @@ def test_special_ids_are_those_that_decode_to_nothing(pair: Pair) -> None:
     assert pair.ours.decode([*special, pair.ours.vocab_size + 5]) == ""
 
 
-def test_mask_token_typed_in_a_text_is_one(pair: Pair) -> None:
+def test_mask_token_in_a_text_is_encoded_as_the_mask_token(pair: Pair) -> None:
     """The white space around the mask token is compared too, because some families remove it."""
     mask = pair.theirs.mask_token
     if mask is None or pair.text.mask_id is None:
@@ -218,13 +218,13 @@ def test_mask_token_typed_in_a_text_is_one(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", ["T5", "ByT5"])
-def test_sentinels_typed_in_a_text_are_tokens(name: str, tmp_path: Path) -> None:
+def test_sentinels_in_a_text_are_encoded_as_tokens(name: str, tmp_path: Path) -> None:
     pair = pair_of(name, tmp_path)
     for text in ("the <extra_id_0> cat <extra_id_12>.", "<extra_id_1>", "a<extra_id_99>b"):
         assert pair.ours.encode(text) == pair.theirs(text, add_special_tokens=False).input_ids
 
 
-def test_marian_reads_targets_with_the_targets_vocabulary(tmp_path: Path) -> None:
+def test_marian_encodes_targets_with_the_target_vocabulary(tmp_path: Path) -> None:
     pair = pair_of("Marian, vocabularies apart", tmp_path)
     for text in ("the cat", "Größe und Übung", "日本語"):
         expected = pair.theirs(text_target=text, add_special_tokens=False).input_ids
@@ -279,7 +279,9 @@ SHIFTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SHIFTED)
 @pytest.mark.parametrize("text", AWKWARD, ids=range(len(AWKWARD)))
-def test_sentencepiece_models_alone_read_as_their_library_does(name: str, text: str, tmp_path: Path) -> None:
+def test_sentencepiece_models_without_other_files_give_the_tokens_of_their_library(
+    name: str, text: str, tmp_path: Path
+) -> None:
     described = SHIFTED[name]
     ids: dict[str, Any] = dict(bos_id=-1, pad_id=0, eos_id=1, unk_id=2) if name != "fairseq" else {}
     pieces(tmp_path / "spiece.model", **ids)
@@ -294,7 +296,7 @@ def test_sentencepiece_models_alone_read_as_their_library_does(name: str, text: 
     assert tokenizer.decode(expected) == processor.decode(known)
 
 
-def test_pegasus_alone_has_the_ids_of_its_original(tmp_path: Path) -> None:
+def test_pegasus_without_other_files_has_the_ids_of_the_original(tmp_path: Path) -> None:
     pieces(tmp_path / "spiece.model", bos_id=-1, pad_id=0, eos_id=1, unk_id=2)
     theirs = transformers.PegasusTokenizer.from_pretrained(tmp_path)
     text = sentencepiece_format(tmp_path, "spiece.model", **SHIFTED["PEGASUS"])
@@ -329,7 +331,7 @@ DEFECTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=str)
-def test_tokenizer_that_is_none_is_named(defect: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_tokenizer_is_refused_by_name(defect: dict[str, Any], tmp_path: Path) -> None:
     KINDS["GPT-2"].build(tmp_path).save_pretrained(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | defect))
@@ -348,7 +350,7 @@ def test_invalid_vocabulary_is_refused_by_name(content: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])
-def test_damaged_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_by_name(name: str, content: bytes, tmp_path: Path) -> None:
     KINDS["GPT-2"].build(tmp_path).save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TokenizerError, match=name):

@@ -57,7 +57,7 @@ def train(folder: Path, init: Path, task: str, *flags: str) -> Path:
     return folder / "run/averaged"
 
 
-def test_fine_tuned_bert_reads_as_the_original_did(original: tuple[Path, Any], tmp_path: Path) -> None:
+def test_fine_tuned_bert_has_the_encoder_states_of_the_original(original: tuple[Path, Any], tmp_path: Path) -> None:
     """The states of a frozen encoder after training, saving and loading are equal to those of transformers."""
     folder, model = original
     checkpoint = load_checkpoint(train(tmp_path, folder, "classify", "--freeze-encoder"))

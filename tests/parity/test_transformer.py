@@ -1,4 +1,4 @@
-"""The eager Transformer against PyTorch's and transformers' implementations with the same weights."""
+"""The eager Transformer compared with PyTorch's and transformers' implementations with the same weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +77,7 @@ def decoder_pairs(theirs: Any, ours: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
-def test_layers_equal_pytorchs_own(norm_placement: str, activation: str) -> None:
+def test_layers_equal_those_of_pytorch(norm_placement: str, activation: str) -> None:
     config = preset("tiny", norm_placement=norm_placement, activation=activation)
     model = randomised(Transformer(config), seed=1)
     assert isinstance(model, Transformer)
@@ -187,7 +187,7 @@ LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
     ],
     ids=["default", "linear", "llama3"],
 )
-def test_rotary_positions_equal_llamas(rope_parameters: dict[str, Any], scaling: RopeScaling | None) -> None:
+def test_rotary_positions_equal_those_of_llama(rope_parameters: dict[str, Any], scaling: RopeScaling | None) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 9, 4, 8, generator=generator) for _ in range(2))
     positions = torch.arange(3, 12)[None].expand(2, -1)
@@ -201,7 +201,7 @@ def test_rotary_positions_equal_llamas(rope_parameters: dict[str, Any], scaling:
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8, 12])
-def test_alibi_slopes_equal_blooms(heads: int) -> None:
+def test_alibi_slopes_equal_those_of_bloom(heads: int) -> None:
     config = BloomConfig(hidden_size=heads * 8, n_head=heads)
     theirs = build_alibi_tensor(torch.ones(1, 5, dtype=torch.long), config.n_head, torch.float32)
     expected = theirs.view(heads, 5)[:, 1] - theirs.view(heads, 5)[:, 0]
@@ -209,7 +209,7 @@ def test_alibi_slopes_equal_blooms(heads: int) -> None:
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_relative_buckets_equal_t5s(bidirectional: bool) -> None:
+def test_relative_buckets_equal_those_of_t5(bidirectional: bool) -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
     distance = torch.arange(-300, 300)
@@ -220,7 +220,7 @@ def test_relative_buckets_equal_t5s(bidirectional: bool) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_sinusoidal_table_is_the_papers_formula() -> None:
+def test_sinusoidal_table_follows_the_formula_of_the_paper() -> None:
     table = sinusoidal_table(50, 6)
     for position in (0, 1, 49):
         for column in range(6):
@@ -229,7 +229,7 @@ def test_sinusoidal_table_is_the_papers_formula() -> None:
             assert table[position, column].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_sines_in_halves_equal_marians() -> None:
+def test_sines_in_halves_equal_those_of_marian() -> None:
     theirs = MarianSinusoidalPositionalEmbedding(300, 12)
     expected = theirs.create_weight()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(sinusoidal_table(300, 12, "halves"), expected, atol=1e-6, rtol=0)
@@ -245,7 +245,7 @@ def test_fairseq_sinusoids_behind_an_offset_equal_those_of_m2m_100() -> None:
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "t5_relative", "alibi", "rope"])
-def test_pytorchs_fused_attention_equals_the_eager_reference(positions: str) -> None:
+def test_fused_attention_of_pytorch_equals_the_eager_reference(positions: str) -> None:
     """The fused kernel is the training backend for GPUs: causal, padded and cross attention, with and without bias."""
     config = preset("tiny", positions=positions)
     eager, fused = Transformer(config), Transformer(config, attention_backend="sdpa")

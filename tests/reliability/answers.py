@@ -1,4 +1,4 @@
-"""Requirements of every answer: one terminal event, and a reason in every refusal."""
+"""Checks that hold for every answer: one terminal event, and a reason in every refusal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from antiphon.v1 import inference_pb2 as pb
 
-# What a request by itself can bring about, on a server that nobody else uses.
+# Statuses that a request can get from a server without other clients.
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -21,7 +21,7 @@ REFUSALS = {
 
 
 def check_refusal(error: Any, asked: Descriptor) -> None:
-    """A known status with its details; bad input names a field of the message."""
+    """Check that a refusal has a known status and details, and for invalid input the name of a field of the message."""
     assert error.code() in REFUSALS, f"{error.code()}: {error.details()}"
     packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
     status = status_pb2.Status.FromString(packed)
@@ -35,25 +35,25 @@ def check_refusal(error: Any, asked: Descriptor) -> None:
 
 
 def check_field(path: str, asked: Descriptor) -> None:
-    """The path leads through the message: fields and oneofs by name, or `message` for all of it."""
+    """Check that a path names a field or oneof of the message, or is `message` for all of it."""
     if path == "message":
         return
     kind: Descriptor | None = asked
     for name in path.split("."):
-        assert kind is not None, f"{path} leads nowhere in {asked.full_name}"
+        assert kind is not None, f"{path} continues after a field without fields in {asked.full_name}"
         assert name in kind.fields_by_name or name in kind.oneofs_by_name, f"{asked.full_name} has no {path}"
         field = kind.fields_by_name.get(name)
         kind = None if field is None else field.message_type
 
 
 def check_stream(responses: Iterable[pb.GenerateResponse]) -> None:
-    """Every output ends exactly once and says nothing after that; the last message counts, and it alone."""
+    """Check that every output ends exactly once, has no text after that, and that only the last message has usage."""
     ended: set[int] = set()
     seen: set[int] = set()
     last = None
     for response in responses:
         assert last is None or not last.HasField("usage"), "a message follows the last"
-        assert response.output_index not in ended, "an output goes on after its end"
+        assert response.output_index not in ended, "an output continues after its end"
         seen.add(response.output_index)
         if response.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             ended.add(response.output_index)
@@ -64,7 +64,7 @@ def check_stream(responses: Iterable[pb.GenerateResponse]) -> None:
 
 
 def violation_of(error: Any) -> str:
-    """The field that bad input names; of another status its name."""
+    """Return the field that a refusal of invalid input names, or the name of another status."""
     if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
         return str(error.code().name)
     packed = dict(error.trailing_metadata())["grpc-status-details-bin"]

@@ -1,6 +1,6 @@
-"""Requests of many kinds to the shipped bundle, each known by its number, and the answers each must get.
+"""Numbered requests of many kinds to the shipped bundle, and their expected answers.
 
-What number n asks is a pure function of n, so an answer computed alone is the reference for every other time.
+Request n is a pure function of n, so an answer computed alone is the reference for every repetition.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SENTENCES = [
     "We were very tired after the long journey, so we went to bed early.", "Tom isn't here.", "It's raining.",
     "She gave me a book.", "The train leaves at seven.", "They live in a small house by the sea.",
 ]  # fmt: skip
-# At so many lengths and ways to decode, requests meet in every order; more would only cost time for references.
+# These lengths and controls suffice for batches of every composition; more would only cost time for references.
 NUM_KINDS = 56
-# From this number on requests are greedy and long, so that very many are under way at once; few kinds of them.
+# From this number on, requests are greedy and long, so that very many run at once; there are few kinds of them.
 LONG = 1000
 NUM_LONG_KINDS = 12
-# One in five is long: a server asked for many of these is seconds from its end when it is seen that the last has come.
-# Five is odd, or two servers that take turns would not share the long ones.
+# One in five is long, so that a server still runs for seconds after the test has seen that it admitted the last one.
+# Five is odd, so that two servers that get requests in turns share the long ones.
 LASTING = tuple(kind if kind % 5 else LONG + kind % NUM_LONG_KINDS for kind in range(NUM_KINDS))
 
 Texts = tuple[str, ...]
@@ -32,14 +32,14 @@ Texts = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """One request: what to translate, and how."""
+    """One request: text and options."""
 
     text: str
     options: Options
 
 
 def ask(number: int) -> Ask:
-    """Greedy requests mostly; samples, beams, penalties and stop strings among them. Every length from 2 to 57."""
+    """Return a request: mostly greedy, some with samples, beams, penalties or stop strings; lengths from 2 to 57."""
     if number >= LONG:
         return _long(number % NUM_LONG_KINDS)
     kind = number % NUM_KINDS
@@ -68,7 +68,7 @@ async def references(client: AsyncClient, numbers: Iterable[int] = range(NUM_KIN
 
 
 async def whole(client: AsyncClient, number: int, *, timeout_s: float | None = None) -> Texts:
-    """The outputs of a unary call."""
+    """Return the outputs of a unary call."""
     asked = ask(number)
     outputs = await client.generate_outputs(asked.text, asked.options, timeout_s=timeout_s)
     return tuple(output.text for output in outputs)
@@ -86,7 +86,7 @@ class Heard:
         return tuple(self.texts[index] for index in sorted(self.texts))
 
     def is_beginning_of(self, reference: Texts) -> bool:
-        """Each output so far is what the reference begins with."""
+        """Return whether each output so far is a prefix of the reference."""
         return all(reference[index].startswith(text) for index, text in self.texts.items())
 
 
@@ -94,7 +94,7 @@ async def streamed(
     client: AsyncClient, number: int, *, heard: Heard | None = None, first: asyncio.Event | None = None,
     timeout_s: float | None = None,
 ) -> Texts:  # fmt: skip
-    """The outputs of a stream. heard: is kept up to date meanwhile. first: is set with the first message."""
+    """Return the outputs of a stream. heard: updated with every message. first: set by the first message."""
     heard = Heard(defaultdict(str)) if heard is None else heard
     asked = ask(number)
     async for delta in client.generate(asked.text, asked.options, timeout_s=timeout_s):

@@ -1,4 +1,4 @@
-"""A server of tests/serving.py or tests/bundle_serving.py on its own thread, for tests that are not asynchronous."""
+"""Server of tests/serving.py or tests/bundle_serving.py in a separate thread, for tests that are not asynchronous."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PATIENCE_S = 60
 
 
 class Background(Generic[Served]):
-    """Enters an asynchronous context on a thread with an event loop; `served` is what it gave.
+    """Enters an asynchronous context in a thread with an event loop. `served` is its result.
 
-    Leaving raises what leaving the context raises: its assertions are the test's.
+    Leaving raises the errors of leaving the context, so its assertions fail the test.
     """
 
     def __init__(self, enter: Callable[[], AbstractAsyncContextManager[Served]]) -> None:
@@ -41,7 +41,7 @@ class Background(Generic[Served]):
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # told to whoever waits
+        except BaseException as error:  # raised in the waiting caller
             self._error = error
         self._is_ready.set()
 

@@ -1,10 +1,10 @@
-"""A client in a process of its own, to be killed or to run in another network namespace.
+"""Client in a separate process, which a test can kill or run in another network namespace.
 
     python -m tests.reliability.client_process endless TARGET COUNT
     python -m tests.reliability.client_process compare TARGET COUNT
 
-endless: streams that nobody ends; prints `first` once every one has begun. compare: asks every kind of request alone,
-prints `ready`, waits for a line, makes COUNT calls of which some are given up, and prints what came of them as JSON.
+endless: reads streams without an end; prints `first` when every stream has begun. compare: sends every kind of request
+alone, prints `ready`, waits for a line, makes COUNT calls, some of which it cancels, and prints their outcomes as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.reliability.storm import Storm
 
 
 async def endless(target: str, count: int) -> None:
-    """Open a number of long streams and read them, again and again."""
+    """Open a number of long streams and read them repeatedly."""
 
     async def follow(client: AsyncClient, number: int, first: asyncio.Event) -> None:
         while True:
@@ -35,7 +35,7 @@ async def endless(target: str, count: int) -> None:
 
 
 async def compare(target: str, count: int) -> None:
-    """Hold answers on a bad day to those of a good one."""
+    """Compare answers during a fault with answers before it."""
     async with AsyncClient(target) as client:
         expected = await references(client)
         print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Heads of a fake encoder that can do everything, and the limits of the requests that only an encoder answers."""
+"""Heads of a fake encoder with every task, and the limits of the requests that only an encoder answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HEADS = (
     HeadConfig(task="tag", labels=("O", "B-X", "I-X")),
     HeadConfig(task="fill_mask"),
 )
-# The fake model's.
+# Values of the fake model.
 VOCABULARY = 280
 MAX_SOURCE_LEN = 32
-AROUND = 2  # <s> before a text, </s> behind it
+AROUND = 2  # <s> before a text, </s> after it
 WORD_ID = 70
 MASK = "<mask>"
 HIGHEST_UINT32 = 2**32 - 1
@@ -37,7 +37,7 @@ _TEXT = Limit(taken=("x", "the cat"), refused=("", " ", "\t\n", "x y z " * 100))
 
 
 def encoder_requests(mask_id: int) -> dict[str, Ask]:
-    """By request message. mask_id: of the mask token."""
+    """Return the limits by request message. mask_id: of the mask token."""
     return {
         "ClassifyRequest": Ask(
             base={"text": "the cat"},

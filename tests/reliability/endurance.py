@@ -1,10 +1,11 @@
-"""Mixed traffic against a real server for as long as asked; does it hold on to anything?
+"""Mixed traffic to a real server for a given time, with a check for leaks.
 
     python -m tests.reliability.endurance --minutes 60
 
-Calls arrive at random moments at a moderate rate; every answer is held to its reference. The server's memory, threads
-and descriptors are sampled every few seconds. After a warm-up, the median of the first stretch is compared with that of
-the last. Figures go to build/reliability/endurance.json while it runs. Exit code 1 where a promise did not hold.
+Calls arrive at random times at a moderate rate, and every answer is compared with its reference. The server's memory,
+threads and descriptors are sampled every few seconds. After a warm-up, the median of the first part is compared with
+that of the last. Figures are written to build/reliability/endurance.json during the run. The exit code is 1 if a
+promise did not hold.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.reliability.summary import report
 from tests.reliability.traffic import Tally, Traffic, warm_up
 
 MAX_GROWTH = 0.02
-# More under way than this, and a server that hangs is taken for one that is slow; it is an error either way.
+# More calls in flight than this are an error: the server hangs or is too slow.
 MAX_UNDER_WAY = 500
 
 
@@ -52,7 +53,7 @@ class Sample:
 
 
 async def endure(server: ServerProcess, plan: Plan) -> dict[str, Any]:
-    """Run the plan against a server that idles, and return the figures."""
+    """Run the plan against an idle server, and return the figures."""
     rng, tally, samples = random.Random(plan.seed), Tally(), list[Sample]()
     async with AsyncClient(server.target) as client:
         expected = await references(client)
@@ -64,7 +65,7 @@ async def endure(server: ServerProcess, plan: Plan) -> dict[str, Any]:
         await _send(traffic, plan)
         sampling.cancel()
         await asyncio.wait({sampling})
-    # On another thread: the event loop is needed to close what our side still holds.
+    # In another thread, because the event loop must close connections of this side.
     await asyncio.to_thread(server.wait_for_metrics, is_idle)
     at_rest = await asyncio.to_thread(settled, server.process.pid, lambda held: _is_no_larger(held, calm))
     return _figures(plan, tally, samples) | {
@@ -74,7 +75,7 @@ async def endure(server: ServerProcess, plan: Plan) -> dict[str, Any]:
 
 
 async def _send(traffic: Traffic, plan: Plan) -> None:
-    """Calls at the times of a Poisson process, each begun on time whatever has become of those before."""
+    """Start calls at the times of a Poisson process, independent of the earlier calls."""
     begin_s = due_s = time.monotonic()
     under_way: set[asyncio.Task[None]] = set()
     while (due_s := due_s + traffic.rng.expovariate(plan.rate_per_s)) < begin_s + plan.duration_s:
@@ -99,8 +100,8 @@ async def _sample(pid: int, plan: Plan, tally: Tally, samples: list[Sample]) -> 
 
 def _figures(plan: Plan, tally: Tally, samples: Sequence[Sample]) -> dict[str, Any]:
     warm = [sample for sample in samples if sample.time_s >= plan.warm_up_s] or samples[-1:]
-    stretch = max(1, len(warm) // 10)
-    first, last = ([sample.held for sample in part] for part in (warm[:stretch], warm[-stretch:]))
+    part_len = max(1, len(warm) // 10)
+    first, last = ([sample.held for sample in part] for part in (warm[:part_len], warm[-part_len:]))
     growth = _median(last, "resident_bytes") / _median(first, "resident_bytes") - 1
     return {
         "minutes": round(samples[-1].time_s / 60, 2),
@@ -137,7 +138,7 @@ def complaints(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Parse the flags, run, print, judge."""
+    """Parse the flags, run, and print figures and broken promises."""
     parser = argparse.ArgumentParser(description="Mixed traffic against a real server, its memory watched.")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=12, help="calls a second")

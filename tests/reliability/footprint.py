@@ -24,7 +24,7 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    """Of a process that runs. Raises FileNotFoundError where there is none."""
+    """Return the resources of a running process. Raises FileNotFoundError if there is none."""
     process = Path("/proc") / str(pid)
     fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     return Footprint(
@@ -35,24 +35,24 @@ def footprint(pid: int) -> Footprint:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds that all threads of a process have computed, for the kernel too."""
+    """Return the CPU seconds of all threads of a process, kernel time included."""
     _, _, fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
     user, system = fields.split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def settled(pid: int, condition: Callable[[Footprint], bool], *, patience_s: float = PATIENCE_S) -> Footprint:
-    """Look until a condition holds, or patience ends: a connection's end is seen by its server a little later."""
+    """Poll until a condition holds or the time limit passes, because a server sees the end of a connection later."""
     end_s = time.monotonic() + patience_s
     found = footprint(pid)
     while not condition(found) and time.monotonic() < end_s:
-        time.sleep(LOOK_S)  # only looks from outside show what another process holds
+        time.sleep(LOOK_S)  # another process reports no event, so its resources are polled
         found = footprint(pid)
     return found
 
 
 def steady() -> Callable[[Footprint], bool]:
-    """A condition that holds once threads and descriptors have been the same for several looks."""
+    """Return a condition that holds when threads and descriptors were the same in several samples."""
     recent: deque[tuple[int, int]] = deque(maxlen=STEADY_LOOKS)
 
     def is_steady(found: Footprint) -> bool:

@@ -1,9 +1,9 @@
-"""Coverage-guided fuzzing (Atheris, libFuzzer) of what reads bytes and texts of strangers.
+"""Coverage-guided fuzzing (Atheris, libFuzzer) of the functions that read bytes and texts of clients.
 
     python -m tests.reliability.fuzz messages --seconds 300
 
-One target a process. An exception that is not among a target's own refusals is a finding, as is an invariant that does
-not hold; libFuzzer writes the input to build/reliability/, prints it, and the process ends with an error.
+Each process runs one target. An exception that is not one of the target's refusals is a finding, and so is a violated
+invariant. libFuzzer writes the input to build/reliability/ and prints it, and the process ends with an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["antiphon"], enable_loader_override=Fal
 
 
 def main() -> None:
-    """Run one target for as long, or as often, as asked; libFuzzer ends the process."""
+    """Run one target for the given time or number of runs; libFuzzer ends the process."""
     parser = argparse.ArgumentParser(description="Fuzz one target, guided by coverage.")
     parser.add_argument("target", choices=sorted(TARGETS))
     parser.add_argument("--seconds", type=int, default=0, help="0: no limit")

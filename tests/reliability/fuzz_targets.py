@@ -1,6 +1,6 @@
-"""Functions that read what strangers send, each with what must hold of any input; for fuzz.py and its tests.
+"""Functions that read inputs of clients, each with the invariants for every input; for fuzz.py and its tests.
 
-A target takes bytes and returns, or raises what it should not.
+A target takes bytes. It returns None, or raises an exception, which is a finding.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ VOCABULARY = 8000
 
 @cache
 def shipped_tokenizer() -> Tokenizer:
-    """The one of the bundle in the repository."""
+    """Return the tokenizer of the bundle in the repository."""
     return Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
 
 
 def messages(data: bytes) -> None:
-    """Bytes as each request in turn: parsed as protobuf does, or explained by a field of the message."""
+    """Read bytes as each request in turn: they are parsed like by protobuf, or refused with a field of the message."""
     if not data:
         return
     kind = METHODS[data[0] % len(METHODS)].input_type
@@ -55,7 +55,7 @@ def messages(data: bytes) -> None:
 
 
 def options(data: bytes) -> None:
-    """Bytes as GenerateOptions: read into domain values, or refused by the option's name."""
+    """Read bytes as GenerateOptions: they become domain values, or are refused with the option's name."""
     try:
         message = pb.GenerateOptions.FromString(data)
     except DecodeError:
@@ -67,12 +67,12 @@ def options(data: bytes) -> None:
 
 
 def texts(data: bytes) -> None:
-    """Any text: what is decoded is what was read, as it is normalised, and offsets lie in it, in order."""
+    """Encode any text: the decoded text is the normalised text, and offsets are in order and within the text."""
     check_text(shipped_tokenizer(), data.decode("utf-8", "replace"))
 
 
 def check_text(tokenizer: Tokenizer, text: str) -> None:
-    """Invariants of byte-level BPE for every text."""
+    """Check the invariants of byte-level BPE for a text."""
     ids = tokenizer.encode(text)
     assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
     assert tokenizer.min_tokens(text) <= len(ids)
@@ -87,26 +87,26 @@ def check_text(tokenizer: Tokenizer, text: str) -> None:
 
 
 def check_pieces(tokenizer: Tokenizer, ids: list[int]) -> None:
-    """Token by token comes the same text as at once."""
+    """Check that decoding token by token gives the same text as decoding all tokens."""
     stream = tokenizer.stream()
     assert "".join(stream.push((token_id,)) for token_id in ids) + stream.finish() == tokenizer.decode(ids)
 
 
 def ids(data: bytes) -> None:
-    """Any token ids, as a model may choose them: always a text, the same in pieces."""
+    """Decode any token ids, as a model can generate them: they give a text, the same token by token."""
     tokenizer = shipped_tokenizer()
     check_pieces(tokenizer, [int.from_bytes(data[at : at + 2], "little") % VOCABULARY for at in range(0, len(data), 2)])
 
 
 def stops(data: bytes) -> None:
-    """Any stop strings in any text: what is let out ends before the first that completes, and both views agree."""
+    """Apply any stop strings to any text: the text ends before the first complete one, and filter and matcher agree."""
     head, _, tail = data.partition(b"\xff")
     tokenizer = shipped_tokenizer()
     strings = [stop for stop in head.decode("utf-8", "replace").split("\n") if stop][:4]
     token_ids = [int.from_bytes(tail[at : at + 2], "little") % VOCABULARY for at in range(0, len(tail), 2)]
     text = tokenizer.decode(token_ids)
-    told = StopFilter(strings, tokenizer.stream())
-    heard = "".join(told.push((token_id,)) for token_id in token_ids) + told.finish()
+    filtered = StopFilter(strings, tokenizer.stream())
+    heard = "".join(filtered.push((token_id,)) for token_id in token_ids) + filtered.finish()
     ends = [(text.index(stop) + len(stop), -len(stop)) for stop in strings if stop in text]
     expected = text[: sum(min(ends))] if ends else text
     assert heard == expected, (heard, expected)
@@ -117,7 +117,7 @@ def stops(data: bytes) -> None:
 
 
 def manifests(data: bytes) -> None:
-    """Bytes as manifest.json of a bundle: refused, for no other file is there."""
+    """Read bytes as manifest.json of a bundle: they are refused, because the bundle has no other file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / MANIFEST_NAME).write_bytes(_with_its_checksum(data))
@@ -131,7 +131,7 @@ def manifests(data: bytes) -> None:
 
 
 def templates(data: bytes) -> None:
-    """Any tokens through a template: what it puts there is there once, whatever of it they carry already."""
+    """Apply a template to any tokens: its tokens are there once, even if the input already contains some of them."""
     tokenizer = shipped_tokenizer()
     text = TextFormat(special_ids=(0, 1, 2, 3), template=_template(data[:1]), source="tokenizer.json")
     given = [byte % 8 for byte in data[1:65]]
@@ -181,7 +181,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "manifests": manifests,
     "templates": templates,
 }
-# Inputs to begin with, beside none at all.
+# Initial inputs, in addition to the empty one.
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "messages": lambda: [
         b"\x00" + pb.GenerateRequest(text="a", options=pb.GenerateOptions(top_k=3)).SerializeToString()

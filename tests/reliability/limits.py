@@ -1,6 +1,6 @@
-"""Every limit of a request, stated once more than in the code: what just passes, and what is just too much.
+"""Every limit of a request, stated independently of the code: the last valid and the first invalid values.
 
-Kept by field, so that a field of the contract without an entry here fails its test. The model is the shipped bundle,
+The key is the field, so that a field of the contract without an entry fails its test. The model is the shipped bundle,
 with ROWS rows.
 """
 
@@ -24,9 +24,9 @@ LEAST_FLOAT32 = 2.0**-149
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """Values of a field that are taken, values that are refused, and what else the request sets beside it.
+    """Accepted values of a field, refused values, and the other fields that the request must set.
 
-    blamed: the field that the refusal names, where it is another.
+    blamed: the field that the refusal names, if it is another one.
     """
 
     taken: tuple[Any, ...]
@@ -36,14 +36,14 @@ class Limit:
 
 
 def whole_numbers(low: int, high: int, *, beside: dict[str, Any] | None = None) -> Limit:
-    """From low to high, both included; what an int32 cannot hold cannot be sent."""
+    """Return the limit from low to high, both included. Values outside int32 cannot be sent."""
     refused = tuple(value for value in (low - 1, high + 1, -HIGHEST_INT32) if value < low or value > high)
     sendable = tuple(value for value in refused if -HIGHEST_INT32 <= value <= HIGHEST_INT32)
     return Limit(taken=(low, low + 1, high - 1, high), refused=sendable, beside=beside or {})
 
 
 def numbers(low: float, high: float, *, beside: dict[str, Any] | None = None, above: bool = False) -> Limit:
-    """From low to high, the lowest excluded where `above`, as a float of 32 bits; never what is not a number."""
+    """Return the limit from low to high as float32, low excluded if `above`. NaN is refused."""
     least = LEAST_FLOAT32 if above else low
     taken = (least, math.nextafter(least, math.inf), math.nextafter(high, low), high)
     lower = LEAST_FLOAT32 / 2 if above else math.nextafter(low, -math.inf)  # half of it is rounded to 0
@@ -52,13 +52,13 @@ def numbers(low: float, high: float, *, beside: dict[str, Any] | None = None, ab
 
 
 def entries(most: int, one: Any, *, bad: Iterable[Any] = (), beside: dict[str, Any] | None = None) -> Limit:
-    """A list of at most so many; bad: entries that no list may hold."""
+    """Return the limit of a list by its maximum length; bad: entries that are refused in any list."""
     taken = tuple([one] * count for count in (0, 1, most - 1, most))
     return Limit(taken=taken, refused=([one] * (most + 1), *([value] for value in bad)), beside=beside or {})
 
 
 def ids(count: int, *, ended: bool = False) -> dict[str, Any]:
-    """A TokenIds of so many; ended: the last is the end token."""
+    """Return a TokenIds of the given length; ended: the last one is the end token."""
     return {"ids": [WORD_ID] * (count - ended) + [EOS_ID] * ended}
 
 
@@ -67,7 +67,7 @@ _SAMPLING = {"temperature": 1.0}
 _IDS_OUTSIDE = (VOCABULARY, HIGHEST_UINT32)
 
 OPTIONS: dict[str, Limit] = {
-    # Above what the model can, its own limit holds.
+    # Above the model's own limit, that limit applies.
     "max_new_tokens": Limit(taken=(1, 2, MAX_TARGET_LEN - 1, MAX_TARGET_LEN, HIGHEST_INT32), refused=(0, -1)),
     "min_new_tokens": Limit(taken=(0, 1, 4, 5), refused=(-1, 6), beside={"max_new_tokens": 5}),
     "time_limit_millis": Limit(taken=(1, 2, HIGHEST_INT32), refused=(0, -1)),
@@ -112,7 +112,7 @@ _PRIORITY = Limit(taken=(0, 1, 2), refused=(3, -1))
 _LANGUAGE = Limit(taken=("",), refused=("de", "x" * 1000))
 
 
-# The server puts the end token behind a source that does not carry it.
+# The server adds the end token to a source without it.
 _SOURCE_IDS = Limit(
     taken=(
         ids(1), ids(MAX_SOURCE_LEN - 2), ids(MAX_SOURCE_LEN - 1), ids(MAX_SOURCE_LEN, ended=True),
@@ -131,7 +131,7 @@ _SOURCE = {"text": "wort"}
 
 
 def texts(longest: int, *, empty: bool = False) -> Limit:
-    """Texts by their tokens, which `text_of` counts; empty: whether none is enough."""
+    """Return the limit of texts by their number of tokens; empty: whether an empty text is accepted."""
     taken = tuple(map(text_of, (1, longest - 1, longest)))
     nothing = ("", " ", "\t\n ")
     if empty:
@@ -140,13 +140,13 @@ def texts(longest: int, *, empty: bool = False) -> Limit:
 
 
 def text_of(num_tokens: int) -> str:
-    """A text of exactly so many tokens; a test holds it to that."""
+    """Return a text with exactly this number of tokens, which a test checks."""
     return " ".join(["the"] * num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A request that is answered as it stands, and the limits of each of its fields, the model's name aside."""
+    """Valid request, and the limits of each of its fields except the model's name."""
 
     base: dict[str, Any]
     fields: dict[str, Limit]
@@ -172,11 +172,11 @@ _ANY_TEXT = Limit(
     refused=("x" * (MAX_TEXT_BYTES + 1), " " * (MAX_TEXT_BYTES + 1), "\u00e9" * (MAX_TEXT_BYTES // 2 + 1)),
 )
 _SHORT = {"max_new_tokens": 2}
-_OPTIONS = Limit(taken=({}, _SHORT))  # its fields are OPTIONS
+_OPTIONS = Limit(taken=({}, _SHORT))  # its fields are in OPTIONS
 
 GENERATION = {**_SOURCE_FIELDS, **_LANGUAGES, "options": _OPTIONS, "priority": _PRIORITY}
 
-# By request message; those that only an encoder answers are `ENCODER`'s.
+# Limits by request message. Those that only an encoder answers are in `ENCODER`.
 REQUESTS: dict[str, Ask] = {
     "GenerateRequest": Ask(base={**_SOURCE, "options": _SHORT}, fields=GENERATION),
     "GenerateUnaryRequest": Ask(base={**_SOURCE, "options": _SHORT}, fields=GENERATION),
@@ -198,7 +198,7 @@ REQUESTS: dict[str, Ask] = {
         **_SOURCE_FIELDS,
         **_LANGUAGES,
         target_text=texts(MAX_TARGET_LEN - 1, empty=True),
-        # The maps begin with the begin token: one token less than Score judges with its end token.
+        # The maps begin with the begin token, so there is one token less than Score accepts with its end token.
         target_token_ids=_TARGET_IDS,
         priority=_PRIORITY,
     ),

@@ -1,7 +1,7 @@
-"""Two network namespaces and a link between them that loses packets when told to. Linux, root.
+"""Two network namespaces and a link between them with adjustable packet loss. Needs Linux and root.
 
-The link is made of two TUN devices, one in each namespace; a thread here carries packets from one to the other, and
-leaves out some. That needs neither netem nor iptables, and is the same every time for one seed.
+The link consists of two TUN devices, one in each namespace. A thread of this process forwards packets between them and
+drops some. This needs neither netem nor iptables, and one seed always gives the same losses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MTU = 1500
 
 
 def why_not() -> str | None:
-    """Why there can be no such link here; None where there can."""
+    """Return the reason why this machine cannot have such a link, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 class LossyLink:
-    """Namespaces `near` and `far` with addresses of their own; `loss` is the share of packets that vanish, 0 to 1."""
+    """Namespaces `near` and `far` with separate addresses; `loss` is the share of lost packets, 0 to 1."""
 
     def __init__(self, seed: int = 0) -> None:
         self.loss = 0.0

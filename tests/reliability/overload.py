@@ -1,11 +1,11 @@
-"""More than the sustainable rate for minutes: does the server go on to do what it can, and refuse the rest cleanly?
+"""Load above the sustainable rate for minutes: the server must keep its goodput and refuse the rest with a status.
 
     python -m tests.reliability.overload --minutes 10 --factors 2 4 8 --pinned
 
-Finds by search the highest rate at which 99 % of the answers are within the objective and fewer than 1 % are refused;
-its goodput is the best. Then offers each factor of that rate. Figures go to build/reliability/overload.json. Exit code
-1 where a promise did not hold. Client and server share this machine, so the rates are its, not the server's; pinned,
-each has half of its cores.
+A search finds the highest rate at which 99 % of the answers are within the objective and fewer than 1 % are refused;
+its goodput is the best. Then each factor of that rate is offered. Figures are written to
+build/reliability/overload.json. The exit code is 1 if a promise did not hold. Client and server share this machine, so
+the rates are those of both; with --pinned, each has half of the cores.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.reliability.footprint import footprint
 from tests.reliability.summary import report
 
 REFUSED = "RESOURCE_EXHAUSTED"
-# Of the best, at twice the sustainable rate and beyond that.
+# Shares of the best goodput, at twice the sustainable rate and above that.
 LEAST_GOODPUT, LEAST_GOODPUT_BEYOND = 0.9, 0.8
 MAX_GROWTH = 0.02
 PRECISION = 0.05
-# Long answers of one length: the server's work, not the client's, is what limits the rate.
+# Answers are long and of one length, so that the server and not the client limits the rate.
 NEW_TOKENS = 64
 START_RATE = 50.0
 SAMPLE_S = 1.0
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def overload(server: ServerProcess, sizes: Sizes, factors: Sequence[float]) -> dict[str, Any]:
-    """Search, then overload by each factor. Return the figures of both, those of a factor under its name."""
+    """Search the rate, then overload by each factor. Return the figures of both, those of a factor under its name."""
     plan = Plan(
         asks=tuple(Ask(source=text, max_new_tokens=NEW_TOKENS) for text in EVERYDAY),
         rate=START_RATE,
@@ -138,10 +138,10 @@ class _Memory:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Median bytes of the first stretch after the warm-up, and of the last."""
+        """Return the median bytes of the first part after the warm-up, and of the last part."""
         warm = self._samples[len(self._samples) // 10 :]
-        stretch = max(1, len(warm) // 10)
-        return statistics.median(warm[:stretch]), statistics.median(warm[-stretch:])
+        part_len = max(1, len(warm) // 10)
+        return statistics.median(warm[:part_len]), statistics.median(warm[-part_len:])
 
     @property
     def growth(self) -> float:
@@ -156,7 +156,7 @@ class _Memory:
 
 
 def main() -> int:
-    """Parse the flags, run, print, judge."""
+    """Parse the flags, run, and print figures and broken promises."""
     parser = argparse.ArgumentParser(description="Offer a real server more than it can sustain.")
     parser.add_argument("--factors", type=float, nargs="+", default=[2.0], help="of the sustainable rate")
     parser.add_argument("--pinned", action="store_true", help="give server and client half of the cores each")

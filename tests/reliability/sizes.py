@@ -1,4 +1,4 @@
-"""Sizes of the tests: small in CI, full where a make target sets the variables."""
+"""Sizes of the tests: small in CI, full if a make target sets the variables."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ PREFIX = "ANTIPHON_RELIABILITY_"
 
 
 def size(name: str, short: int) -> int:
-    """A count, or whole seconds, from ANTIPHON_RELIABILITY_<name>; `short` where that is not set."""
+    """Return a count, or whole seconds, from ANTIPHON_RELIABILITY_<name>, or `short` if that is not set."""
     return int(os.environ.get(PREFIX + name, short))

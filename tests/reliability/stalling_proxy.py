@@ -1,4 +1,4 @@
-"""A TCP proxy that can go silent without closing anything: what a half-open connection looks like to both ends."""
+"""TCP proxy that can go silent without closing a connection, which is then half-open for both ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class StallingProxy:
-    """Forwards connections to a port on loopback until told to stall; from then on it neither reads nor closes."""
+    """Forwards connections to a port of loopback until `stall` is called. Then it neither reads nor closes them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -24,7 +24,7 @@ class StallingProxy:
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def stall(self) -> None:
-        """Forward nothing any more, in either direction."""
+        """Stop forwarding in both directions."""
         self._is_stalled.set()
 
     def __enter__(self) -> Self:
@@ -54,5 +54,5 @@ class StallingProxy:
                 if self._is_stalled.is_set():
                     return
                 sink.sendall(data)
-        except OSError:  # closed under our hands
+        except OSError:  # closed by another thread
             return

@@ -1,6 +1,6 @@
-"""Calls that are given up at random moments, each held to its reference all the same.
+"""Calls that are cancelled at random moments, and whose answers are compared with references.
 
-A call that ends by itself must have the whole answer; one that was given up, a beginning of it.
+A call that was not cancelled must have the whole answer, and a cancelled one a prefix of it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import grpc
 from antiphon.client import AsyncClient, ServerError
 from tests.reliability.asking import NUM_KINDS, Heard, Texts, streamed
 
-# How calls are given up; every third call is.
+# Moments of cancellation; every third call is cancelled.
 MOMENTS = ("before it is sent", "in the queue", "at its first message", "in mid-stream", "by its deadline")
 
 
 @dataclass(kw_only=True, slots=True)
 class Storm:
-    """Makes numbered calls; expected: the answer to each kind. outcomes: what came of them, by how they went."""
+    """Makes numbered calls. expected: answer to each kind of request. outcomes: number of calls by outcome."""
 
     client: AsyncClient
     expected: dict[int, Texts]
@@ -30,7 +30,7 @@ class Storm:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     async def rage(self, num_calls: int, *, at_once: int) -> None:
-        """Make so many calls, so many under way at a time. Raises AssertionError on a wrong answer."""
+        """Make a number of calls with bounded concurrency. Raises AssertionError on a wrong answer."""
         gate = asyncio.Semaphore(at_once)
 
         async def gated(number: int) -> None:
@@ -40,7 +40,7 @@ class Storm:
         await asyncio.gather(*map(gated, range(num_calls)))
 
     async def call(self, number: int) -> None:
-        """Make one call to its end, or give it up if it is a third one."""
+        """Make one call to its end, or cancel it if it is a third one."""
         moment = MOMENTS[number // 3 % len(MOMENTS)] if number % 3 == 0 else "to its end"
         kind = self.rng.randrange(NUM_KINDS)
         heard, first = Heard(defaultdict(str)), asyncio.Event()
@@ -70,7 +70,7 @@ class Storm:
 async def _leave(
     moment: str, task: asyncio.Future[Texts], heard: Heard, first: asyncio.Event, rng: random.Random
 ) -> None:
-    """Give the call up at its moment, unless it has ended by then."""
+    """Cancel the call at its moment, unless it has ended before."""
     if moment == "before it is sent":
         task.cancel()
     elif moment == "in the queue":

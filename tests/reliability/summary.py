@@ -1,4 +1,4 @@
-"""Figures of a run: printed, and written where docs/reliability.md may take them from."""
+"""Figures of a run: printed, and written to files from which docs/reliability.md quotes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "reliability"
 
 
 def report(name: str, figures: dict[str, Any], *, is_quiet: bool = False, folder: Path = FOLDER) -> Path:
-    """Write NAME.json, in build/reliability, whole or not at all, and print it unless told otherwise; its path."""
+    """Write build/reliability/NAME.json atomically and, by default, print it. Return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     about = {"name": name, "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": _machine()}

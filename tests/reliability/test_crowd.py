@@ -1,4 +1,4 @@
-"""Very many streams at once, and calls given up at random moments: right answers, and nothing left over."""
+"""Very many concurrent streams, and calls cancelled at random moments: correct answers, and no leaks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def expected(server: ServerProcess) -> dict[int, Texts]:
 
 
 async def at_rest(server: ServerProcess) -> Footprint:
-    """Return the server's resources at rest after a first crowd, when the threads that it keeps have started."""
+    """Return the resources of the idle server after a first crowd, when its permanent threads have started."""
     async with AsyncClient(server.target) as client:
         await asyncio.gather(*(streamed(client, number) for number in range(NUM_KINDS)))
     await asyncio.to_thread(server.wait_for_metrics, is_idle)
@@ -53,7 +53,7 @@ async def at_rest(server: ServerProcess) -> Footprint:
 
 
 async def check_nothing_is_left(server: ServerProcess, before: Footprint, num_blocks: float) -> Footprint:
-    """Waits on another thread: the event loop is needed to close what our side still holds."""
+    """Wait in another thread until the resources are as before; the event loop closes connections of this side."""
     metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
     assert metrics["antiphon_kv_cache_blocks{use=free}"] == num_blocks
 
@@ -65,7 +65,9 @@ async def check_nothing_is_left(server: ServerProcess, before: Footprint, num_bl
     return after
 
 
-async def test_a_thousand_streams_at_once_answer_as_if_alone(server: ServerProcess, expected: dict[int, Texts]) -> None:
+async def test_a_thousand_concurrent_streams_get_the_answers_of_each_alone(
+    server: ServerProcess, expected: dict[int, Texts]
+) -> None:
     before = await at_rest(server)
     num_blocks = server.metrics()["antiphon_kv_cache_blocks{use=free}"]
     numbers = [LONG_KINDS[index % NUM_LONG_KINDS] for index in range(NUM_STREAMS)]
@@ -83,7 +85,7 @@ async def test_a_thousand_streams_at_once_answer_as_if_alone(server: ServerProce
 
 
 async def _most_under_way(server: ServerProcess, streams: Sequence[asyncio.Future[Texts]]) -> int:
-    """The most requests that any look at the server's metrics found waiting or running."""
+    """Return the maximum number of waiting and running requests over all scrapes of the server's metrics."""
     most = 0
     while not all(stream.done() for stream in streams):
         metrics = await asyncio.to_thread(server.metrics)
@@ -91,9 +93,7 @@ async def _most_under_way(server: ServerProcess, streams: Sequence[asyncio.Futur
     return most
 
 
-async def test_calls_given_up_at_random_moments_leave_nothing_behind(
-    server: ServerProcess, expected: dict[int, Texts]
-) -> None:
+async def test_cancelled_calls_leave_no_resources_behind(server: ServerProcess, expected: dict[int, Texts]) -> None:
     before = await at_rest(server)
     num_blocks = server.metrics()["antiphon_kv_cache_blocks{use=free}"]
     begin_s = time.monotonic()
@@ -113,8 +113,8 @@ def _descriptors(before: Footprint, after: Footprint) -> dict[str, list[int]]:
     return {"descriptors": [before.descriptors, after.descriptors]}
 
 
-async def test_calls_given_up_leave_no_task_on_the_servers_loop() -> None:
-    """In this process, where the tasks of server and client can be counted."""
+async def test_cancelled_calls_leave_no_task_on_the_event_loop_of_the_server() -> None:
+    """The server runs in this process, so that the tasks of server and client can be counted."""
     async with serving() as served:
         stub = stub_of(served)
         await stub.GenerateUnary(asking_whole(SOURCE))
@@ -127,5 +127,5 @@ async def test_calls_given_up_leave_no_task_on_the_servers_loop() -> None:
             for call in calls:
                 call.cancel()
         async with asyncio.timeout(30):
-            while len(asyncio.all_tasks()) > before:  # what was cancelled is still on its way
+            while len(asyncio.all_tasks()) > before:  # some cancellations have not arrived yet
                 await stub.Tokenize(pb.TokenizeRequest(text="a"))

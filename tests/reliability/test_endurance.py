@@ -1,6 +1,6 @@
-"""A few seconds of the endurance run: every answer right, and no thread or descriptor left when the clients have gone.
+"""A few seconds of the endurance run: correct answers, and no thread or descriptor left after the clients.
 
-Memory is for the long run to judge (make endurance): seconds say nothing of it.
+Memory is checked only by the long run (make endurance), because it cannot be judged within seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.reliability.endurance import Plan, complaints, endure
 from tests.reliability.sizes import size
 
 
-async def test_mixed_traffic_leaves_nothing_behind() -> None:
+async def test_mixed_traffic_leaves_no_resources_behind() -> None:
     plan = Plan(duration_s=size("ENDURANCE_S", 4), warm_up_s=1, rate_per_s=25, sample_s=0.5)
     with ServerProcess(SHIPPED_BUNDLE) as server:
         figures = await endure(server, plan)

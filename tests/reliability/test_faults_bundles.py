@@ -1,4 +1,4 @@
-"""Bundles that were cut short or have a bit flipped: refused before anything is served, with the file's name."""
+"""Truncated bundles and bundles with a flipped bit are refused before anything is served, with the file's name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_damaged_files_are_refused_by_name(copy: Path, name: str, damage: object
         (copy / name).write_bytes(whole)
 
 
-def test_a_manifest_cut_anywhere_is_refused_by_name(copy: Path) -> None:
+def test_truncated_manifest_is_refused_by_name(copy: Path) -> None:
     whole = (copy / MANIFEST_NAME).read_bytes()
     try:
         for length in range(0, len(whole.rstrip()), max(1, len(whole) // (25 * NUM_DAMAGES))):
@@ -60,7 +60,7 @@ def test_a_manifest_cut_anywhere_is_refused_by_name(copy: Path) -> None:
         (copy / MANIFEST_NAME).write_bytes(whole)
 
 
-def test_serve_says_which_file_is_damaged_and_leaves_with_2(copy: Path) -> None:
+def test_serve_names_the_damaged_file_and_exits_with_2(copy: Path) -> None:
     name = "weights.native.int8.bin"
     whole = (copy / name).read_bytes()
     try:

@@ -1,4 +1,4 @@
-"""Clients that vanish: killed in mid-stream, or at the end of a connection that has gone silent."""
+"""Clients that disappear: killed during a stream, or behind a connection that has gone silent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def alone(server: ServerProcess) -> tuple[str, ...]:
 
 
 async def check_nothing_is_left(server: ServerProcess, before: Footprint) -> None:
-    """Waits on another thread: the event loop is needed to close what our side still holds."""
+    """Wait in another thread until the resources are as before; the event loop closes connections of this side."""
     await asyncio.to_thread(server.wait_for_metrics, is_idle)
 
     def is_as_before(held: Footprint) -> bool:
@@ -46,7 +46,7 @@ async def check_nothing_is_left(server: ServerProcess, before: Footprint) -> Non
 
 
 def killed_in_mid_stream(target: str) -> None:
-    """Let a client process begin its streams, and kill it."""
+    """Kill a client process after its streams have begun."""
     command = [sys.executable, "-m", "tests.reliability.client_process", "endless", target, str(STREAMS_EACH)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as client:
         assert client.stdout is not None
@@ -55,7 +55,7 @@ def killed_in_mid_stream(target: str) -> None:
         assert client.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-async def test_killed_clients_leave_nothing_and_disturb_nobody(server: ServerProcess) -> None:
+async def test_killed_clients_leave_no_resources_and_have_no_effect_on_others(server: ServerProcess) -> None:
     expected = await alone(server)
     before = await asyncio.to_thread(settled, server.process.pid, steady())
     async with AsyncClient(server.target) as neighbour:
@@ -68,7 +68,7 @@ async def test_killed_clients_leave_nothing_and_disturb_nobody(server: ServerPro
     assert NUM_KILLED <= sum(ended.values()) <= NUM_KILLED * STREAMS_EACH
 
 
-async def test_half_open_connections_are_found_out_and_closed(server: ServerProcess) -> None:
+async def test_half_open_connections_are_detected_and_closed(server: ServerProcess) -> None:
     expected = await alone(server)
     before = await asyncio.to_thread(settled, server.process.pid, steady())
     with StallingProxy(server.port) as proxy:
@@ -86,5 +86,5 @@ async def test_half_open_connections_are_found_out_and_closed(server: ServerProc
             assert all(one.is_beginning_of(expected) for one in heard)
             for stream in streams:
                 stream.cancel()
-        # Still open at both ends as far as the network says: the server gave the connection up by itself.
+        # The network reports no end of the connection: the server has closed it by itself.
         await check_nothing_is_left(server, before)

@@ -1,4 +1,4 @@
-"""Servers whose monotonic clock reads anything at all: deadlines, time limits and pings count from it."""
+"""Servers with any value of the monotonic clock, from which deadlines, time limits and pings are counted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.asking import LONG, ask, references, whole
 
-# Seconds added to the clock since boot: a machine that has just started, and one that has been up for 30 years.
+# Seconds added to the clock since boot: a machine that has just started, and one that has run for 30 years.
 SHIFTS = {"just booted": None, "up for 30 years": 30 * 365 * 86_400}
 
 
 def shifted(seconds: int) -> tuple[str, ...]:
-    """Return the command prefix that runs a command in a time namespace of its own."""
+    """Return the command prefix that runs a command in a separate time namespace."""
     offset = str(seconds)
     return ("unshare", "--time", "--monotonic", offset, "--boottime", offset)
 
@@ -39,7 +39,7 @@ def uptime_s() -> float:
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-async def test_deadlines_hold_whatever_the_clock_reads(shift: str) -> None:
+async def test_deadlines_hold_for_any_value_of_the_monotonic_clock(shift: str) -> None:
     seconds = SHIFTS[shift]
     prefix = shifted(1 - int(uptime_s()) if seconds is None else seconds)
     with ServerProcess(SHIPPED_BUNDLE, prefix=prefix) as server:

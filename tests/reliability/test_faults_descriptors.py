@@ -1,4 +1,4 @@
-"""Idle connections up to the limit of descriptors: who is connected is served, nothing spins, the log says why."""
+"""Idle connections up to the limit of descriptors: connected clients are answered, without a busy loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.integration.process import PATIENCE_S, ServerProcess
 from tests.reliability.footprint import cpu_s
 
 MAX_FILES = 120
-# Of an idle server, of one core, for so long: a loop that spins takes all that it gets.
+# Maximum share of one core of an idle server, over this time: a busy loop uses a whole core.
 WATCHED_S, MAX_SHARE = 3.0, 0.25
 
-# HTTP/2's preface and a frame of settings that sets nothing.
+# HTTP/2's preface and an empty SETTINGS frame.
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 
 
@@ -30,7 +30,7 @@ def few_files() -> Iterator[ServerProcess]:
 
 @contextlib.contextmanager
 def idle(port: int, num: int) -> Iterator[None]:
-    """Connections that say hello and no more: their handshake does not time out. The server may close some at once."""
+    """Open connections that send only the preface, so that no handshake times out. The server may close some."""
     with contextlib.ExitStack() as stack:
         for _ in range(num):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
@@ -39,14 +39,14 @@ def idle(port: int, num: int) -> Iterator[None]:
         yield
 
 
-def test_idle_connections_up_to_the_limit_leave_a_server_that_answers_and_rests() -> None:
+def test_server_answers_without_a_busy_loop_beside_idle_connections_up_to_the_limit() -> None:
     with few_files() as server, Client(server.target) as held:
         held.list_models()
         with idle(server.port, 2 * MAX_FILES):
             metrics = server.wait_for_metrics(lambda metrics: metrics["antiphon_connections_full"] == 1)
-            assert metrics["process_open_fds"] < MAX_FILES  # some are left for scrapes and files
+            assert metrics["process_open_fds"] < MAX_FILES  # some descriptors are reserved for scrapes and files
             before_s = cpu_s(server.process.pid)
-            time.sleep(WATCHED_S)  # nothing is waited for: for so long it is watched
+            time.sleep(WATCHED_S)  # not a wait for an event: the CPU time is measured over this time
             assert cpu_s(server.process.pid) - before_s < MAX_SHARE * WATCHED_S
             assert held.list_models()
             check_refused(server)
@@ -61,7 +61,7 @@ def test_idle_connections_up_to_the_limit_leave_a_server_that_answers_and_rests(
 
 
 def greeted(connection: socket.socket) -> bool:
-    """Return whether the server speaks HTTP/2 on a connection: it sends its settings first."""
+    """Return whether the server answers on a connection: HTTP/2 begins with its settings."""
     try:
         connection.sendall(HELLO)
         return connection.recv(9) != b""
@@ -70,12 +70,12 @@ def greeted(connection: socket.socket) -> bool:
 
 
 def check_refused(server: ServerProcess) -> None:
-    """A new connection is closed at once, instead of waiting without a word."""
+    """Check that a new connection is closed at once, instead of waiting without an answer."""
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as connection:
         assert not greeted(connection)
 
 
-def test_max_connections_beyond_the_files_that_may_be_open_is_lowered_with_a_warning() -> None:
+def test_max_connections_is_lowered_with_a_warning_to_the_limit_of_open_files() -> None:
     prefix = ("sh", "-c", f'ulimit -n {MAX_FILES}; exec "$@"', "sh")
     with ServerProcess(SHIPPED_BUNDLE, ["--max-connections", "5000"], prefix=prefix) as server:
         with idle(server.port, 2 * MAX_FILES):

@@ -1,4 +1,4 @@
-"""A disk that fills up while a checkpoint is imported: a clear refusal, nothing half-written, the old bundle whole."""
+"""A disk that fills up during an import: a clear error, no partly written files, and an undamaged old bundle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.disks import disk_of
 from tests.parity.seq2seq_checkpoints import save
 from tests.reliability.sizes import size
 
-# How much of the new bundle has room beside the old one, or how large its files may be; full sizes try them all.
+# Shares of the new bundle that fit on the disk beside the old one, or limits of file sizes.
 SHARES = [0.5, 0.02, 0.3, 0.9][: size("DISK_SHARES", 1)]
 
 
@@ -46,7 +46,7 @@ def bytes_of(folder: Path) -> int:
 
 @contextlib.contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As a quota does it: writing beyond raises, and Python ignores the signal that comes with it."""
+    """Limit the size of files like a quota: a longer write raises, and Python ignores the signal SIGXFSZ."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -68,11 +68,11 @@ def check_refused(code: int, errors: str, target: Path, digests: dict[str, str])
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of a size of its own needs root")
 @pytest.mark.parametrize("share", SHARES)
-def test_a_full_disk_leaves_the_old_bundle_and_nothing_else(
+def test_full_disk_leaves_only_the_old_bundle(
     share: float, checkpoint: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digests = {name: entry.sha256 for name, entry in load_bundle(bundle).manifest.files.items()}
-    room = round((1 + share) * bytes_of(bundle)) + 65536  # tmpfs counts pages
+    room = round((1 + share) * bytes_of(bundle)) + 65536  # tmpfs counts whole pages
     with disk_of(room, tmp_path / "disk") as disk:
         shutil.copytree(bundle, disk / "marian")
         code = imported(checkpoint, disk / "marian", "--overwrite")
@@ -80,7 +80,7 @@ def test_a_full_disk_leaves_the_old_bundle_and_nothing_else(
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_a_quota_leaves_the_old_bundle_and_nothing_else(
+def test_quota_leaves_only_the_old_bundle(
     share: float, checkpoint: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digests = {name: entry.sha256 for name, entry in load_bundle(bundle).manifest.files.items()}

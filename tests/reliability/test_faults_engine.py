@@ -1,4 +1,4 @@
-"""Faults of the model at random steps, and clocks that jump: one terminal event each, and the server goes on."""
+"""Faults of the model at random steps, and clocks that jump: one terminal event each, and the server continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_CALLS = size("FAULT_CALLS", 60) * 5
 
 
 class Faults:
-    """Lets encoder runs and decoder steps fail by chance."""
+    """Raises errors in random encoder runs and decoder steps."""
 
     def __init__(self, share: float) -> None:
         self.share, self.num_raised = share, 0
@@ -37,11 +37,11 @@ class Faults:
 
 
 async def outcome(served: Serving, number: int) -> str:
-    """`ok`, or the status of a stream; either way it ends once."""
+    """Return `ok` or the status of a stream, which must end exactly once."""
     heard: list[pb.GenerateResponse] = []
     try:
         async for response in stub_of(served).Generate(asking((3 + number % 20, *SOURCE[1:]))):
-            heard.append(response)  # noqa: PERF401 - what came before an error counts
+            heard.append(response)  # noqa: PERF401 - messages before an error count
     except grpc.aio.AioRpcError as error:
         assert all(one.finish_reason == pb.FINISH_REASON_UNSPECIFIED for one in heard)
         return str(error.code().name)
@@ -50,7 +50,7 @@ async def outcome(served: Serving, number: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_faults_of_the_model_end_the_streams_they_touch_and_no_others() -> None:
+async def test_faults_of_the_model_end_only_the_affected_streams() -> None:
     faults = Faults(0.05)
     async with serving(prepare=faults.arm) as served:
         outcomes = await asyncio.gather(*(outcome(served, number) for number in range(NUM_CALLS)))
@@ -61,8 +61,8 @@ async def test_faults_of_the_model_end_the_streams_they_touch_and_no_others() ->
     assert again == "ok"
 
 
-async def test_a_clock_that_jumps_a_day_ends_deadlines_and_nothing_else() -> None:
-    """As after a suspended machine: monotonic time has passed, and nobody computed."""
+async def test_clock_that_jumps_by_a_day_ends_only_requests_with_deadlines() -> None:
+    """Like after a suspension of the machine, monotonic time has passed without a step."""
     clock = FakeClock()
     gates: list[Gate] = []
     async with serving(prepare=lambda runner: gates.append(Gate(runner)), clock=clock) as served:

@@ -1,4 +1,4 @@
-"""A network that loses packets, between two namespaces: every answer is still the right one, and every call ends."""
+"""A network with packet loss between two namespaces: every answer is correct, and every call ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def link() -> Iterator[LossyLink]:
 
 
 def serving(link: LossyLink, *arguments: str) -> ServerProcess:
-    """A server in the near namespace."""
+    """Run a server in the near namespace."""
     return ServerProcess(SHIPPED_BUNDLE, ["--host", link.near_address, *arguments], prefix=link.inside(link.near))
 
 
@@ -40,7 +40,7 @@ def client(link: LossyLink, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_answers_are_right_while_packets_are_lost(link: LossyLink) -> None:
-    """With keepalive as it is by default: pings that must be answered within half a second may well be lost."""
+    """Keepalive has its default settings, because short ping timeouts would close connections after lost packets."""
     with serving(link) as server, client(link, "compare", server.target, str(NUM_CALLS)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -55,7 +55,7 @@ def test_answers_are_right_while_packets_are_lost(link: LossyLink) -> None:
     report("packet-loss", figures)
 
 
-async def test_a_network_that_goes_away_is_noticed_and_its_calls_are_ended(link: LossyLink) -> None:
+async def test_calls_are_ended_when_the_network_is_lost(link: LossyLink) -> None:
     with serving(link, "--keepalive-time-s", "1", "--keepalive-timeout-s", "0.5") as server:
         await _lose_everything(link, server)
 
@@ -66,7 +66,7 @@ async def _lose_everything(link: LossyLink, server: ServerProcess) -> None:
     with client(link, "endless", server.target, "8") as process:
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "first\n"
-        link.loss = 1.0  # no end of the connection is told to anybody
+        link.loss = 1.0  # neither end learns that the connection has ended
 
         def is_as_before(held: Footprint) -> bool:
             return held.descriptors <= before.descriptors

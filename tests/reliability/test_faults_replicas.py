@@ -1,4 +1,4 @@
-"""One of two replicas is killed under load, behind a client that spreads its calls: what had not begun is not lost."""
+"""One of two replicas is killed under load of a balancing client: no call without a first message is lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.reliability.sizes import size
 from tests.reliability.summary import report
 
 NUM_CALLS = size("FAULT_CALLS", 60) * 2
-FEW_ROWS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600"]  # most calls wait, however long
-# As many calls may fail at once as were under way at the replica that is killed: no budget ends their retries.
+FEW_ROWS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600"]  # most calls wait in the queue
+# All calls at the killed replica can fail at once, so no retry budget must limit them.
 CONNECTION = Connection(load_balancing="round_robin", retry=RetryPolicy(budget=None))
 
 
-async def test_no_call_is_lost_that_had_not_begun_to_stream_when_a_replica_is_killed() -> None:
+async def test_no_call_without_a_first_message_is_lost_when_a_replica_is_killed() -> None:
     with ServerProcess(SHIPPED_BUNDLE, FEW_ROWS) as kept, ServerProcess(SHIPPED_BUNDLE, FEW_ROWS) as lost:
         async with AsyncClient(kept.target) as client:
             expected = await references(client, sorted(set(LASTING)))
@@ -36,7 +36,7 @@ async def test_no_call_is_lost_that_had_not_begun_to_stream_when_a_replica_is_ki
 
 
 async def _both_connected(client: AsyncClient, lost: ServerProcess) -> None:
-    """Call until the replica that will be killed has answered: a connection that is not there yet gets no calls."""
+    """Call until the replica that will be killed has answered, because calls need an open connection."""
     while lost.metrics()["antiphon_prompt_tokens_total"] == 0:
         await whole(client, 0)
 
@@ -44,7 +44,7 @@ async def _both_connected(client: AsyncClient, lost: ServerProcess) -> None:
 async def _with_a_death_in_the_middle(
     client: AsyncClient, lost: ServerProcess, expected: dict[int, Texts]
 ) -> Counter[str]:
-    """Make all calls at once, and kill one replica while it has rows running and others wait."""
+    """Make all calls at once, and kill one replica while some of its requests run and others wait."""
     calls = [asyncio.ensure_future(_call(client, number, expected)) for number in range(NUM_CALLS)]
     await asyncio.to_thread(lost.wait_for_metrics, _is_busy)
     lost.process.send_signal(signal.SIGKILL)
@@ -56,14 +56,14 @@ def _is_busy(metrics: dict[str, float]) -> bool:
 
 
 async def _call(client: AsyncClient, number: int, expected: dict[int, Texts]) -> str:
-    """Every third call is unary: of those nothing is heard before their end."""
+    """Make one call. Every third one is unary, which has no message before its end."""
     kind, heard = LASTING[number % len(LASTING)], Heard(defaultdict(str))
     try:
         answer = await (whole(client, kind) if number % 3 == 0 else streamed(client, kind, heard=heard))
     except ServerError as error:
         if error.code is not grpc.StatusCode.UNAVAILABLE or not heard.is_beginning_of(expected[kind]):
             raise
-        if heard.messages and error.request_id is None:  # headers bear it, and come before the first message
+        if heard.messages and error.request_id is None:  # headers precede the first message
             raise
         return "broken off in mid-stream" if heard.messages else "lost before it began"
     assert answer == expected[kind]

@@ -1,4 +1,4 @@
-"""SIGTERM under load: all that was admitted is answered, what comes later is refused, and the process leaves with 0."""
+"""SIGTERM under load: admitted requests are answered, later ones are refused, and the process exits with 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reliability.sizes import size
 from tests.reliability.summary import report
 
 NUM_CALLS = size("FAULT_CALLS", 60) * 2
-ARGUMENTS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600",  # most calls wait, however long
+ARGUMENTS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600",  # most calls wait in the queue
              "--drain-grace-s", "600"]  # fmt: skip
 NO_RETRIES = Connection(retry=RetryPolicy(attempts=1))
 
@@ -43,7 +43,7 @@ async def test_sigterm_under_load_loses_no_admitted_request() -> None:
 
 
 def _all_admitted(server: ServerProcess) -> int:
-    """Wait until no call is on its way any more; how many of them wait for a row."""
+    """Wait until every call has been admitted. Return the number of requests that wait for a row."""
 
     def is_there(metrics: dict[str, float]) -> bool:
         ended = sum(value for name, value in metrics.items() if name.startswith("antiphon_request_success_total"))
@@ -54,7 +54,7 @@ def _all_admitted(server: ServerProcess) -> int:
 
 
 async def _refusals(client: AsyncClient, calls: Sequence[asyncio.Future[tuple[str, ...]]]) -> int:
-    """Ask on until all other calls have ended, but for the first ones, which SIGTERM may not have reached yet."""
+    """Send requests until all other calls have ended. Return the number of refusals; the first requests can succeed."""
     num_refused = 0
     while not all(call.done() for call in calls):
         try:

@@ -1,4 +1,4 @@
-"""Random messages to the admin port of a real server: one answer or one refusal each, and models answer afterwards."""
+"""Random messages to the admin port of a real server: one answer or refusal each, and models answer afterwards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.reliability.sizes import size
 from tests.reliability.test_fuzz_messages import PATIENCE_S, fuzzed
 from tests.reliability.wire import messages
 
-# With 40, none got past the names to what is done with a path.
+# With 40 examples, no request had a valid name and reached the handling of the path.
 NUM_EXAMPLES = size("FUZZ_ADMIN_EXAMPLES", 100)
 METHODS = {method.name: method for method in admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods}
-# One path in six is a bundle, so that limits are reached as well; no name is the first model's: it is never unloaded.
+# One path in six is a bundle, so that limits are tested too. The first model's name is absent: it is never unloaded.
 GIVEN = {
     "name": st.sampled_from([b"", b"other", b"another", b"nobody", b"..", b"\xff"]),
     "path": st.sampled_from([b"", b"/", b"/dev/null", b"relative", b"\x00", bytes(SHIPPED_BUNDLE.resolve())]),
@@ -38,7 +38,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def check_admin_refusal(error: Any, asked: Any) -> None:
-    """As of any call, and what only the admin service says: a model that is there already, or the last one."""
+    """Check a refusal as for any call; the admin service also refuses a model that exists already, or the last one."""
     assert error.code() in REFUSALS | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.FAILED_PRECONDITION}
     status = status_pb2.Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
@@ -49,7 +49,7 @@ def check_admin_refusal(error: Any, asked: Any) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages_to_the_admin_port_end_in_one_answer_or_one_refusal(server: ServerProcess, name: str) -> None:
+def test_random_messages_to_the_admin_port_get_one_answer_or_one_refusal(server: ServerProcess, name: str) -> None:
     method = METHODS[name]
     assert server.admin_target is not None
     with grpc.insecure_channel(server.admin_target) as channel, Client(server.target) as client:

@@ -1,4 +1,4 @@
-"""Each target of fuzz.py for a moment, guided by coverage; `make fuzz` runs them for minutes."""
+"""Short runs of each target of fuzz.py, guided by coverage; `make fuzz` runs them for minutes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_target_survives(target: str) -> None:
+def test_fuzz_target_finds_no_error(target: str) -> None:
     limits = ["--seconds", str(SECONDS)] if SECONDS else ["--runs", str(RUNS), "--seed", "1"]
     command = [sys.executable, "-m", "tests.reliability.fuzz", target, *limits]
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""Random messages against every RPC of the real servicer over real gRPC: no crash, no hang, one terminal event."""
+"""Random messages to every RPC of the real servicer over real gRPC: no crash, no hang, one terminal event."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.reliability.wire import messages
 from tests.serving import serving
 
 NUM_EXAMPLES = size("FUZZ_EXAMPLES", 30)
-# The shipped bundle computes for real, tens of milliseconds a call.
+# The shipped bundle takes tens of milliseconds for each call.
 NUM_BUNDLE_EXAMPLES = size("FUZZ_BUNDLE_EXAMPLES", 5)
-# Many times what the longest answer takes: nothing may hang.
+# Much longer than the longest answer: turns a hang into a failure.
 PATIENCE_S = 60
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods}
-# Mostly the defaults: a random name gets no further than being unknown.
+# Mostly the default model, because a random name is only refused as unknown.
 _NAMES = st.sampled_from([b"", b"", b"", b"", b"", b"", b"", b"nobody", b"\xff"])
 GIVEN = {"model": _NAMES, "source_language": _NAMES, "target_language": _NAMES}
 
@@ -51,7 +51,7 @@ def shipped() -> Iterator[Served]:
 
 
 def fuzzed(num_examples: int) -> Callable[[Any], Any]:
-    """The same examples each time where there are few, others each time where there are many."""
+    """Return Hypothesis settings: few examples are the same in every run, many differ between runs."""
     return settings(
         max_examples=num_examples,
         deadline=None,
@@ -62,7 +62,7 @@ def fuzzed(num_examples: int) -> Callable[[Any], Any]:
 
 
 def call(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> None:
-    """Send bytes to a method and hold the outcome to what any outcome must be."""
+    """Send bytes to a method and check that the result is a valid answer or refusal."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     parse = GetMessageClass(method.output_type).FromString
     make = channel.unary_stream if method.server_streaming else channel.unary_unary
@@ -76,7 +76,7 @@ def call(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> None:
 
 
 def check_random_messages(served: Served, method: MethodDescriptor, num_examples: int) -> None:
-    """Each is answered or refused as any may be, and afterwards nothing runs and every block is free."""
+    """Check that each message is answered or refused, and that afterwards nothing runs and every block is free."""
     channel, engine = served
 
     @fuzzed(num_examples)
@@ -89,10 +89,10 @@ def check_random_messages(served: Served, method: MethodDescriptor, num_examples
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal(fake: Served, name: str) -> None:
     check_random_messages(fake, METHODS[name], NUM_EXAMPLES)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages_do_no_harm_to_the_real_model(shipped: Served, name: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal_from_the_shipped_model(shipped: Served, name: str) -> None:
     check_random_messages(shipped, METHODS[name], NUM_BUNDLE_EXAMPLES)

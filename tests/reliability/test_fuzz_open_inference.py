@@ -1,4 +1,4 @@
-"""Random messages of the Open Inference Protocol: each request one final response or one refusal, and no harm done."""
+"""Random messages of the Open Inference Protocol: each request gets one final response or one refusal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.reliability.wire import messages
 from tests.serving import MODEL_NAME, serving
 
 METHODS = {method.name: method for method in oip.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
-# `timeout` of the protocol ends a request as a deadline does.
+# The protocol's parameter `timeout` ends a request like a deadline.
 ENDS = REFUSALS | {grpc.StatusCode.DEADLINE_EXCEEDED}
 PARAMETERS = [field.name for field in pb.GenerateOptions.DESCRIPTOR.fields] + ["priority", "timeout", "nonsense"]
 
@@ -53,7 +53,7 @@ def _parameters() -> SearchStrategy[dict[str, oip.InferParameter]]:
 
 
 def _tensors() -> SearchStrategy[tuple[oip.ModelInferRequest.InferInputTensor, bytes | None]]:
-    """An input and, where it does not hold them itself, its raw contents; sometimes they do not fit each other."""
+    """Return an input and, if it has no typed contents, its raw contents; sometimes they do not match."""
     texts = st.sampled_from([b"the cat", b"", b"\xff", "日本".encode(), b"x" * 4000])
     names = st.sampled_from(["text_input", "text_input", "text_input", "input_ids", "text_pair", "other", ""])
     shapes = st.sampled_from([[1], [1], [1, 1], [1, 3], [0], [-1], [2], [], [2**62, 2**62], [1, 2**40]])
@@ -103,7 +103,7 @@ def check_end(error: Any, ends: Set[grpc.StatusCode] = ENDS) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"ModelStreamInfer"}))
-def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal(fake: Served, name: str) -> None:
     channel, engine = fake
     method = METHODS[name]
     parse = GetMessageClass(method.output_type).FromString
@@ -121,7 +121,7 @@ def test_random_messages_end_in_one_answer_or_one_refusal(fake: Served, name: st
     assert (engine.num_running, engine.num_free_blocks) == (0, engine.num_blocks)
 
 
-def test_random_requests_of_a_stream_get_one_last_response_each(fake: Served) -> None:
+def test_random_requests_of_a_stream_get_one_final_response_each(fake: Served) -> None:
     channel, engine = fake
     method = METHODS["ModelStreamInfer"]
     parse = oip.ModelStreamInferResponse.FromString

@@ -1,4 +1,4 @@
-"""Any text of Unicode through every kind of tokenizer, and any bytes through what reads them; see fuzz_targets.py."""
+"""Random Unicode texts for every kind of tokenizer, and random bytes for their readers; see fuzz_targets.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.reliability.sizes import size
 from tests.reliability.test_fuzz_messages import fuzzed
 
 NUM_EXAMPLES = size("FUZZ_EXAMPLES", 50) * 2
-# Every code point but surrogates, which no UTF-8 and so no message holds.
+# Every code point except surrogates, which UTF-8, and so a message, cannot contain.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 CHARACTERS = st.characters(exclude_categories=["Cs"])
 REPEATED = st.builds(lambda text, times: text * times, st.text(CHARACTERS, max_size=4), st.integers(1, 700))
@@ -22,12 +22,12 @@ REPEATED = st.builds(lambda text, times: text * times, st.text(CHARACTERS, max_s
 @example("\u0000")
 @example("\ufeff\u200b\u200d\u2028")
 @example("A" * 3000)
-def test_any_text_comes_back_from_the_shipped_tokenizer(text: str) -> None:
+def test_shipped_tokenizer_decodes_to_the_normalised_text(text: str) -> None:
     check_text(shipped_tokenizer(), text)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_any_bytes_are_read_or_refused(target: str) -> None:
+def test_random_bytes_are_read_or_refused(target: str) -> None:
     seeds = SEEDS[target]()
 
     @fuzzed(NUM_EXAMPLES)
@@ -39,6 +39,6 @@ def test_any_bytes_are_read_or_refused(target: str) -> None:
 
 
 def _bent(seed: bytes) -> st.SearchStrategy[bytes]:
-    """A seed with some of its bytes replaced."""
+    """Replace some bytes of a seed."""
     changes = st.dictionaries(st.integers(0, len(seed) - 1), st.integers(0, 255), max_size=8)
     return changes.map(lambda found: bytes(found.get(at, byte) for at, byte in enumerate(seed)))

@@ -1,4 +1,4 @@
-"""Requests that only an encoder answers: their limits, and random messages, against a fake one that has every head."""
+"""Requests that only an encoder answers: limits and random messages, with a fake encoder that has every head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def channel() -> Iterator[grpc.Channel]:
         yield channel
 
 
-def test_tables_are_of_this_model_and_complete() -> None:
+def test_tables_of_limits_match_the_model_and_are_complete() -> None:
     assert (masked_tokenizer().vocab_size, masked_tokenizer().encode(MASK)) == (VOCABULARY, [MASK_ID])
     assert set(REQUESTS) == ENCODER
     for name, ask in REQUESTS.items():
@@ -36,7 +36,7 @@ def test_tables_are_of_this_model_and_complete() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
-def test_fields_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
+def test_fields_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
     ask, limit = REQUESTS[kind], REQUESTS[kind].fields[name]
 
     def sent(value: Any) -> str | None:
@@ -48,7 +48,7 @@ def test_fields_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Ch
 
 
 @pytest.mark.parametrize("kind", sorted(ENCODER | {"EmbedRequest"}))
-def test_random_messages_end_in_one_answer_or_one_refusal(channel: grpc.Channel, kind: str) -> None:
+def test_random_messages_get_one_answer_or_one_refusal(channel: grpc.Channel, kind: str) -> None:
     method = METHODS[kind]
 
     @fuzzed(NUM_EXAMPLES)

@@ -1,4 +1,4 @@
-"""The table of limits, each tried below, at and above, over gRPC against the shipped model."""
+"""The table of limits, tested below, at and above each limit, over gRPC with the shipped model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.reliability.limits import (
 )
 
 METHODS = {method.input_type.name: method for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods}
-# The shipped model has no head for these; test_limits_of_encoders.py tries them.
+# The shipped model has no head for these; test_limits_of_encoders.py tests them.
 ENCODER = {"ClassifyRequest", "TagRequest", "FillMaskRequest"}
 FIELDS = [(name, field) for name, ask in REQUESTS.items() for field in ask.fields]
 PATIENCE_S = 60
@@ -43,7 +43,7 @@ def channel() -> Iterator[grpc.Channel]:
 
 
 def outcome(channel: grpc.Channel, kind: str, fields: dict[str, Any]) -> str | None:
-    """None for an answer; of a refusal as bad input, the field that it names."""
+    """Return None for an answer, the named field for INVALID_ARGUMENT, or another status."""
     method = METHODS[kind]
     request = GetMessageClass(method.input_type)(**fields)
     make: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
@@ -61,7 +61,7 @@ def outcome(channel: grpc.Channel, kind: str, fields: dict[str, Any]) -> str | N
         return violation_of(error)
 
 
-def test_tables_are_of_this_model() -> None:
+def test_tables_of_limits_match_the_model() -> None:
     tokenizer = Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (VOCABULARY, EOS_ID)
     for count in (1, MAX_SOURCE_LEN - 1, MAX_TARGET_LEN):
@@ -76,7 +76,7 @@ def test_every_field_of_the_contract_has_its_limits() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, name: str) -> None:
+def test_options_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, name: str) -> None:
     limit = OPTIONS[name]
 
     def ask(value: Any) -> str | None:
@@ -89,7 +89,7 @@ def test_options_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.C
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
-def test_fields_are_taken_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
+def test_fields_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc.Channel, kind: str, name: str) -> None:
     ask, limit = REQUESTS[kind], REQUESTS[kind].fields[name]
     for value in limit.taken:
         assert outcome(channel, kind, {**without_rivals(kind, ask.base, name), name: value}) is None, str(value)[:80]
@@ -108,7 +108,7 @@ def test_models_are_found_by_their_exact_name(channel: grpc.Channel, kind: str) 
 
 
 def without_rivals(kind: str, base: dict[str, Any], name: str) -> dict[str, Any]:
-    """The request without the other fields of the same oneof."""
+    """Return the request without the other fields of the same oneof."""
     descriptor = METHODS[kind].input_type
     oneof = descriptor.fields_by_name[name].containing_oneof
     rivals = {field.name for field in oneof.fields} if oneof else set()

@@ -1,4 +1,4 @@
-"""Every setting of a server tried below, at and above its limits, as flags of `antiphon serve`; found by its schema."""
+"""Every setting of a server, tested below, at and above its limits as a flag of `antiphon serve`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from antiphon.cli.main import main
 from antiphon.service.server.models.model_settings import ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
 
-# Whatever these hold can only be judged by what it names; other tests do.
+# Settings whose values have no limits of their own; other tests check them.
 FREE_TEXTS = {"models", "caller_metadata_key", "otlp_endpoint"}
 FILES = ("path", "file")
-# What must be set beside a setting for it to make sense.
+# Other settings that a setting needs.
 BESIDE: dict[str, tuple[str, ...]] = {
     "max_connection_age_grace_s": ("--max-connection-age-s=1",),
     "metrics_tls": ("--tls-cert=cert.pem", "--tls-key=key.pem"),
@@ -32,7 +32,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bounds(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Values just inside, and just outside; none at all of a setting that says nothing of limits."""
+    """Return values just inside and just outside the limits, or none if the setting has no limits."""
     if choices := schema.get("enum"):
         return list(choices), [*(choice.upper() for choice in choices), "", "other"]
     if "minimum" in schema and "maximum" in schema:
@@ -65,7 +65,7 @@ def test_every_setting_has_limits_or_names_a_file() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), cases(are_inside=True))
-def test_settings_are_taken_up_to_their_limits(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_accepted_up_to_their_limits(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", f"{flag_of(name)}={value}", *BESIDE.get(name, ()), "--print-config"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -85,7 +85,7 @@ def test_settings_beyond_their_limits_stop_the_server(
 
 
 @pytest.mark.parametrize("name", [name for name in ModelSettings.model_fields if name != "path"])
-def test_a_models_own_settings_have_the_servers_limits(
+def test_settings_of_a_model_have_the_limits_of_the_server(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     schemas = ModelSettings.model_json_schema()["properties"]

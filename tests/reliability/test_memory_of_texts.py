@@ -1,4 +1,4 @@
-"""Many callers with large texts: a server's memory stays bounded and comes back, and another client is answered."""
+"""Many callers with large texts: the server's memory is bounded and freed, and another client is answered."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NUM_CALLERS, CALLS_EACH = 24, 3
 MAX_TEXT_BYTES = 65_536
 PATIENCE_S = 120
 MIB = 1 << 20
-# 1,100 bytes at most for each byte of the text under way, and messages on their way: docs/OVERLOAD.md.
+# At most 1,100 bytes for each byte of the text in progress, and messages in transit: docs/OVERLOAD.md.
 MOST_BYTES = 1100 * MAX_TEXT_BYTES + 2 * NUM_CALLERS * MIB
-# What stays when they are gone: 4 to 15 MB were measured, and 900 to 1,900 before anything bounded the texts.
+# Growth after the clients have left: 4 to 15 MB were measured, and 900 to 1,900 MB before texts were bounded.
 MOST_KEPT_BYTES = 32 * MIB
 
 
@@ -39,7 +39,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 async def codes_of(target: str, caller: int, text: str, num_calls: int) -> Counter[str]:
-    """A caller with a connection of its own tokenises a text several times; how the calls ended."""
+    """Tokenise a text several times over a separate connection. Return the statuses of the calls."""
     codes: Counter[str] = Counter()
     options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(target, options=options) as channel:
@@ -53,13 +53,13 @@ async def codes_of(target: str, caller: int, text: str, num_calls: int) -> Count
 
 
 async def crowd(target: str, text: str) -> Counter[str]:
-    """All callers at once; how all their calls ended."""
+    """Run all callers concurrently. Return the statuses of their calls."""
     found = await asyncio.gather(*(codes_of(target, caller, text, CALLS_EACH) for caller in range(NUM_CALLERS)))
     return sum(found, Counter())
 
 
 async def answered_beside(target: str, ended: asyncio.Event) -> int:
-    """Another client that asks one thing after another; how many answers it got, all of them right."""
+    """Send one request after another as another client. Return the number of answers, all of which must be correct."""
     request = pb.GenerateUnaryRequest(text="How are you?", options=pb.GenerateOptions(max_new_tokens=8))
     answers: list[str] = []
     async with grpc.aio.insecure_channel(target) as channel:
@@ -72,7 +72,7 @@ async def answered_beside(target: str, ended: asyncio.Event) -> int:
 
 
 @pytest.mark.parametrize(("num_bytes", "code"), [(MAX_TEXT_BYTES, "OK"), (900_000, "INVALID_ARGUMENT")])
-async def test_many_large_texts_take_bounded_memory_which_comes_back(
+async def test_memory_of_many_large_texts_is_bounded_and_freed(
     server: ServerProcess, num_bytes: int, code: str
 ) -> None:
     before = footprint(server.process.pid)

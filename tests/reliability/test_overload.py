@@ -1,6 +1,6 @@
-"""Far more than a server can do, for a moment: what it takes it answers, what it does not it refuses with advice.
+"""A short overload: accepted requests are answered, and the others are refused with pushback.
 
-Rates and latencies are for the long run to judge (make overload).
+Only the long run (make overload) checks rates and latencies.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.overload import REFUSED
 from tests.reliability.sizes import size
 
-# Two rows at a time, and room for two more: a crowd has no chance.
+# Two rows, and a queue of two requests.
 SMALL = ["--max-num-seqs", "2", "--max-queued-requests", "2"]
 RATE_PER_S = 150.0
 
 
-async def test_overload_is_refused_with_advice_and_what_is_taken_is_answered() -> None:
+async def test_overload_is_refused_with_pushback_and_accepted_requests_are_answered() -> None:
     plan = Plan(
         asks=tuple(Ask(source=text, max_new_tokens=64) for text in EVERYDAY[:5]),
         rate=RATE_PER_S,

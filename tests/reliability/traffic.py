@@ -1,4 +1,4 @@
-"""Mixed traffic as a server gets it over a day, each call held to its reference: what the endurance run sends."""
+"""Mixed traffic of the endurance run. Each answer is compared with its reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from antiphon.client import AsyncClient, Options, ServerError
 from tests.reliability.asking import NUM_KINDS, SENTENCES, Heard, Texts, ask, streamed, whole
 
-# Statuses that a call may end with when it is not to blame.
+# Statuses that a valid call can get.
 OVERLOAD = {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
@@ -36,7 +36,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Draws calls at random and makes them; expected: the answer to each kind of request. client: of target."""
+    """Makes random calls. expected: answer to each kind of request. client: connected to target."""
 
     target: str
     client: AsyncClient
@@ -45,7 +45,7 @@ class Traffic:
     rng: random.Random
 
     async def one(self) -> None:
-        """Make one call, of any kind, and count what came of it; raises nothing."""
+        """Make one call of any kind and count its outcome. Raises nothing."""
         kind = self.rng.choices(list(_SHARES), list(_SHARES.values()))[0]
         number = self.rng.randrange(NUM_KINDS)
         try:
@@ -69,7 +69,7 @@ class Traffic:
     async def score(self, number: int) -> str:
         source, target = ask(number).text, self.expected[number][0]
         first, again = [await self.client.score(source, target) for _ in range(2)]
-        assert first.logprobs == again.logprobs, f"{number} was judged differently"
+        assert first.logprobs == again.logprobs, f"{number} was scored differently"
         return "ok"
 
     async def embed(self, number: int) -> str:
@@ -83,7 +83,7 @@ class Traffic:
         return "ok"
 
     async def cancel(self, number: int) -> str:
-        """Leave a stream at its first message, or before."""
+        """Cancel a stream after its first message, or before."""
         heard, first = Heard(defaultdict(str)), asyncio.Event()
         task = asyncio.ensure_future(streamed(self.client, number, heard=heard, first=first))
         leave = asyncio.ensure_future(first.wait()) if number % 2 else asyncio.ensure_future(asyncio.sleep(0))
@@ -104,7 +104,7 @@ class Traffic:
         return "ok"
 
     async def refused(self, number: int) -> str:
-        """Ask for what cannot be."""
+        """Send an invalid request."""
         bad = [("", Options()), ("wort " * 3000, Options()), ("a", Options(top_p=2.0)), ("a", Options(beam_width=99))]
         text, options = bad[number % len(bad)]
         try:
@@ -116,7 +116,7 @@ class Traffic:
         raise AssertionError(f"bad input {number} was answered")
 
     async def reconnect(self, number: int) -> str:
-        """A connection of its own for one call."""
+        """Make one call over a separate connection."""
         async with AsyncClient(self.target) as client:
             self._compare(number, await whole(client, number))
         return "ok"
@@ -126,7 +126,7 @@ class Traffic:
 
 
 async def warm_up(traffic: Traffic) -> None:
-    """Every kind of call, many at once: threads that a server keeps for as long as it lives are there after it."""
+    """Make many concurrent calls of every kind, after which all permanent threads of the server exist."""
     await asyncio.gather(*(_KINDS[kind](traffic, number) for kind in _SHARES for number in range(16)))
 
 

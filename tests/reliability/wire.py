@@ -1,6 +1,6 @@
-"""Serialised messages at random, made byte by byte: what a careful client sends, and what no client should.
+"""Random serialised messages, built byte by byte: valid ones, and ones that no client should send.
 
-Knows descriptors only, so a field added to the contract is fuzzed from the day it is there.
+Uses only descriptors, so a field that is added to the contract is fuzzed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNKNOWN = st.sampled_from([99, 1000, 18_999, 2**29 - 1])
 
 
 def varint(value: int) -> bytes:
-    """Base-128 of a number's low 64 bits."""
+    """Encode the low 64 bits of a number in base 128."""
     value %= 2**64
     out = bytearray()
     while value > 127:
@@ -44,9 +44,9 @@ def _delimited(number: int, payload: bytes) -> bytes:
 
 
 def messages(descriptor: Descriptor, given: dict[str, Bytes] | None = None) -> Bytes:
-    """Serialised messages of a kind: most parse, some even make sense, some are cut short or bent.
+    """Draw serialised messages of a type: most can be parsed, some are valid, some are truncated or damaged.
 
-    given: what a field, by name, mostly holds, serialised without its tag.
+    given: usual values of fields by name, serialised without their tags.
     """
     return st.one_of(*[_message(descriptor, given or {})] * 4, _bent(_message(descriptor, given or {})), st.binary())
 
@@ -63,7 +63,7 @@ def _joined(parts: list[Bytes]) -> Bytes:
 
 
 def _field(field: FieldDescriptor, given: dict[str, Bytes]) -> Bytes:
-    """A field as declared, mostly; else with the wire type of another."""
+    """Draw a field, mostly as declared, otherwise with the wire type of another field."""
     stranger = st.builds(_delimited, st.just(field.number), st.binary(max_size=20))
     usual = _usual(field, given)
     return st.one_of(*[usual] * 9, stranger)
@@ -92,7 +92,7 @@ def _texts() -> Bytes:
 
 
 def _scalar(field: FieldDescriptor) -> tuple[Bytes, int]:
-    """Payloads of one value, and their wire type."""
+    """Return payloads of one value, and their wire type."""
     if (form := _FLOATS.get(field.type)) is not None:
         numbers = st.one_of(st.floats(0, 2), st.floats(0, 2), st.floats(), st.sampled_from(_ODD_NUMBERS))
         pack: Callable[[Any], bytes] = lambda number: struct.pack(form, _fitting(form, number))  # noqa: E731
@@ -102,7 +102,7 @@ def _scalar(field: FieldDescriptor) -> tuple[Bytes, int]:
 
 
 def _fitting(form: str, number: float) -> float:
-    """The number, or infinity where a float of 32 bits cannot hold it."""
+    """Return the number, or infinity if it is outside the range of float32."""
     try:
         struct.pack(form, number)
     except OverflowError:
@@ -111,7 +111,7 @@ def _fitting(form: str, number: float) -> float:
 
 
 def _unknown() -> Bytes:
-    """Fields that the message does not have: values of each wire type, and groups within groups, closed and not."""
+    """Draw fields that the message does not have: values of each wire type, and nested groups, closed and unclosed."""
     values = st.one_of(
         st.binary(max_size=9).map(lambda payload: (_LENGTH, varint(len(payload)) + payload)),
         st.just((_VARINT, varint(2**64 - 1))),
@@ -129,7 +129,7 @@ def _unknown() -> Bytes:
 
 
 def _bent(whole: Bytes) -> Bytes:
-    """Cut short, or with one byte changed."""
+    """Truncate the bytes, or change one of them."""
     cut = st.builds(lambda data, at: data[: at % (len(data) + 1)], whole, st.integers(0))
     flipped = st.builds(
         lambda data, at, value: data if not data else _replaced(data, at % len(data), value),

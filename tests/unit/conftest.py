@@ -1,4 +1,4 @@
-"""An engine over the fake model, and a gate that holds its steps, for the tests of the engine."""
+"""Fixtures of the engine's tests: an engine over the fake model, and a gate that blocks its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents against the code: links, headings, paths, commands and their options exist."""
+"""Documents compared with the code: links, headings, paths, commands and their options exist."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S* )*(?:\S*/)?antiphon (?P<subcommand>[a-
 END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
-# Paths that stand for a file of the reader's, or for one that was here once: DECISIONS.md and CHANGELOG.md are history.
+# Paths of the reader's files, and of former files, because DECISIONS.md and CHANGELOG.md describe the past.
 EXAMPLES = {"model/checkpoints/families/NAME.py", "model/ops/operators/NAME.py"}
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_of_documents_lead_somewhere(document: Path) -> None:
+def test_links_of_documents_have_targets(document: Path) -> None:
     lost = [link for link in LINK.findall(_prose(document.read_text(encoding="utf-8"))) if not _leads(document, link)]
     assert not lost
 
@@ -45,7 +45,7 @@ def _leads(document: Path, link: str) -> bool:
 
 @cache
 def _anchors(document: Path) -> frozenset[str]:
-    """The headings of a document as links name them: lower case, words joined by hyphens, punctuation left out."""
+    """Return the headings of a document as in links: lower case, words joined by hyphens, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.M)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
 
@@ -57,7 +57,7 @@ def test_paths_of_documents_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_of_documents_have_the_options_they_show(document: Path) -> None:
+def test_commands_in_documents_exist_with_their_options(document: Path) -> None:
     for subcommand, options in _commands(document.read_text(encoding="utf-8")):
         assert subcommand in SUBCOMMANDS
         assert options <= _options(subcommand), subcommand
@@ -69,7 +69,7 @@ def test_commands_are_found() -> None:
 
 
 def _commands(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Subcommand and options of each `antiphon SUBCOMMAND ...` in a shell block or an indented line."""
+    """Return subcommand and options of each `antiphon SUBCOMMAND ...` in a shell block or an indented line."""
     blocks = [body for language, body in FENCE.findall(text) if language in ("sh", "bash")]
     for line in "\n".join([*blocks, *INDENTED.findall(text)]).replace("\\\n", " ").splitlines():
         if found := COMMAND.search(END.split(line)[0]):

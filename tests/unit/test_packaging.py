@@ -1,4 +1,4 @@
-"""The promises of the distribution: light imports, one source of build requirements, locks that hold."""
+"""Properties of the distribution: light imports, one source of build requirements, complete locks."""
 
 import os
 import re
@@ -15,7 +15,7 @@ SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client"
 
 
 def loaded_by(module: str) -> set[str]:
-    """Top-level packages that a fresh interpreter holds after importing `module`."""
+    """Return the top-level packages that a new interpreter has loaded after importing `module`."""
     code = f"import {module}, sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -23,13 +23,13 @@ def loaded_by(module: str) -> set[str]:
 
 
 def locked(name: str) -> list[str]:
-    """Requirements of a lock, one string each: name, version, marker, hashes."""
+    """Return the requirements of a lock, one string each: name, version, marker, hashes."""
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
     return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
 
 
 @pytest.mark.parametrize("module", ["antiphon.client", "antiphon.cli.main", "antiphon.v1.inference_pb2_grpc"])
-def test_client_side_imports_nothing_of_the_server(module: str) -> None:
+def test_client_imports_nothing_of_the_server(module: str) -> None:
     assert loaded_by(module).isdisjoint(SERVING)
 
 
@@ -50,7 +50,7 @@ def test_lock_pins_and_hashes_every_requirement(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_lock_names_no_address_and_no_torch(name: str) -> None:
+def test_lock_contains_no_address_and_no_torch(name: str) -> None:
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
     assert "://" not in text
     assert not re.search(r"^(--|torch==|nvidia-|triton==)", text, flags=re.MULTILINE)
@@ -61,7 +61,7 @@ def test_serve_lock_agrees_with_test_lock() -> None:
     assert serve <= test
 
 
-def test_serve_lock_holds_everything_that_serving_asks_for() -> None:
+def test_serve_lock_contains_every_requirement_of_serving() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["serving"], *extras["server"]]
@@ -70,11 +70,11 @@ def test_serve_lock_holds_everything_that_serving_asks_for() -> None:
 
 
 def canonical(name: str) -> str:
-    """As package indexes compare names (PEP 503)."""
+    """Normalise a name as package indexes do (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_project_states_build_requirements_and_torch_once_each() -> None:
+def test_project_states_build_requirements_and_torch_only_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["dependency-groups"]["build"] == project["build-system"]["requires"]
     (torch,) = [line for line in project["project"]["optional-dependencies"]["train"] if line.startswith("torch")]
@@ -83,8 +83,8 @@ def test_project_states_build_requirements_and_torch_once_each() -> None:
 
 
 @pytest.mark.parametrize("module", ["antiphon.service.server.process", "antiphon.model.export.profile"])
-def test_onnxruntime_keeps_no_identifier_and_reports_nothing(module: str, tmp_path: Path) -> None:
-    # As soon as it is loaded it writes what it reports by below the home directory, where nobody forbids it.
+def test_onnxruntime_stores_no_identifier_and_sends_no_telemetry(module: str, tmp_path: Path) -> None:
+    # Without the setting, it writes its telemetry id below the home directory as soon as it is loaded.
     code = f"import {module}, onnxruntime; onnxruntime.InferenceSession"
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("ORT_DISABLE_TELEMETRY", None)

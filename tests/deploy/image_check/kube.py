@@ -1,6 +1,6 @@
 """Runs rendered manifests: podman creates a pod from a Deployment, with its ConfigMap, volumes and init containers.
 
-Podman is no cluster: it knows no gRPC probes, no preStop, no topology and no NetworkPolicy; those it leaves out.
+Podman is not a cluster: it ignores gRPC probes, preStop, topology and NetworkPolicy.
 """
 
 from __future__ import annotations

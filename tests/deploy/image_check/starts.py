@@ -15,7 +15,7 @@ from tests.deploy.image_check.podman import PATIENCE_S, Container, Podman
 MOMENTS_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 # Time for a process to end after the signal; a process that missed the signal would continue to serve.
 _HEARD_WITHIN_S = 5.0
-# Without it nothing is found compiled, as if the image had no bytecode: of the standard library neither.
+# With these settings Python finds no bytecode, as if the image and its standard library had none.
 NO_BYTECODE = {"PYTHONPYCACHEPREFIX": "/nowhere"}
 
 
@@ -29,13 +29,13 @@ def ready_after_s(podman: Podman, image: str, memory: str, settings: dict[str, s
 
 
 def ends_after_s(podman: Podman, image: str, moment_s: float, options: Sequence[str] = ()) -> float | None:
-    """Seconds from a SIGTERM, sent to the first process so long after its start, to its end; None where it goes on."""
+    """Return seconds from a SIGTERM, sent moment_s after the start, to the end of the process; None if it continues."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "pid"
         starting = threading.Thread(target=_start, args=(podman, image, file, options))
         starting.start()
         pid = _pid(file)
-        time.sleep(moment_s)  # the moment is what is tried
+        time.sleep(moment_s)  # not a wait for an event: the moment of the signal is the parameter
         sent_s = time.monotonic()
         os.kill(pid, signal.SIGTERM)
         ended_after_s = _ended_after_s(pid, sent_s)

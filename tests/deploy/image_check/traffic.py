@@ -67,7 +67,7 @@ async def is_same_in_a_crowd(target: str, num_streams: int, alone: dict[str, str
 async def while_one_leaves(
     targets: Sequence[str], num_streams: int, expected: dict[str, str], leave: Callable[[], Awaitable[object]]
 ) -> Tally:
-    """Ask both replicas for as long as `leave`, begun once all streams had an answer, takes; then for one more each."""
+    """Send requests to both replicas until `leave` returns, and one more each. It starts after an answer on each."""
     tally, has_left = Tally(), asyncio.Event()
     begin = asyncio.Barrier(num_streams + 1)
     channels = {target: grpc.aio.insecure_channel(target, options=_OPTIONS) for target in targets}

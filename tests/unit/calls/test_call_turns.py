@@ -8,7 +8,7 @@ from antiphon.service.rpc.calls.waits.call_turns import CallTurns
 
 
 async def test_call_of_another_caller_starts_before_the_rest_of_a_burst() -> None:
-    """It waited behind 5,100 calls of one client: 4 to 6 seconds."""
+    """Regression: it waited behind 5,100 calls of one client for 4 to 6 seconds."""
     turns, started = CallTurns(calls_per_turn=2), list[str]()
 
     async def call(caller: str) -> None:
@@ -23,7 +23,7 @@ async def test_call_of_another_caller_starts_before_the_rest_of_a_burst() -> Non
     assert started.count("many") == 100
 
 
-async def test_call_that_ends_while_it_waits_takes_no_turn() -> None:
+async def test_waiting_call_takes_no_turn_when_it_has_ended() -> None:
     turns, started = CallTurns(calls_per_turn=1), list[int]()
 
     async def call(number: int) -> None:
@@ -37,7 +37,7 @@ async def test_call_that_ends_while_it_waits_takes_no_turn() -> None:
     assert started == [0, 2, 3]
 
 
-async def test_few_calls_start_at_once() -> None:
+async def test_calls_start_immediately_when_there_are_few() -> None:
     turns = CallTurns(calls_per_turn=4)
     for _ in range(4):
         taking = turns.take("a")

@@ -33,19 +33,19 @@ def counts(served: Serving, family: str, *names: str) -> dict[tuple[str, ...], f
 
 
 @pytest.mark.parametrize("given", ["x", "shop-17/a", "~" * 128])
-def test_request_id_of_the_client_is_taken_where_it_can_be_shown(given: str) -> None:
+def test_request_id_of_the_client_is_used_when_it_is_printable(given: str) -> None:
     assert RequestIds().of(given) == given
 
 
 @pytest.mark.parametrize("given", [None, "", "two words", "tab\t", "ünal", "~" * 129, b"bytes", "line\nbreak"])
-def test_request_id_is_made_where_the_client_sent_none_or_a_bad_one(given: str | bytes | None) -> None:
+def test_request_id_is_generated_when_the_client_sent_none_or_an_invalid_one(given: str | bytes | None) -> None:
     ids = RequestIds()
     made = [ids.of(given), ids.of(given), RequestIds().of(given)]
     assert len({*made}) == 3
     assert all(is_request_id(request_id) and len(request_id) < 16 for request_id in made)
 
 
-async def test_request_id_goes_back_with_every_answer() -> None:
+async def test_request_id_is_returned_with_every_answer() -> None:
     async with serving() as served:
         stub = stub_of(served)
         unary = stub.GenerateUnary(asking_whole(), metadata=OWN_ID)
@@ -58,7 +58,7 @@ async def test_request_id_goes_back_with_every_answer() -> None:
         assert is_request_id(request_id_of(await unnamed.trailing_metadata()))
 
 
-async def test_request_id_comes_before_the_first_message_of_a_stream() -> None:
+async def test_request_id_is_sent_before_the_first_message_of_a_stream() -> None:
     """A stream that breaks off has no trailers, so its headers must have the request id."""
     async with serving() as served:
         named = stub_of(served).Generate(asking(), metadata=OWN_ID)
@@ -69,7 +69,7 @@ async def test_request_id_comes_before_the_first_message_of_a_stream() -> None:
         assert request_id_of(await unnamed.trailing_metadata()) == first
 
 
-async def test_request_id_goes_back_with_every_refusal_beside_its_details() -> None:
+async def test_request_id_is_returned_with_every_refusal_and_its_details() -> None:
     async with serving() as served:
         stub = stub_of(served)
         bad_bytes: Any = served.channel.unary_unary("/antiphon.v1.InferenceService/GenerateUnary")
@@ -103,7 +103,7 @@ async def test_refusals_are_counted_once_by_model_and_reason() -> None:
         }
 
 
-async def test_a_request_that_fails_after_it_was_admitted_is_no_refusal() -> None:
+async def test_request_that_fails_after_admission_is_not_counted_as_a_refusal() -> None:
     async with serving() as served:
 
         def fail(num_rows: int) -> None:
@@ -138,12 +138,14 @@ async def test_rpcs_are_counted_by_method_and_status() -> None:
     }
 
 
-@pytest.mark.parametrize("num_characters", [100, 5000])  # read at once, and in the thread of long texts
-async def test_refused_requests_are_freed_without_the_collector(num_characters: int) -> None:
+@pytest.mark.parametrize("num_characters", [100, 5000])  # read in the event loop, and in the thread of long texts
+async def test_refused_requests_are_freed_without_garbage_collection(num_characters: int) -> None:
     """gRPC kept the error, whose frames referenced the request: megabytes per call until garbage collection."""
 
     def num_requests() -> int:
-        return sum(type(found) is pb.GenerateUnaryRequest for found in gc.get_objects())  # isinstance asks proxies
+        return sum(
+            type(found) is pb.GenerateUnaryRequest for found in gc.get_objects()
+        )  # isinstance calls code of proxies
 
     request = pb.GenerateUnaryRequest(text="x" * num_characters)
     async with serving() as served:
@@ -157,7 +159,7 @@ async def test_refused_requests_are_freed_without_the_collector(num_characters: 
                 error = await refusal(ask(request.SerializeToString()))
                 assert details_of(error).field == "text"
                 del error
-            await stub_of(served).GetModel(pb.GetModelRequest())  # by its answer the other calls are over
+            await stub_of(served).GetModel(pb.GetModelRequest())  # when it is answered, the other calls have ended
             await served.settled()
             assert num_requests() == before
         finally:

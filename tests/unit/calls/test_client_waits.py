@@ -63,7 +63,7 @@ def make(clock: Clock) -> Callable[..., tuple[ClientWaits, Clients]]:
     ("stage", "kind", "said"),
     [(Stage.REQUEST, RequestTimeout, "no complete request came within 0.05 s"), (Stage.ANSWER, SlowReader, "0.05 s")],
 )
-async def test_waits_end_when_their_time_is_over_the_oldest_first(
+async def test_waits_end_oldest_first_when_their_time_is_over(
     stage: Stage, kind: type[AntiphonError], said: str
 ) -> None:
     given_up: list[tuple[Stage, str]] = []
@@ -87,7 +87,7 @@ async def test_wait_that_has_ended_is_not_given_up(make: Callable[..., tuple[Cli
     assert clients.names == []
 
 
-async def test_room_is_made_by_the_connection_that_holds_most(
+async def test_room_is_made_by_the_connection_with_the_most_waiting_calls(
     make: Callable[..., tuple[ClientWaits, Clients]], clock: Clock
 ) -> None:
     waits, clients = make()
@@ -100,7 +100,7 @@ async def test_room_is_made_by_the_connection_that_holds_most(
     assert waits.num_waiting(Stage.ANSWER) == 2
 
 
-async def test_room_is_made_by_the_caller_that_holds_most_whatever_its_connections(
+async def test_room_is_made_by_the_caller_with_the_most_waiting_calls_over_all_connections(
     make: Callable[..., tuple[ClientWaits, Clients]], clock: Clock
 ) -> None:
     """A caller with many connections of one call each must not push out one with two calls on one connection."""
@@ -124,7 +124,9 @@ async def test_no_room_is_made_by_calls_that_have_only_begun_to_wait(
     assert clients.names == []
 
 
-async def test_requests_that_arrive_are_bounded(make: Callable[..., tuple[ClientWaits, Clients]], clock: Clock) -> None:
+async def test_number_of_incomplete_requests_is_bounded(
+    make: Callable[..., tuple[ClientWaits, Clients]], clock: Clock
+) -> None:
     waits, clients = make(max_requests=2)
     clients.begin(Stage.REQUEST, "a/1")
     clients.begin(Stage.REQUEST, "a/2")
@@ -134,7 +136,7 @@ async def test_requests_that_arrive_are_bounded(make: Callable[..., tuple[Client
     assert waits.num_waiting(Stage.REQUEST) == 2
 
 
-async def test_unread_bytes_are_bounded_and_their_largest_holder_loses_the_oldest(
+async def test_unread_bytes_are_bounded_and_the_largest_holder_loses_its_oldest_answer(
     make: Callable[..., tuple[ClientWaits, Clients]],
 ) -> None:
     waits, clients = make(max_unsent_bytes=160)

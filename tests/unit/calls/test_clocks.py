@@ -20,7 +20,7 @@ WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "ctime", "now", "utcnow
 
 
 def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Set the clock, for Python alone; a call of this process has its deadline by it already when it is made."""
+    """Set the clock, only for Python. Calls of this process already have their deadlines when they are made."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + seconds)
 

@@ -13,7 +13,7 @@ from tests.serving import Gate, asking, serving
 
 
 class Wire:
-    """Forwards bytes between a client and a server until it is cut. Then it discards them and closes nothing."""
+    """Forwards bytes between a client and a server until `cut`. Then it discards them and closes nothing."""
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
@@ -48,7 +48,7 @@ class Wire:
                 target.write(data)
 
 
-async def test_half_open_connection_gives_up_its_requests() -> None:
+async def test_half_open_connection_is_closed_and_its_requests_are_cancelled() -> None:
     async with serving(keepalive_time_s=1, keepalive_timeout_s=0.5) as served:
         gate, wire = Gate(served.runner), Wire(served.target)
         async with wire.laid() as target, grpc.aio.insecure_channel(target) as channel:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from antiphon.service.rpc.calls.connections.ports import MAX_SCRAPES, serve_metrics
 from tests.certificates import Authority
 
-# Far beyond what anything here takes: a bound for a test that would otherwise hang.
+# Much longer than any step of these tests: turns a hang into a failure.
 PATIENCE_S = 60
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -74,30 +74,30 @@ def trickle(connection: socket.socket, data: bytes) -> None:
             assert time.monotonic() < end_s, "the server never closed the connection"
 
 
-def test_a_byte_now_and_then_does_not_outlive_the_time_of_a_scrape(registry: CollectorRegistry) -> None:
+def test_scrape_that_sends_single_bytes_ends_at_its_time_limit(registry: CollectorRegistry) -> None:
     with served(registry, timeout_s=0.5) as server, idle(server, 1) as (connection,):
         trickle(connection, b"GET /metrics?" + b"a" * 1000)
         assert b"answer 42.0" in scrape(server)
 
 
-def test_a_handshake_that_trickles_does_not_outlive_the_time_of_a_scrape(
+def test_handshake_that_sends_single_bytes_ends_at_its_time_limit(
     registry: CollectorRegistry, authority: Authority
 ) -> None:
     pair = authority.server()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair.cert, pair.key)
-    # The head of a ClientHello that says it is long, and goes on for as long as it is read.
+    # The head of a long ClientHello, followed by single bytes.
     hello = b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb" + bytes(16_000)
     with served(registry, timeout_s=0.5, tls=lambda: context) as server, idle(server, 1) as (connection,):
         trickle(connection, hello)
 
 
-def test_connections_that_say_nothing_keep_nobody_from_scraping(registry: CollectorRegistry) -> None:
+def test_scrapes_work_beside_connections_that_send_nothing(registry: CollectorRegistry) -> None:
     before = threading.active_count()
     with served(registry, timeout_s=PATIENCE_S) as server, idle(server, 5 * MAX_SCRAPES):
         for _ in range(3):
             assert b"answer 42.0" in scrape(server)
-        assert threading.active_count() - before <= MAX_SCRAPES + 1  # and the one that accepts
+        assert threading.active_count() - before <= MAX_SCRAPES + 1  # and the accepting one
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_connection_that_finds_no_descriptor_waits_without_burning_a_core(registry: CollectorRegistry) -> None:
+def test_connection_waits_without_a_busy_loop_when_no_descriptor_is_free(registry: CollectorRegistry) -> None:
     with served(registry) as server, socket.socket() as connection:
         connection.settimeout(PATIENCE_S)
         (acceptor,) = (thread for thread in threading.enumerate() if thread.name == "metrics")
@@ -123,6 +123,6 @@ def test_a_connection_that_finds_no_descriptor_waits_without_burning_a_core(regi
             connection.connect(("127.0.0.1", server.server_port))
             connection.sendall(REQUEST)
             before_s = time.clock_gettime(clock)
-            assert not select.select([connection], [], [], 2.0)[0]  # for so long it is watched
-            assert time.clock_gettime(clock) - before_s < 0.2  # a busy loop takes 2 s, or its share of a core
+            assert not select.select([connection], [], [], 2.0)[0]  # CPU time is measured over 2 s
+            assert time.clock_gettime(clock) - before_s < 0.2  # a busy loop uses 2 s, or its share of a core
         assert b"answer 42.0" in b"".join(iter(lambda: connection.recv(65536), b""))

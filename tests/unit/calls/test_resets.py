@@ -17,25 +17,25 @@ class Connections:
 
     def __init__(self) -> None:
         self.closed: list[str] = []
-        self.num_told = 0
+        self.num_reported = 0
         self.now_s = 0.0
-        self._told = threading.Event()
-        self.resets = Resets(self._tell, self._close, lambda: self.now_s)
+        self._reported = threading.Event()
+        self.resets = Resets(self._report, self._close, lambda: self.now_s)
 
     def end(self, number: int, *, is_reset: bool) -> None:
         for _ in range(number):
             self.resets.ended("ipv4:127.0.0.1:4242", is_reset=is_reset)
 
-    async def told(self) -> None:
-        assert await asyncio.to_thread(self._told.wait, 60)
+    async def all_reported(self) -> None:
+        assert await asyncio.to_thread(self._reported.wait, 60)
 
     def _close(self, peer: str) -> bool:
         self.closed.append(peer)
         return True
 
-    def _tell(self) -> None:
-        self.num_told += 1
-        self._told.set()
+    def _report(self) -> None:
+        self.num_reported += 1
+        self._reported.set()
 
 
 async def test_connection_that_resets_most_of_many_calls_is_closed_once() -> None:
@@ -44,13 +44,13 @@ async def test_connection_that_resets_most_of_many_calls_is_closed_once() -> Non
     connections.end(299, is_reset=True)
     assert connections.closed == []
     connections.end(1, is_reset=True)
-    await connections.told()
+    await connections.all_reported()
     assert connections.closed == ["ipv4:127.0.0.1:4242"]
-    assert connections.num_told == 1
+    assert connections.num_reported == 1
 
 
 @pytest.mark.parametrize(("answered", "reset"), [(600, 600), (0, 499), (10_000, 5_000)])
-async def test_connection_that_resets_few_calls_or_half_of_them_stays(answered: int, reset: int) -> None:
+async def test_connection_stays_open_when_it_resets_few_calls_or_half_of_them(answered: int, reset: int) -> None:
     connections = Connections()
     connections.end(answered, is_reset=False)
     connections.end(reset, is_reset=True)
@@ -68,7 +68,7 @@ async def test_resets_are_forgotten_after_a_while() -> None:
 @pytest.mark.parametrize(
     ("family", "host", "shown"), [("AF_INET", "127.0.0.1", "ipv4:127.0.0.1"), ("AF_INET6", "::1", "ipv6:%5B::1%5D")]
 )
-def test_disconnect_ends_the_connection_of_a_peer_and_no_other(family: str, host: str, shown: str) -> None:
+def test_disconnect_closes_only_the_connection_of_the_given_peer(family: str, host: str, shown: str) -> None:
     kind = getattr(socket, family)
     with socket.socket(kind) as listener:
         try:

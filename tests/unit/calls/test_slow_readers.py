@@ -20,9 +20,9 @@ from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.serving import Serving, asking, serving, stub_of
 
 WINDOW_BYTES = 1024
-TINY_WINDOW_BYTES = 64  # less than any first message
+TINY_WINDOW_BYTES = 64  # smaller than any first message
 OPTIONS = [("grpc.http2.bdp_probe", 0), ("grpc.enable_retries", 0)]
-# Longer than all tokens take, on a busy machine too.
+# Much longer than the computation of all tokens, also on a busy machine.
 COMPUTED_S = 5.0
 LONG = (30, 30, 31)  # answered with thirty tokens
 # Alternatives make a message large: thirty tokens overflow the window several times.
@@ -33,7 +33,7 @@ HEAVY: dict[str, Any] = {"num_logprobs": 20, "num_return_sequences": 2, "tempera
 async def stuck(
     served: Serving, *, timeout_s: float | None = None, window_bytes: int = WINDOW_BYTES
 ) -> AsyncIterator[Any]:
-    """Stream that its client does not read, on a separate channel."""
+    """Open a stream on a separate channel that its client does not read."""
     options = [*OPTIONS, ("grpc.http2.lookahead_bytes", window_bytes)]
     async with grpc.aio.insecure_channel(served.target, options=options) as channel:
         yield InferenceServiceStub(channel).Generate(asking(LONG, **HEAVY), timeout=timeout_s)
@@ -55,7 +55,7 @@ def ended(served: Serving) -> dict[str, float]:
 
 
 class Steps:
-    """Reports the begin of the first step, and blocks a step on request."""
+    """Reports the start of the first step, and blocks a step on request."""
 
     def __init__(self, served: Serving) -> None:
         self._served = served
@@ -83,7 +83,7 @@ class Steps:
             assert self._released.wait(60)
 
 
-async def test_unread_stream_does_not_hold_the_engine_and_is_ended_after_a_while() -> None:
+async def test_unread_stream_does_not_block_the_engine_and_is_ended_at_its_time_limit() -> None:
     async with serving(slow_reader_timeout_s=COMPUTED_S) as served, stuck(served) as call:
         steps = Steps(served)
         await steps.begun()
@@ -95,19 +95,19 @@ async def test_unread_stream_does_not_hold_the_engine_and_is_ended_after_a_while
         await expect_slow_reader(call)
 
 
-async def test_reader_of_nothing_at_all_is_told_why_its_stream_ended() -> None:
-    """Not even the first message fits the window; the status still comes once it is read."""
+async def test_client_that_reads_nothing_receives_the_status_of_its_stream() -> None:
+    """The window is smaller than the first message; the client still receives the status when it reads."""
     async with serving(slow_reader_timeout_s=0.3) as served, stuck(served, window_bytes=TINY_WINDOW_BYTES) as call:
         await Steps(served).begun()
         await idle(served)
         await expect_slow_reader(call)
 
 
-async def test_slow_reader_gives_up_its_rows_and_blocks_while_it_runs() -> None:
-    """The engine is held until the reader's patience is over; then the next step must not decode for it."""
+async def test_slow_reader_loses_its_rows_and_blocks_while_its_request_runs() -> None:
+    """The engine is blocked until the time limit of the slow reader; then the next step must not decode for it."""
     async with serving(slow_reader_timeout_s=0.3) as served:
         steps = Steps(served)
-        steps.hold(20)  # the window is full by then
+        steps.hold(20)  # the window is full after these steps
         async with stuck(served):
             await steps.begun()
             await idle(served)
@@ -127,7 +127,7 @@ async def test_deadline_ends_a_stream_that_waits_for_its_reader() -> None:
         assert ended(served) == {"deadline/streaming": 1.0}
 
 
-async def test_client_that_hangs_up_ends_a_stream_that_waits_for_its_reader() -> None:
+async def test_cancellation_ends_a_stream_that_waits_for_its_reader() -> None:
     async with serving() as served:
         async with stuck(served) as call:
             steps = Steps(served)
@@ -138,7 +138,7 @@ async def test_client_that_hangs_up_ends_a_stream_that_waits_for_its_reader() ->
         assert ended(served) == {"client/streaming": 1.0}
 
 
-async def test_reader_that_is_slow_but_in_time_gets_every_token() -> None:
+async def test_reader_that_is_slow_but_in_time_receives_every_token() -> None:
     async with serving(slow_reader_timeout_s=60) as served:
         expected = await joined(stub_of(served).Generate(asking(LONG, **HEAVY)))
         assert sum(map(len, expected.values())) == 2 * (30 + 1)  # end tokens have log-probabilities too
@@ -151,7 +151,7 @@ async def test_reader_that_is_slow_but_in_time_gets_every_token() -> None:
 
 
 async def expect_slow_reader(call: Any) -> None:
-    """Read what has come of a stream, and then that it was ended for being read too late."""
+    """Read the received messages of a stream, and check that it was ended because it was read too late."""
     async with asyncio.timeout(60):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:

@@ -1,4 +1,4 @@
-"""The command: help for everything, imports for the chosen subcommand only, clear words for what is missing."""
+"""The command: help of every subcommand, imports only for the chosen one, and messages for missing packages."""
 
 from __future__ import annotations
 

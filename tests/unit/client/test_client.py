@@ -1,4 +1,4 @@
-"""The typed client, asynchronous and synchronous, against a real server over a fake model."""
+"""The typed client, asynchronous and synchronous, with a real server over a fake model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCES = [(3 + i % 20, 40 + i) for i in range(20)]
 MALFORMED: tuple[int, ...] = ()
 
 
-async def test_async_client_streams_what_it_returns_whole() -> None:
+async def test_async_client_streams_the_text_of_the_unary_answer() -> None:
     async with serving() as served, AsyncClient(served.target) as client:
         deltas = [delta async for delta in client.generate(SOURCES[5])]
         whole = await client.generate_text(SOURCES[5])
@@ -68,7 +68,7 @@ async def test_generate_many_keeps_order_and_yields_refusals_in_their_place() ->
     assert refused.field == "token_ids"
 
 
-async def test_client_sends_options_with_zero_and_absent_ones_apart() -> None:
+async def test_client_distinguishes_options_of_zero_from_absent_ones() -> None:
     async with serving() as served, AsyncClient(served.target) as client:
         with pytest.raises(ServerError, match=r"options\.max_new_tokens is 0") as caught:
             await client.generate_text(SOURCES[0], Options(max_new_tokens=0))
@@ -77,17 +77,17 @@ async def test_client_sends_options_with_zero_and_absent_ones_apart() -> None:
     assert seeded.seed == 0
 
 
-async def test_client_names_the_option_that_does_not_fit_its_field() -> None:
+async def test_client_names_the_option_whose_value_does_not_fit_its_field() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match=r"options\.seed is -1"):
             await client.generate_text("a", Options(seed=-1))
 
 
-def test_options_have_a_field_for_every_one_of_the_contract() -> None:
+def test_options_have_a_field_for_every_field_of_the_contract() -> None:
     assert {field.name for field in dataclasses.fields(Options)} == set(pb.GenerateOptions.DESCRIPTOR.fields_by_name)
 
 
-# Of each kind of control a value that is false, which must not be taken for an absent one, and another.
+# For each kind of control a value that is false, which must not count as absent, and another value.
 VALUES: dict[Kind, tuple[Any, Any]] = {
     Kind.WHOLE_NUMBER: (0, 5),
     Kind.NUMBER: (0.0, -1.5),
@@ -139,7 +139,7 @@ def test_options_that_are_none_are_absent() -> None:
         ("prefix_text", "\udcff"),
     ],
 )
-async def test_client_names_the_option_whose_value_is_of_another_kind(field: str, value: Any) -> None:
+async def test_client_names_the_option_whose_value_has_another_type(field: str, value: Any) -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match=rf"^options\.{field} is "):
             await client.generate_text("a", Options(**{field: value}))
@@ -170,21 +170,21 @@ async def test_generate_outputs_gives_every_output_and_generate_text_the_best() 
 async def test_score_and_embed_agree_between_the_clients() -> None:
     def ask(target: str) -> tuple[Any, ...]:
         with Client(target) as client:
-            judged = client.score(SOURCES[3], "the cat", num_alternatives=2)
+            scored = client.score(SOURCES[3], "the cat", num_alternatives=2)
             vector = client.embed(SOURCES[3], pooling="max", normalize=True).vector
-            return judged.logprobs, judged.score, vector
+            return scored.logprobs, scored.score, vector
 
     async with serving() as served, AsyncClient(served.target) as client:
-        judged = await client.score(SOURCES[3], served.tokenizer.encode("the cat"), num_alternatives=2)
+        scored = await client.score(SOURCES[3], served.tokenizer.encode("the cat"), num_alternatives=2)
         embedding = await client.embed(SOURCES[3], pooling="max", normalize=True)
         synchronous = await asyncio.to_thread(ask, served.target)
         states = served.runner.memory((*SOURCES[3], EOS_ID))
         with pytest.raises(ValueError, match="mean, max, first"):
             await client.embed("a", pooling="median")  # type: ignore[arg-type]
-    assert synchronous == (judged.logprobs, judged.score, embedding.vector)
-    assert isinstance(judged.logprobs[0], TokenLogprob)
-    assert [len(entry.alternatives) for entry in judged.logprobs] == [2] * len(judged.logprobs)
-    assert judged.score == pytest.approx(sum(entry.logprob for entry in judged.logprobs))
+    assert synchronous == (scored.logprobs, scored.score, embedding.vector)
+    assert isinstance(scored.logprobs[0], TokenLogprob)
+    assert [len(entry.alternatives) for entry in scored.logprobs] == [2] * len(scored.logprobs)
+    assert scored.score == pytest.approx(sum(entry.logprob for entry in scored.logprobs))
     expected = states.max(axis=0)
     assert embedding.vector == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
 
@@ -202,7 +202,7 @@ async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None
 
 
 class LargeExplainer:
-    """Far more weights than the texts call for."""
+    """Returns far more weights than the texts need."""
 
     encoder_self = decoder_self = cross = np.full((1, 2, 500, 1000), 1e-3, np.float32)
 
@@ -248,7 +248,7 @@ async def test_client_retries_after_pushback_when_the_queue_was_full() -> None:
     assert len({answer.text for answer in answers}) == 1
 
 
-async def test_client_passes_its_timeout_on_as_the_deadline() -> None:
+async def test_client_sends_its_timeout_as_the_deadline() -> None:
     async with serving() as served, AsyncClient(served.target) as client:
         gate = Gate(served.runner)
         with pytest.raises(ServerError) as caught:
@@ -257,7 +257,7 @@ async def test_client_passes_its_timeout_on_as_the_deadline() -> None:
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_client_reports_unavailable_when_nobody_listens() -> None:
+async def test_client_reports_unavailable_when_no_server_listens() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(ServerError) as caught:
             await client.get_model()
@@ -290,7 +290,7 @@ def text_of(result: Generation | ServerError) -> str:
     return result.text
 
 
-def test_client_reads_a_finish_reason_of_a_newer_server() -> None:
+def test_client_accepts_an_unknown_finish_reason_of_a_newer_server() -> None:
     newer = pb.GenerateResponse.FromString(b"\x20\x63")  # finish_reason: 99
     assert as_delta(newer).finish_reason == "unknown"
     whole = pb.GenerateUnaryResponse(outputs=[pb.Output.FromString(b"\x20\x63")])

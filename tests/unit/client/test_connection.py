@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 # Longer than any test waits: a client answered in time has followed the retry delay of the server.
 PUSHED_BACK = RetryPolicy(backoff_s=600, max_backoff_s=600)
 AT_ONCE = RetryPolicy(backoff_s=0.01, max_backoff_s=0.01)
-# The wire keeps two or three digits of a deadline, rounded up.
+# gRPC sends two or three digits of a deadline, rounded up.
 WIRE = 1.1
 
 Ask = Callable[..., Awaitable[str]]
@@ -70,14 +70,14 @@ EVERY_KIND = pytest.mark.parametrize(
 
 
 @EVERY_KIND
-async def test_refused_call_is_made_again_when_the_server_said(ask: Ask) -> None:
+async def test_refused_call_is_retried_after_the_delay_of_the_server(ask: Ask) -> None:
     async with recording(refuse(3, metadata=(("grpc-retry-pushback-ms", "1"),))) as (target, asked):
         assert await ask(target, connection=Connection(retry=PUSHED_BACK)) == "whole"
     assert [metadata.get("grpc-previous-rpc-attempts") for metadata in asked.metadata] == [None, "1", "2", "3"]
 
 
 @EVERY_KIND
-async def test_unavailable_call_is_made_again_up_to_the_attempts(ask: Ask) -> None:
+async def test_unavailable_call_is_retried_up_to_the_number_of_attempts(ask: Ask) -> None:
     async with recording(refuse(2, grpc.StatusCode.UNAVAILABLE)) as (target, asked):
         assert await ask(target, connection=Connection(retry=AT_ONCE)) == "whole"
         assert asked.num_attempts == 3
@@ -88,7 +88,7 @@ async def test_unavailable_call_is_made_again_up_to_the_attempts(ask: Ask) -> No
 
 
 @EVERY_KIND
-async def test_call_that_reached_a_server_as_it_closed_is_made_again(ask: Ask) -> None:
+async def test_call_is_retried_when_it_reached_a_closing_server(ask: Ask) -> None:
     async with recording(refuse(1, grpc.StatusCode.CANCELLED)) as (target, asked):
         assert await ask(target, connection=Connection(retry=AT_ONCE)) == "whole"
     assert asked.num_attempts == 2
@@ -111,7 +111,7 @@ async def test_other_refusals_are_final(code: grpc.StatusCode) -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_async_stream, ask_sync_stream])
-async def test_stream_that_began_is_never_made_again(ask: Ask) -> None:
+async def test_stream_is_never_retried_after_its_first_message(ask: Ask) -> None:
     async def break_off(attempt: int, context: Context) -> None:
         await context.send_initial_metadata(())
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
@@ -141,7 +141,7 @@ async def test_retries_stop_when_half_the_budget_is_spent() -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_async_whole, ask_sync_whole])
-async def test_request_beyond_grpcs_own_retry_buffer_is_made_again(ask: Ask) -> None:
+async def test_request_larger_than_grpcs_retry_buffer_is_retried(ask: Ask) -> None:
     text = "a" * 1_000_000
     async with recording(refuse(1)) as (target, asked):
         assert await ask(target, text, connection=Connection(retry=AT_ONCE)) == "whole"
@@ -149,7 +149,7 @@ async def test_request_beyond_grpcs_own_retry_buffer_is_made_again(ask: Ask) -> 
 
 
 @pytest.mark.parametrize("ask", [ask_async_whole, ask_sync_whole])
-async def test_round_robin_spreads_calls_and_outlives_a_replica(ask: Ask) -> None:
+async def test_round_robin_spreads_calls_and_survives_the_loss_of_a_replica(ask: Ask) -> None:
     connection = Connection(load_balancing="round_robin", retry=AT_ONCE)
     async with recording() as (second, asked_second):
         async with recording() as (first, asked_first), AsyncClient(
@@ -166,7 +166,7 @@ async def test_round_robin_spreads_calls_and_outlives_a_replica(ask: Ask) -> Non
         assert await ask(f"ipv4:{first},{second}", connection=connection) == "whole"
 
 
-async def test_round_robin_leaves_out_a_replica_that_says_it_is_not_ready() -> None:
+async def test_round_robin_skips_a_replica_that_reports_that_it_is_not_ready() -> None:
     connection = Connection(load_balancing="round_robin", retry=RetryPolicy(attempts=1))
     async with serving() as leaving, serving() as staying:
         leaving_port = leaving.target.rpartition(":")[2]
@@ -174,7 +174,7 @@ async def test_round_robin_leaves_out_a_replica_that_says_it_is_not_ready() -> N
             while not (leaving.ended and staying.ended):  # until both are connected
                 await client.generate_text("a")
             await leaving.probes.leave()
-            for _ in range(50):  # until the news has come
+            for _ in range(50):  # until the client has received the new state
                 before = len(leaving.ended)
                 for _ in range(20):
                     await client.generate_text("a")
@@ -184,7 +184,7 @@ async def test_round_robin_leaves_out_a_replica_that_says_it_is_not_ready() -> N
             assert len(leaving.ended) == before
 
 
-async def test_pick_first_stays_with_one_replica() -> None:
+async def test_pick_first_uses_one_replica() -> None:
     async with (
         recording() as (first, asked_first),
         recording() as (second, asked_second),
@@ -207,7 +207,7 @@ async def test_every_call_carries_token_metadata_and_priority(ask: Ask) -> None:
     assert [request.priority for request in asked.requests] == [2, 0]
 
 
-async def test_token_is_asked_for_at_every_call() -> None:
+async def test_token_function_is_called_for_every_call() -> None:
     tokens = iter(["one", "two"])
     connection = Connection(token=lambda: next(tokens))
     async with recording() as (target, asked), AsyncClient(target, connection=connection) as client:
@@ -232,7 +232,7 @@ async def test_token_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
 
 
 @EVERY_KIND
-async def test_clients_deadline_holds_where_a_call_names_none(ask: Ask) -> None:
+async def test_deadline_of_the_client_applies_when_a_call_has_none(ask: Ask) -> None:
     async with recording() as (target, asked):
         await ask(target, timeout_s=None)
         await ask(target, timeout_s=50.0)
@@ -254,7 +254,7 @@ async def test_call_overrides_the_clients_deadline() -> None:
     assert none is None
 
 
-async def test_refusal_tells_when_to_come_back_and_the_requests_name() -> None:
+async def test_refusal_reports_the_retry_delay_and_the_request_id() -> None:
     metadata = (("grpc-retry-pushback-ms", "1500"), ("x-request-id", "abc-1"))
     async with recording(refuse(1, metadata=metadata)) as (target, _):
         with pytest.raises(ServerError) as caught:
@@ -288,7 +288,7 @@ def test_wrong_field_is_named(make: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize("priority", ["interactive", "batch"])
-def test_priorities_are_the_contracts(priority: Priority) -> None:
+def test_priorities_equal_those_of_the_contract(priority: Priority) -> None:
     Client(priority=priority).close()
 
 
@@ -310,7 +310,7 @@ def test_token_is_never_shown() -> None:
         ("10.0.0.1:50051", False),
     ],
 )
-def test_loopback_targets_are_told_apart(target: str, expected: bool) -> None:
+def test_loopback_targets_are_recognised(target: str, expected: bool) -> None:
     assert is_loopback(target) is expected
 
 

@@ -1,4 +1,4 @@
-"""`antiphon explain` against a real server over known attention weights: its tables, its picture, its refusals."""
+"""`antiphon explain` with a real server over known attention weights: its tables, its picture, its refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS, DECODER_LAYERS, HEADS = 3, 2, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Random attention weights, and what was asked for."""
+    """Random attention weights, and the requests for them."""
 
     encoder_self: NDArray[np.float32]
     decoder_self: NDArray[np.float32]
@@ -39,7 +39,7 @@ def rows_of(random: np.random.Generator, layers: int, queries: int, keys: int) -
 
 
 class RandomExplainer:
-    """The same weights for the same lengths."""
+    """Returns the same weights for the same lengths."""
 
     def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Weights:
         random = np.random.default_rng(len(source_ids))
@@ -52,7 +52,7 @@ class RandomExplainer:
 
 
 def expected_weights() -> tuple[Weights, list[str], list[str]]:
-    """The weights, and the pieces on either side as the command shows them."""
+    """Return the weights, and the source and target tokens as the command prints them."""
     tokenizer = tiny_tokenizer()
     source = [*tokenizer.encode(TEXT), tokenizer.eos_id]
     target = tokenizer.encode(TARGET_TEXT)
@@ -61,7 +61,7 @@ def expected_weights() -> tuple[Weights, list[str], list[str]]:
 
 
 async def explain(*arguments: object, is_explained: bool = True) -> int:
-    """The command's exit code, run against a server of its own."""
+    """Run the command with a separate server and return its exit code."""
     async with serving(explainer=RandomExplainer() if is_explained else None) as served:
         words = [str(word) for word in ("explain", "--target", served.target, *arguments)]
         return await asyncio.to_thread(cli.main, words)
@@ -93,7 +93,7 @@ async def test_explain_prints_the_entropy_of_every_head(capsys: pytest.CaptureFi
         (["--layer", 0, "--head", 0], 0, slice(0, 1), "cross-attention of decoder layer 0, head 0:"),
     ],
 )
-async def test_explain_prints_what_each_piece_looks_at_most(
+async def test_explain_prints_the_largest_weight_of_each_token(
     capsys: pytest.CaptureFixture[str], flags: list[object], layer: int, heads: slice, title: str
 ) -> None:
     assert await explain(TEXT, "--target-text", TARGET_TEXT, *flags) == 0
@@ -108,7 +108,7 @@ async def test_explain_prints_what_each_piece_looks_at_most(
 
 
 async def test_explain_draws_the_alignment(tmp_path: Path) -> None:
-    """Dollar signs among the pieces: taken for formulas, a pair of them would lose its text or fail."""
+    """A pair of dollar signs in the tokens must not be parsed as a formula."""
     assert await explain(TEXT, "--target-text", TARGET_TEXT, "--png", tmp_path / "map.png") == 0
     _, source, target = expected_weights()
     width, height = png_size(tmp_path / "map.png")
@@ -121,8 +121,8 @@ def test_plot_alignment_gives_heavier_weights_darker_cells(tmp_path: Path) -> No
     assert mean_brightness(tmp_path / "ones.png") < mean_brightness(tmp_path / "eye.png")
 
 
-def test_plot_alignment_draws_scripts_and_marks_that_its_font_lacks(tmp_path: Path) -> None:
-    """Warnings are errors in tests: a glyph the font lacks must not warn either."""
+def test_plot_alignment_draws_characters_that_its_font_lacks(tmp_path: Path) -> None:
+    """Warnings are errors in tests, so a missing glyph must cause no warning."""
     plot_alignment(tmp_path / "map.png", [[0.5, 0.5]], ["\U00012000", "$x"], ["$"], title="$ \\frac")
     assert png_size(tmp_path / "map.png")[0] > 0
 
@@ -160,12 +160,12 @@ async def test_explain_refuses_with_one_line(
     assert message in printed.err
 
 
-async def test_explain_tells_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_reports_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert await explain(TEXT, is_explained=False) == 2
     assert "UNIMPLEMENTED: the bundle of this model has no explain graph" in capsys.readouterr().err
 
 
-async def test_explain_names_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_names_the_target_when_no_server_listens(capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(cli.main, ["explain", "--target", "127.0.0.1:1", TEXT]) == 2
     assert "127.0.0.1:1 is unavailable" in capsys.readouterr().err
 
@@ -175,10 +175,10 @@ async def test_explain_names_a_picture_it_cannot_write(capsys: pytest.CaptureFix
     assert f"--png: {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
 
 
-async def test_explain_says_what_installs_matplotlib(
+async def test_explain_names_the_extra_when_matplotlib_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before the server is asked: the target is one that nobody serves."""
+    """The error comes before a request: no server listens at the target."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     words = ["explain", "--target", "127.0.0.1:1", TEXT, "--png", str(tmp_path / "map.png")]
     assert await asyncio.to_thread(cli.main, words) == 2

@@ -9,14 +9,14 @@ import pytest
 from antiphon.cli.interrupt import run_interruptible
 
 
-def test_result_is_that_of_the_coroutine() -> None:
+def test_run_returns_the_result_of_the_coroutine() -> None:
     async def work() -> int:
         return 7
 
     assert run_interruptible(work()) == 7
 
 
-def test_interrupt_cancels_what_runs() -> None:
+def test_interrupt_cancels_the_running_coroutine() -> None:
     seen = []
 
     async def work() -> None:
@@ -32,7 +32,7 @@ def test_interrupt_cancels_what_runs() -> None:
     assert seen == ["cancelled"]
 
 
-def test_second_interrupt_ends_work_that_will_not() -> None:
+def test_second_interrupt_ends_a_coroutine_that_ignores_the_first() -> None:
     async def work() -> None:
         for _ in range(2):
             asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
@@ -44,7 +44,7 @@ def test_second_interrupt_ends_work_that_will_not() -> None:
         run_interruptible(work())
 
 
-def test_a_sleeping_loop_is_woken_by_the_signal_itself() -> None:
+def test_signal_wakes_a_sleeping_loop() -> None:
     """Without a wake-up descriptor a signal just before the loop sleeps is not seen until something else wakes it."""
 
     async def wakeup_descriptor() -> int:
@@ -56,7 +56,7 @@ def test_a_sleeping_loop_is_woken_by_the_signal_itself() -> None:
     assert run_interruptible(wakeup_descriptor()) != -1
 
 
-def test_another_cancellation_is_no_interrupt() -> None:
+def test_other_cancellation_is_not_an_interrupt() -> None:
     async def work() -> None:
         raise asyncio.CancelledError
 

@@ -1,4 +1,4 @@
-"""Settings and flags that name a FIFO: refused at once with one line, instead of a wait for a writer."""
+"""Settings and flags that name a FIFO are refused at once with one line, instead of waiting for a writer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fifo(tmp_path: Path) -> Path:
 
 
 def code_of(*arguments: str) -> int:
-    """Run one subcommand in a thread that may be left behind, as it would be if it waited for the FIFO."""
+    """Run one subcommand in a daemon thread, so that a wait for the FIFO cannot block the test."""
     future: Future[int] = Future()
     threading.Thread(target=lambda: future.set_result(main(list(arguments))), daemon=True).start()
     return future.result(PATIENCE_S)
@@ -55,12 +55,12 @@ def test_client_refuses_a_fifo(
     assert f"{flag} is {fifo}, which cannot be read: it is not a regular file" in line
 
 
-async def test_token_file_that_becomes_a_fifo_is_an_error_of_the_call(fifo: Path, tmp_path: Path) -> None:
+async def test_call_fails_when_its_token_file_has_become_a_fifo(fifo: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     async with serving() as served, AsyncClient(served.target, connection=Connection(token_file=token)) as client:
         await client.generate_text(SOURCE, timeout_s=PATIENCE_S)
-        os.replace(fifo, token)  # noqa: PTH105 - ruff takes Path's for work that blocks
+        os.replace(fifo, token)  # noqa: PTH105 - ruff reports the method of Path as blocking
         with pytest.raises(ValueError, match=r"^token_file is .*token, which cannot be read: it is not a regular file"):
             await client.generate_text(SOURCE, timeout_s=PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""Every control is a flag of the same name, and refusals speak of flags."""
+"""Every control is a flag of the same name, and refusals name flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_option_has_a_flag_of_its_name() -> None:
     assert {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)} <= flags
 
 
-def test_flags_not_given_are_none() -> None:
+def test_absent_flags_are_none() -> None:
     assert parsed() == Options()
 
 
@@ -56,7 +56,7 @@ def test_flags_of_another_kind_end_the_command_with_2(arguments: str, capsys: py
     assert arguments.split()[0] in capsys.readouterr().err
 
 
-def test_refusals_of_options_are_told_in_terms_of_flags() -> None:
+def test_refusals_of_options_name_flags() -> None:
     refusal = "options.top_p is 2.0; it must be above 0 and at most 1"
     assert is_about_option(refusal)
     assert in_terms_of_flags(refusal) == "--top-p is 2.0; it must be above 0 and at most 1"

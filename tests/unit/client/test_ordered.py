@@ -1,4 +1,4 @@
-"""Many at once, in order: bounded concurrency, bounded reading ahead, nothing left running."""
+"""Concurrent work with ordered results: bounded concurrency, bounded reading ahead, and no task left running."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_ordered_map_never_exceeds_concurrency() -> None:
     assert most == 3
 
 
-async def test_ordered_map_reads_no_further_than_its_window_while_the_first_item_is_slow() -> None:
+async def test_ordered_map_reads_no_input_beyond_its_window_while_the_first_item_is_slow() -> None:
     first, others = asyncio.Event(), asyncio.Semaphore(0)
     read: list[int] = []
     num_allowed = WINDOW_PER_CALL * 2 + 1
@@ -86,7 +86,7 @@ async def test_ordered_map_raises_the_first_failure_and_cancels_the_rest() -> No
     assert was_cancelled.is_set()
 
 
-async def test_ordered_map_raises_what_its_input_raises_after_the_results_before_it() -> None:
+async def test_ordered_map_raises_the_error_of_its_input_after_the_earlier_results() -> None:
     async def broken() -> AsyncIterator[int]:
         yield 1
         raise OSError("gone")
@@ -100,7 +100,7 @@ async def test_ordered_map_raises_what_its_input_raises_after_the_results_before
         await anext(results)
 
 
-async def test_ordered_map_cancels_what_is_under_way_when_left_early() -> None:
+async def test_ordered_map_cancels_running_work_when_its_consumer_stops_early() -> None:
     num_cancelled = 0
 
     async def work(number: int) -> int:

@@ -1,4 +1,4 @@
-"""An engine with a real thread around the fake model, whose steps a test holds, and readers of its streams."""
+"""Engine with a real thread over the fake model, a gate that blocks its steps, and readers of its streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it
 
 
 class Gate:
-    """Holds the decoder until opened, one step a ticket."""
+    """Blocks the decoder until opened, or for single steps, one for each ticket."""
 
     def __init__(self) -> None:
         self.arrived = threading.Semaphore(0)
@@ -40,7 +40,7 @@ class Gate:
 
 
 class Bench:
-    """An engine over the fake model, and readers of its streams."""
+    """Engine over the fake model, and readers of its streams."""
 
     def __init__(self, runner: FakeRunner, limits: EngineLimits | None = None) -> None:
         self.runner = runner

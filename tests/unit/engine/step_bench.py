@@ -1,4 +1,4 @@
-"""A stepper over the fake model, one step at a time, with the checks that must hold after any step."""
+"""Stepper over the fake model, run step by step, with the invariants that must hold after every step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 
 
 class Bench:
-    """A stepper over the fake model, every request it was given, and the checks that must hold after any step."""
+    """Stepper over the fake model, all its requests, and the invariants that must hold after every step."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def endless() -> Iterator[Bench]:
     assert bench.engine.num_free_blocks == bench.engine.num_blocks
 
 
-async def test_engine_answers_as_the_model_does_alone(bench: Bench) -> None:
+async def test_engine_answers_equal_those_of_the_model(bench: Bench) -> None:
     source = source_of(target_len=5)
     events = await read(bench.submit("a", source))
     assert (tokens_of(events), events[-1].finish_reason) == bench.runner.answer(source)
@@ -39,7 +39,7 @@ async def test_engine_answers_as_the_model_does_alone(bench: Bench) -> None:
     assert all(event.finish_reason is None for event in events[:-1])
 
 
-async def test_engine_serves_a_mix_as_each_request_alone(bench: Bench) -> None:
+async def test_engine_answers_of_a_batch_equal_those_of_each_request_alone(bench: Bench) -> None:
     sources = [source_of(target_len=1 + i * 5 % 13, length=2 + i % 4, variant=i) for i in range(40)]
     streams = [bench.submit(str(i), source) for i, source in enumerate(sources)]
     outputs = await asyncio.gather(*(read(stream) for stream in streams))
@@ -122,7 +122,7 @@ async def test_engine_ends_only_the_requests_of_a_faulty_encoder_run(
     assert "out of memory" in caplog.text
 
 
-async def test_engine_goes_on_after_a_faulty_decoder_step(bench: Bench) -> None:
+async def test_engine_continues_after_a_faulty_decoder_step(bench: Bench) -> None:
     faults = iter([RuntimeError("bad step")])
 
     def fail_once(num_rows: int) -> None:
@@ -146,7 +146,7 @@ async def test_engine_drain_finishes_accepted_requests_and_refuses_new_ones(benc
             streams.append(bench.submit(str(len(streams)), source_of(target_len=4)))
         except Unavailable:
             break
-        except QueueFull:  # the thread that drains is not there yet
+        except QueueFull:  # the draining thread has not started yet
             pass
         await asyncio.sleep(0)
     gate.open()
@@ -156,7 +156,7 @@ async def test_engine_drain_finishes_accepted_requests_and_refuses_new_ones(benc
     assert not bench.engine.is_alive
 
 
-async def test_engine_drain_ends_what_is_left_after_the_timeout(endless: Bench) -> None:
+async def test_engine_drain_ends_remaining_requests_after_the_timeout(endless: Bench) -> None:
     stream = endless.submit("slow", ENDLESS)
     assert not await asyncio.to_thread(endless.engine.drain, 0.0)
     events = await read(stream)
@@ -180,7 +180,7 @@ async def test_engine_ends_a_running_request_when_its_deadline_passes(endless: B
     assert isinstance(events[-1].error, DeadlineExceeded)
 
 
-async def test_engine_ends_every_request_when_it_dies_of_its_own_fault(bench: Bench) -> None:
+async def test_engine_ends_every_request_when_its_thread_fails(bench: Bench) -> None:
     def die(*args: object) -> None:
         raise RuntimeError("a bug")
 
@@ -262,7 +262,7 @@ def test_engine_names_the_setting_that_the_runner_cannot_serve() -> None:
         Engine(FakeRunner(max_rows=8), EngineLimits(max_num_seqs=9), metrics)
 
 
-async def test_engine_cancels_requests_whose_event_loop_is_gone(bench: Bench) -> None:
+async def test_engine_cancels_requests_whose_event_loop_is_closed(bench: Bench) -> None:
     async def submit_and_leave() -> None:
         bench.submit("orphan", source_of(target_len=30))
 

@@ -15,7 +15,7 @@ from tests.fakes import EOS_ID, source_of
 from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 
 
-async def test_engine_ends_when_its_steps_fail_and_the_model_does_too(bench: Bench) -> None:
+async def test_engine_stops_when_its_steps_and_the_test_run_of_the_model_fail(bench: Bench) -> None:
     def break_down(num_rows: int) -> None:
         raise RuntimeError("the model is broken")
 
@@ -45,7 +45,7 @@ async def test_engine_survives_requests_that_fail_one_after_the_other(bench: Ben
     assert events[-1].finish_reason is FinishReason.STOP
 
 
-async def test_engine_counts_logits_that_are_no_numbers_as_failed_steps(bench: Bench) -> None:
+async def test_engine_counts_steps_with_non_finite_logits_as_failed(bench: Bench) -> None:
     nan = np.full(bench.runner.vocab_size, np.nan, np.float32)
     sources = [source_of(target_len=2, variant=index) for index in range(MAX_FAILED_STEPS)]
     bench.runner.overrides = dict.fromkeys([*sources, (EOS_ID,)], nan)  # with the source of the model's own test
@@ -56,7 +56,7 @@ async def test_engine_counts_logits_that_are_no_numbers_as_failed_steps(bench: B
     assert not bench.engine.is_alive
 
 
-async def test_engine_that_hangs_tells_whoever_waits_when_it_is_drained(
+async def test_engine_reports_an_error_to_every_waiting_caller_when_it_is_drained_while_it_hangs(
     bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("antiphon.service.engine.engine._STOP_PATIENCE_S", 0.01)
@@ -71,7 +71,9 @@ async def test_engine_that_hangs_tells_whoever_waits_when_it_is_drained(
     gate.open()  # for the fixture, which sees that every block is free
 
 
-async def test_engine_tells_whoever_waits_when_even_its_accounts_are_broken(bench: Bench, gate: Gate) -> None:
+async def test_engine_reports_an_error_to_every_waiting_caller_when_its_cleanup_fails_too(
+    bench: Bench, gate: Gate
+) -> None:
     stream = bench.submit("a", source_of(target_len=9))
     await arrive(gate)
     stepper = bench.engine._stepper

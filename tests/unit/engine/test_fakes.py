@@ -1,4 +1,4 @@
-"""The fake runner: what it answers, and that it notices when it is misused."""
+"""The fake runner: its answers, and its errors when it is misused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Fed = Sequence[Sequence[int]]
 
 @pytest.fixture
 def runner() -> FakeRunner:
-    """One source in blocks 0 and 1."""
+    """Build a runner with one source in blocks 0 and 1."""
     runner = FakeRunner(block_size=3, num_blocks=40, reads_history=True)
     runner.encode([SOURCE], [(0, 1)])
     return runner
 
 
 def batch(fed: Fed, past_lens: Sequence[int], self_tables: Fed, cross_tables: Fed = ((0, 1),)) -> DecodeBatch:
-    """Rows of the source."""
+    """Build a batch with rows of the source."""
     num_rows = len(fed)
     tables = (self_tables, [*cross_tables] * (num_rows // len(cross_tables)))
     return batch_of(fed, past_lens, [len(SOURCE)] * num_rows, tables=tables)
@@ -32,7 +32,7 @@ def batch(fed: Fed, past_lens: Sequence[int], self_tables: Fed, cross_tables: Fe
 
 def test_fake_runner_reads_the_history_from_the_blocks(runner: FakeRunner) -> None:
     runner.decode(batch([[BOS_ID, 5], [BOS_ID, 6]], [0, 0], [(10, 11), (20, 21)]))
-    drawn = runner.decode(batch([[4], [4]], [2, 2], [(20, 21), (10, 11)]))  # rows that changed places
+    drawn = runner.decode(batch([[4], [4]], [2, 2], [(20, 21), (10, 11)]))  # rows in another order
     expected = [runner.logits_after(SOURCE, (BOS_ID, token_id, 4)).argmax() for token_id in (6, 5)]
     assert drawn.token_ids.tolist() == expected
     assert len(set(expected)) == 2
@@ -47,7 +47,7 @@ def test_fake_runner_chooses_after_any_token(runner: FakeRunner) -> None:
     assert drawn.token_ids[2] == 5
 
 
-def test_fake_runner_lets_rows_share_what_neither_writes(runner: FakeRunner) -> None:
+def test_fake_runner_lets_rows_share_blocks_that_neither_writes(runner: FakeRunner) -> None:
     runner.decode(batch([[BOS_ID, 5, 6, 7]], [0], [(10, 11)]))
     runner.copy_blocks(np.array([11], np.int32), np.array([12], np.int32))
     drawn = runner.decode(batch([[8], [9]], [4, 4], [(10, 11), (10, 12)]))
@@ -55,7 +55,7 @@ def test_fake_runner_lets_rows_share_what_neither_writes(runner: FakeRunner) -> 
         assert drawn.token_ids[row] == runner.logits_after(SOURCE, (BOS_ID, 5, 6, 7, token_id)).argmax()
 
 
-def test_fake_runner_keeps_states_that_depend_on_the_tokens_alone(runner: FakeRunner) -> None:
+def test_fake_runner_computes_states_from_the_tokens_alone(runner: FakeRunner) -> None:
     report = runner.encode([(3, EOS_ID), SOURCE], [(5,), (6, 7)], keep_memory=True)
     assert report.memory is not None
     assert report.memory.shape == (6, MEMORY_WIDTH)
@@ -64,7 +64,7 @@ def test_fake_runner_keeps_states_that_depend_on_the_tokens_alone(runner: FakeRu
 
 
 def stale(runner: FakeRunner) -> None:
-    """A block whose former owner had another source."""
+    """Write a block whose former owner had another source."""
     runner.encode([(3, 4, EOS_ID)], [(2,)])
     tables = ([(30,)], [(2,)])
     runner.decode(batch_of([[BOS_ID, 5]], [0], [3], tables=tables))
@@ -96,7 +96,7 @@ MISUSES: dict[str, tuple[str, Callable[[FakeRunner], object]]] = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_fake_runner_notices_misuse(runner: FakeRunner, name: str) -> None:
+def test_fake_runner_raises_when_it_is_misused(runner: FakeRunner, name: str) -> None:
     complaint, misuse = MISUSES[name]
     runner.decode(batch([[BOS_ID]], [0], [(10, 11)]))
     with pytest.raises(AssertionError, match=complaint):

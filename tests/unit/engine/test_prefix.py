@@ -1,4 +1,4 @@
-"""Target prefixes: fed in a sequence's first step beside other rows, counted by admission and by the scheduler."""
+"""Target prefixes: fed in the first step of a sequence, and counted by admission and by the scheduler."""
 
 from __future__ import annotations
 

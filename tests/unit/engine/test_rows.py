@@ -109,7 +109,7 @@ class Model:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_rows_hold_what_their_sequences_say_under_random_joins_and_ends(
+def test_rows_equal_their_sequences_under_random_joins_and_ends(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     model = Model(loop)
@@ -131,7 +131,7 @@ def test_rows_hold_what_their_sequences_say_under_random_joins_and_ends(
         assert (model.pool.num_used, model.pool.num_free + used) == (used, model.pool.num_blocks)
 
 
-def test_rows_give_the_same_batch_while_nothing_but_tokens_changes(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_reuse_the_batch_while_only_tokens_change(loop: asyncio.AbstractEventLoop) -> None:
     model = Model(loop)
     model.add(SamplingParams(), (), 3)
     first = model.rows.batch()
@@ -151,14 +151,14 @@ def test_rows_end_a_sequence_after_its_prefix_and_new_tokens(loop: asyncio.Abstr
     assert model.rows.positions[0] == model.rows.end_positions[0]
 
 
-def test_rows_advance_no_position_of_an_invalid_row(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_do_not_advance_the_position_of_an_invalid_row(loop: asyncio.AbstractEventLoop) -> None:
     model = Model(loop)
     model.add(SamplingParams(), (), 3)
     model.rows.advance(np.array([-1]))
     assert model.rows.num_generated(0) == 0
 
 
-def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_distinguish_tiny_settings_from_settings_that_are_off(loop: asyncio.AbstractEventLoop) -> None:
     model = Model(loop)
     model.add(SamplingParams(temperature=1e-60, top_p=1e-40, top_k=2**40), (), 3)
     batch = model.rows.batch().sampling

@@ -1,7 +1,7 @@
-"""Requests of many rows, step by step over the fake model: beams, samples, scores, embeddings, and what they leave.
+"""Requests of many rows, step by step over the fake model: beams, samples, scores, embeddings, and freed resources.
 
-The fake model reads a row's past from its cache blocks, so a block that is shared, copied or given back wrongly shows
-as a wrong answer. Beams are held to transformers' own search over the same logits.
+The fake model reads earlier tokens of a row from its cache blocks, so a wrongly shared, copied or freed block causes a
+wrong answer. Beams are compared with transformers' search over the same logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bench(loop: asyncio.AbstractEventLoop) -> Bench:
 
 
 class StopAt:
-    """Stops when a token comes: what a stop string is to the engine."""
+    """Stop matcher that stops at one token, like a stop string."""
 
     def __init__(self, token_id: int) -> None:
         self._token_id = token_id
@@ -101,7 +101,7 @@ def beam_requests(draw: st.DrawFn, name: str) -> Generate:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_searches_in_a_crowd_find_what_transformers_finds_alone(
+def test_searches_in_a_crowd_find_the_hypotheses_of_transformers_alone(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
@@ -116,14 +116,14 @@ def test_searches_in_a_crowd_find_what_transformers_finds_alone(
     for request, group in zip(asked, groups, strict=True):
         events = bench.outputs(group)
         found = [(list(event.token_ids), event.score) for event in events if event.score is not None]
-        # transformers also returns beams that stand for no text, marked by their score.
+        # transformers also returns beams without a text, which it marks by their score.
         expected = [(ids, score) for ids, score in reference(bench, request) if score is not None and score > -1e6]
         assert [ids for ids, _ in found] == [ids for ids, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
 def params_of(data: st.DataObject) -> SamplingParams:
-    """Any controls that go together."""
+    """Return random controls without conflicts."""
     if data.draw(st.booleans()):
         return data.draw(beam_requests("")).params
     return SamplingParams(
@@ -140,7 +140,7 @@ def params_of(data: st.DataObject) -> SamplingParams:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_blocks_and_rows_are_whole_after_any_mix_of_requests_cancels_and_faults(
+def test_blocks_and_rows_are_consistent_after_any_mix_of_requests_cancels_and_faults(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=data.draw(st.sampled_from([40, 200])), reads_history=True)
@@ -168,7 +168,7 @@ def test_blocks_and_rows_are_whole_after_any_mix_of_requests_cancels_and_faults(
 
 
 def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenEvent], tuple[int, ...]]:
-    """Every event of a streamed request, read after each step, and the first output's tokens."""
+    """Read a streamed request after each step. Return every event, and the tokens of the first output."""
     group = bench.ask(changed(request, request_id=group_name))
     events: list[TokenEvent] = []
 
@@ -180,13 +180,13 @@ def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenE
         bench.step()
         bench.loop.run_until_complete(asyncio.sleep(0))
     bench.loop.run_until_complete(asyncio.wait_for(reader, 30))
-    told = tuple(token_id for event in events if event.output_index == 0 for token_id in event.token_ids)
-    return events, told
+    streamed_ids = tuple(token_id for event in events if event.output_index == 0 for token_id in event.token_ids)
+    return events, streamed_ids
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_streamed_search_tells_only_what_its_best_hypothesis_begins_with(
+def test_streamed_search_sends_only_a_prefix_of_its_best_hypothesis(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
@@ -194,19 +194,19 @@ def test_a_streamed_search_tells_only_what_its_best_hypothesis_begins_with(
     whole = bench.ask(dataclasses.replace(request, is_streamed=False))
     bench.finish()
     expected = bench.outputs(whole)
-    events, told = drain(bench, "streamed", request)
-    assert told == expected[0].token_ids
+    events, streamed_ids = drain(bench, "streamed", request)
+    assert streamed_ids == expected[0].token_ids
     assert [event.finish_reason for event in events if event.finish_reason] == [one.finish_reason for one in expected]
 
 
-def test_a_streamed_search_tells_its_agreed_prefix_before_its_end(bench: Bench) -> None:
+def test_streamed_search_sends_the_common_prefix_of_its_beams_before_its_end(bench: Bench) -> None:
     params = SamplingParams(beam_width=2, max_new_tokens=10, forced_first_id=9, ignore_eos=True)
     events, _ = drain(bench, "a", request_of("a", source_of(target_len=12), params=params))
     assert events[0].token_ids[0] == 9
     assert events[0].finish_reason is None
 
 
-def test_samples_of_a_request_are_those_of_as_many_requests(bench: Bench) -> None:
+def test_samples_of_a_request_equal_those_of_separate_requests(bench: Bench) -> None:
     params = SamplingParams(temperature=1.0, seed=7, num_return_sequences=4, max_new_tokens=9)
     together = bench.add("together", source_of(target_len=9), params)
     fewer = bench.add("fewer", source_of(target_len=9), dataclasses.replace(params, num_return_sequences=2))
@@ -214,36 +214,36 @@ def test_samples_of_a_request_are_those_of_as_many_requests(bench: Bench) -> Non
     many, few = bench.outputs(together), bench.outputs(fewer)
     assert [event.token_ids for event in many[:2]] == [event.token_ids for event in few]
     assert len({event.token_ids for event in many}) > 1
-    assert len(bench.runner.encoded[0]) == 2  # one source each, not one a sample
+    assert len(bench.runner.encoded[0]) == 2  # one source for each request, not for each sample
     (last,) = [event for event in many if event.is_last]
     assert last.num_generated == sum(len(e.token_ids) + (e.finish_reason is FinishReason.STOP) for e in many)
 
 
-def test_a_prefix_counts_once_for_a_group_that_joins(bench: Bench) -> None:
+def test_prefix_counts_once_for_a_new_group(bench: Bench) -> None:
     source, prefix = source_of(target_len=9, length=7), (5, 6, 7)
     sampled = SamplingParams(temperature=1.0, num_return_sequences=4, max_new_tokens=2)
     searched = SamplingParams(beam_width=4, max_new_tokens=2)
     groups = [bench.add(name, source, p, prefix=prefix) for name, p in (("s", sampled), ("b", searched))]
     assert [group.num_prefill_tokens for group in groups] == [7 + 3, 7 + 3]
     bench.step()
-    assert bench.runner.decoded_tokens == [4 * 4]  # 19 of the 16 tokens of a step are taken up alone
+    assert bench.runner.decoded_tokens == [4 * 4]  # 19 tokens exceed the 16 of a step, so they are fed alone
     bench.finish()
-    # The samples' second tokens, beside the prefix in the search's first row and a begin token in each of the others.
+    # The second tokens of the samples, the prefix in the search's first row, and a begin token in its other rows.
     assert bench.runner.decoded_tokens[1:3] == [4 + 4 + 3, 4]
 
 
-def test_beams_share_the_blocks_they_have_in_common(bench: Bench) -> None:
+def test_beams_share_blocks_of_common_tokens(bench: Bench) -> None:
     params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
     group = bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
     bench.step()
     reserved = group.num_blocks
     for _ in range(4):
         bench.step()
-    assert len(group.blocks) < reserved  # of the prefix, all beams read one copy
+    assert len(group.blocks) < reserved  # all beams read one copy of the prefix
     bench.finish()
 
 
-def test_a_time_limit_returns_what_there_is(bench: Bench) -> None:
+def test_time_limit_returns_the_output_so_far(bench: Bench) -> None:
     sampled = SamplingParams(time_limit_s=5.0)
     searched = SamplingParams(time_limit_s=5.0, beam_width=2, num_return_sequences=2, ignore_eos=True)
     groups = [bench.add(name, source_of(target_len=25), p) for name, p in (("a", sampled), ("b", searched))]
@@ -261,7 +261,7 @@ def test_a_time_limit_returns_what_there_is(bench: Bench) -> None:
     assert (event.finish_reason, event.token_ids) == (FinishReason.TIME_LIMIT, ())
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it(bench: Bench) -> None:
+def test_stop_string_ends_the_output_with_the_token_that_completes_it(bench: Bench) -> None:
     request = request_of("free", source_of(target_len=9))
     free = bench.ask(request)
     bench.finish()
@@ -280,7 +280,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(bench: Bench) -> No
     assert [one.token_id for one in event.logprobs] == list(token_ids[:5])
 
 
-def test_constraints_that_leave_nothing_end_the_output(bench: Bench) -> None:
+def test_constraints_that_leave_no_token_end_the_output(bench: Bench) -> None:
     nothing = SamplingParams(allowed_ids=(20,), no_repeat_ngram_size=1, ignore_eos=True)
     single = bench.add("single", source_of(target_len=9), nothing)
     beams = bench.add("beams", source_of(target_len=9), dataclasses.replace(nothing, beam_width=2))
@@ -290,7 +290,7 @@ def test_constraints_that_leave_nothing_end_the_output(bench: Bench) -> None:
     assert bench.output(beams).finish_reason is FinishReason.EXHAUSTED
 
 
-def test_a_forced_first_token_is_produced_and_judged(bench: Bench) -> None:
+def test_forced_first_token_is_produced_and_scored(bench: Bench) -> None:
     params = SamplingParams(forced_first_id=33, max_new_tokens=3, num_logprobs=1)
     group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6))
     bench.finish()
@@ -302,7 +302,7 @@ def test_a_forced_first_token_is_produced_and_judged(bench: Bench) -> None:
     assert event.logprobs[0].alternatives[0][0] == logits.argmax()
 
 
-def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) -> None:
+def test_score_equals_the_log_probability_that_generation_reports(bench: Bench) -> None:
     running = bench.add("running", source_of(target_len=12))
     params = SamplingParams(num_logprobs=2)
     source = source_of(target_len=6, variant=1)
@@ -313,14 +313,14 @@ def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) ->
     again = bench.add("again", source_of(target_len=8))
     asked = bench.ask(scored(request_of("score", source, params=params), target_ids))
     bench.finish()
-    judged = bench.output(asked)
-    assert judged.logprobs == event.logprobs
-    assert judged.score == pytest.approx(event.score)
-    assert (judged.finish_reason, judged.num_generated, judged.token_ids) == (FinishReason.STOP, 0, ())
+    score = bench.output(asked)
+    assert score.logprobs == event.logprobs
+    assert score.score == pytest.approx(event.score)
+    assert (score.finish_reason, score.num_generated, score.token_ids) == (FinishReason.STOP, 0, ())
     assert bench.output(running).finish_reason is bench.output(again).finish_reason
 
 
-def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
+def test_score_includes_a_target_without_end_token(bench: Bench) -> None:
     asked = bench.ask(scored(request_of("score", source_of(target_len=6)), (9, 8, 7)))
     bench.finish()
     event = bench.output(asked)
@@ -328,8 +328,8 @@ def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
     assert (event.finish_reason, event.token_ids) == (FinishReason.STOP, ())
 
 
-def test_a_search_after_a_prefix_may_be_forced_its_first_token(bench: Bench) -> None:
-    """Beams beside the first have not read the prefix: none may go on from its own blocks, dead or alive."""
+def test_first_token_of_a_search_can_be_forced_after_a_prefix(bench: Bench) -> None:
+    """Only the first beam has the prefix in its blocks, so no other beam may continue from its own blocks."""
     params = SamplingParams(beam_width=3, num_return_sequences=3, forced_first_id=9, max_new_tokens=5, ignore_eos=True)
     group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6, 7))
     bench.finish()
@@ -343,7 +343,7 @@ def vector_of(event: TokenEvent) -> NDArray[np.float32]:
     return event.readout.values
 
 
-def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
+def test_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     source, other = source_of(target_len=3, length=7), source_of(target_len=2, length=4)
     bench.add("other", other)
     asked = [
@@ -364,12 +364,12 @@ def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     assert vector_of(bench.output(largest)) == pytest.approx(top / np.linalg.norm(top), abs=1e-6)
 
 
-def test_more_rows_than_a_batch_has_are_refused(bench: Bench) -> None:
+def test_request_is_refused_when_it_needs_more_rows_than_a_batch_has(bench: Bench) -> None:
     with pytest.raises(InvalidArgument, match="beam_width is 9; it must be at most 8"):
         bench.add("a", source_of(target_len=3), SamplingParams(beam_width=9))
 
 
-def test_a_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench: Bench) -> None:
+def test_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench: Bench) -> None:
     params = SamplingParams(beam_width=4, ignore_eos=True, max_new_tokens=9)
     broken = bench.add("broken", source_of(target_len=9), params)
 
@@ -386,7 +386,7 @@ def test_a_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench:
     assert bench.output(whole).finish_reason is FinishReason.LENGTH
 
 
-def test_occupancy_follows_the_blocks_that_beams_give_back(bench: Bench) -> None:
+def test_occupancy_decreases_with_the_blocks_that_beams_free(bench: Bench) -> None:
     params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
     bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
     for _ in range(6):

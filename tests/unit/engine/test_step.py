@@ -1,4 +1,4 @@
-"""Steps one by one, without the engine's thread: requests that join and leave, and the time at which they free rows."""
+"""Single steps without the engine's thread: requests that start and end, and the step in which they free rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_step_joins_a_new_request_to_the_running_ones(bench: Bench) -> None:
     assert (row_of(first), row_of(second)) == (0, 1)
 
 
-def test_step_lets_a_request_leave_when_it_ends_and_fills_its_row(bench: Bench) -> None:
+def test_step_removes_a_finished_request_and_fills_its_row(bench: Bench) -> None:
     short, longer, longest = (bench.add(str(n), source_of(target_len=n)) for n in (1, 3, 5))
     bench.step()
     bench.step()
@@ -72,7 +72,7 @@ def test_step_encodes_sources_of_any_lengths_together(bench: Bench) -> None:
     bench.finish()
 
 
-def test_step_ends_at_the_asked_number_of_tokens(bench: Bench) -> None:
+def test_step_ends_a_request_at_the_requested_number_of_tokens(bench: Bench) -> None:
     sequence = bench.add("a", source_of(target_len=9), SamplingParams(max_new_tokens=4))
     exact = bench.add("b", source_of(target_len=3), SamplingParams(max_new_tokens=4))
     bench.finish()
@@ -82,7 +82,7 @@ def test_step_ends_at_the_asked_number_of_tokens(bench: Bench) -> None:
     assert (event.finish_reason, event.num_generated, len(event.token_ids)) == (FinishReason.STOP, 4, 3)
 
 
-def test_step_fills_the_whole_target_when_nothing_ends_it(bench: Bench) -> None:
+def test_step_fills_the_whole_target_when_no_end_token_comes(bench: Bench) -> None:
     sequence = bench.add("a", source_of(target_len=60))
     bench.step()
     assert len(sequence.sequences[0].self_block_table) == blocks_for(bench.runner.max_target_len, BLOCK_SIZE)
@@ -117,7 +117,7 @@ def test_step_never_encodes_a_request_cancelled_while_waiting(bench: Bench) -> N
     assert bench.sample("cancellations_total", stage="waiting", cause="client") == 1
 
 
-def test_step_decodes_nothing_for_requests_given_up_while_they_were_encoded(bench: Bench) -> None:
+def test_step_decodes_nothing_for_requests_cancelled_while_they_were_encoded(bench: Bench) -> None:
     running = bench.add("running", source_of(target_len=6))
     bench.step()
     kept, cancelled = bench.add("kept", source_of(target_len=4)), bench.add("cancelled", source_of(target_len=20))
@@ -145,7 +145,7 @@ def test_step_decodes_nothing_for_requests_given_up_while_they_were_encoded(benc
 def test_step_ends_every_output_when_the_time_limit_passes_during_the_encoder_run(
     bench: Bench, num_outputs: int
 ) -> None:
-    """It ended none of them, and the engine's thread stopped on that."""
+    """Regression: it ended none of them, and the engine's thread stopped with an error."""
     params = SamplingParams(time_limit_s=1.0, temperature=1.0, num_return_sequences=num_outputs)
     group = bench.add("a", source_of(target_len=20), params)
     bench.runner.before_encode = lambda sources: bench.clock.advance(1.0)
@@ -165,7 +165,7 @@ def test_step_counts_a_cancellation_by_a_deadline_as_a_deadline_miss(bench: Benc
     assert bench.sample("cancellations_total", stage="running", cause="deadline") is None
 
 
-def test_step_ends_requests_whose_deadline_has_come(loop: asyncio.AbstractEventLoop) -> None:
+def test_step_ends_requests_whose_deadline_has_passed(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=1)
     running = bench.add("running", source_of(target_len=20), within_s=2.0)
     waiting = bench.add("waiting", source_of(target_len=20), within_s=1.0)
@@ -186,7 +186,7 @@ def test_step_ends_requests_whose_deadline_has_come(loop: asyncio.AbstractEventL
     bench.finish()
 
 
-def test_step_fails_only_the_source_that_the_encoder_cannot_take(bench: Bench) -> None:
+def test_step_fails_only_the_source_that_the_encoder_refuses(bench: Bench) -> None:
     running = bench.add("running", source_of(target_len=5))
     bench.step()
     bad = bench.add("bad", source_of(target_len=5, length=4))
@@ -204,7 +204,7 @@ def test_step_fails_only_the_source_that_the_encoder_cannot_take(bench: Bench) -
         assert bench.output(sequence).token_ids == expected(bench, sequence)[0]
 
 
-def test_step_fails_every_row_of_a_decoder_run_that_raised_and_goes_on(bench: Bench) -> None:
+def test_step_fails_every_row_of_a_decoder_run_that_raised_and_continues(bench: Bench) -> None:
     sequences = [bench.add(str(i), source_of(target_len=5, variant=i)) for i in range(3)]
 
     def fail(num_rows: int) -> None:
@@ -231,7 +231,7 @@ def test_step_fails_only_the_request_whose_logits_are_not_finite(bench: Bench, b
     assert bench.output(healthy).token_ids == expected(bench, healthy)[0]
 
 
-def test_step_gives_a_sampled_request_the_same_tokens_alone_and_among_others(
+def test_step_gives_a_sampled_request_the_same_tokens_alone_and_in_a_batch(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     params = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=99)
@@ -267,12 +267,12 @@ def test_step_measures_latencies_by_the_clock(bench: Bench) -> None:
 
 
 def test_stepper_reports_an_empty_cache_before_the_first_request(bench: Bench) -> None:
-    """It used to read 0 free blocks until then, as if the cache were full."""
+    """Regression: it reported 0 free blocks until then, as if the cache were full."""
     assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
     assert bench.sample("kv_cache_usage_ratio") == 0
 
 
-def test_step_reports_cache_use_self_and_cross_apart(bench: Bench) -> None:
+def test_step_reports_self_and_cross_cache_use_separately(bench: Bench) -> None:
     bench.add("a", source_of(target_len=9, length=9), SamplingParams(max_new_tokens=4))
     bench.step()
     assert bench.sample("kv_cache_blocks", use="self") == blocks_for(5, BLOCK_SIZE)
@@ -285,7 +285,7 @@ def test_step_reports_cache_use_self_and_cross_apart(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_end(
+def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_terminal_event(
     loop: asyncio.AbstractEventLoop, seed: int
 ) -> None:
     dice = random.Random(seed)

@@ -15,7 +15,7 @@ from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.call import Call
 from tests.fakes import request_of
 
-LONG_S = 3600.0  # a window that no test outlives
+LONG_S = 3600.0  # longer than any test
 
 
 def final(stream: OutputStream, num_generated: int = 0) -> TokenEvent:
@@ -30,12 +30,12 @@ def push_all(stream: OutputStream, token_ids: list[int]) -> None:
 
 
 async def settle() -> None:
-    """Let every callback that is ready run."""
+    """Run every callback that is ready."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
-async def test_stream_hands_over_the_first_token_at_once() -> None:
+async def test_stream_delivers_the_first_token_at_once() -> None:
     stream = OutputStream("a", coalesce_s=LONG_S)
     reader = asyncio.ensure_future(anext(stream))
     await settle()
@@ -54,7 +54,7 @@ async def test_stream_merges_tokens_until_its_window_ends() -> None:
     push_all(stream, [2, 3])
     await settle()
     assert not reader.done()
-    stream._end_window()  # as the timer does
+    stream._end_window()  # like the timer
     await settle()
     assert reader.result() == TokenEvent(request_id="a", token_ids=(2, 3))
     stream.finish(final(stream))
@@ -73,7 +73,7 @@ async def test_stream_sends_a_late_token_at_once_when_its_window_is_over() -> No
     stream.finish(final(stream))
 
 
-async def test_stream_window_ends_by_itself() -> None:
+async def test_stream_window_ends_without_a_further_token() -> None:
     stream = OutputStream("a", coalesce_s=0.001)
     stream.push(1)
     await anext(stream)
@@ -82,7 +82,7 @@ async def test_stream_window_ends_by_itself() -> None:
         assert (await anext(stream)).token_ids == (2,)
 
 
-async def test_stream_hands_over_the_end_at_once_with_all_unread_tokens() -> None:
+async def test_stream_delivers_the_end_at_once_with_all_unread_tokens() -> None:
     stream = OutputStream("a", coalesce_s=LONG_S)
     stream.push(1)
     await anext(stream)
@@ -96,7 +96,7 @@ async def test_stream_hands_over_the_end_at_once_with_all_unread_tokens() -> Non
     assert [event async for event in stream] == []
 
 
-async def test_stream_yields_one_terminal_event_whatever_comes_after() -> None:
+async def test_stream_yields_one_terminal_event_and_ignores_later_events() -> None:
     stream = OutputStream("a", coalesce_s=0.0)
     push_all(stream, [1, 2])
     stream.finish(final(stream))
@@ -129,7 +129,7 @@ async def test_stream_collect_wakes_once_with_everything() -> None:
     assert event.num_generated == 5
 
 
-async def test_stream_survives_a_reader_that_is_cancelled() -> None:
+async def test_stream_continues_after_its_reader_is_cancelled() -> None:
     stream = OutputStream("a", coalesce_s=LONG_S)
     reader = asyncio.ensure_future(anext(stream))
     await settle()
@@ -167,7 +167,7 @@ async def test_publisher_delivers_a_step_with_one_call_into_the_loop(monkeypatch
         stream.finish(final(stream))
 
 
-async def test_publisher_reaches_streams_of_several_loops() -> None:
+async def test_publisher_delivers_to_streams_of_several_loops() -> None:
     here = [OutputStream(f"here{i}") for i in range(2)]
     there: list[OutputStream] = []
     ready, collected = threading.Event(), []
@@ -199,7 +199,7 @@ async def test_publisher_follows_a_change_of_streams() -> None:
     assert (await second.collect())[0].token_ids == (2,)
 
 
-def test_publisher_returns_the_streams_of_a_closed_loop() -> None:
+def test_publisher_returns_streams_whose_loop_is_closed() -> None:
     loop = asyncio.new_event_loop()
     stream = OutputStream("a", loop=loop)
     loop.close()
@@ -210,7 +210,7 @@ def ended(index: int, *, is_last: bool = False, error: Exception | None = None) 
     return TokenEvent(request_id="a", output_index=index, finish_reason=FinishReason.STOP, is_last=is_last, error=error)
 
 
-async def test_stream_merges_each_output_by_itself() -> None:
+async def test_stream_merges_each_output_separately() -> None:
     stream = OutputStream("a", coalesce_s=0.0)
     outputs = [stream.output(index) for index in range(3)]
     for item, index in enumerate((0, 2, 0, 1, 2)):
@@ -240,7 +240,7 @@ async def test_stream_collects_outputs_by_index_and_their_log_probabilities() ->
     assert (second.token_ids, second.logprobs) == ((5,), (TokenLogprob(5, -0.5),))
 
 
-async def test_stream_collects_an_error_alone() -> None:
+async def test_stream_collects_only_the_error_of_a_failed_request() -> None:
     stream, error = OutputStream("a"), RuntimeError("broken")
     stream.finish(ended(0))
     stream.finish(ended(0, is_last=True, error=error))
@@ -250,8 +250,8 @@ async def test_stream_collects_an_error_alone() -> None:
         await stream.collect()
 
 
-async def test_a_call_that_has_ended_is_freed_without_the_collector() -> None:
-    """Its stream knew it, and it the stream: 60 MB of embeddings lived on until the collector's next round."""
+async def test_ended_call_is_freed_without_garbage_collection() -> None:
+    """Regression: call and stream referenced each other, and 60 MB of embeddings stayed until garbage collection."""
     stream = OutputStream("a")
     call = Call(method="Test/Embed", request_id="a", arrival_s=0.0)
     call.admitted(request_of("a", (5,), params=SamplingParams(max_new_tokens=1)), stream)

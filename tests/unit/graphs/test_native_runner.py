@@ -1,4 +1,4 @@
-"""The native runner over graphs built by hand, against the same network recomputed in NumPy."""
+"""The native runner with graphs built by hand, compared with the same network recomputed in NumPy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def runner(bundle: Bundle) -> NativeRunner:
 
 
 class Tables:
-    """Blocks of rows, taken from one pool in an order that leaves none next to another's."""
+    """Blocks of rows, taken from one pool in an order in which no block is next to another of its row."""
 
     def __init__(self, runner: NativeRunner, sources: Sequence[Sequence[int]]) -> None:
         pool = BlockPool(runner.num_blocks, runner.block_size)
@@ -75,7 +75,7 @@ class Tables:
         sampling: SamplingArrays | None = None,
     ) -> DecodeBatch:
         width = max(map(len, self.cross))
-        cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # what is unused may be anything
+        cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # unused entries can have any value
         tables = (self.self_tables, cross)
         return batch_of(fed, past_lens, self.lens, tables=tables, num_logprobs=num_logprobs, sampling=sampling)
 
@@ -87,13 +87,15 @@ def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> 
 
 
 def scores_of(model: TinyModel, targets: Sequence[Sequence[int]] = TARGETS) -> np.ndarray:
-    """Log-probabilities [R, V] after the last of each row's targets."""
+    """Return the log-probabilities [R, V] after the last target of each row."""
     pairs = zip(SOURCES, targets, strict=True)
     logits = np.stack([model.logits(source, target) for source, target in pairs]).astype(np.float64)
     return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
 
 
-def test_native_runner_decodes_ragged_rows_like_the_network_recomputed(runner: NativeRunner, model: TinyModel) -> None:
+def test_native_runner_decodes_rows_of_different_lengths_like_the_recomputed_network(
+    runner: NativeRunner, model: TinyModel
+) -> None:
     tables = encode(runner)
     drawn = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
     expected = scores_of(model)
@@ -104,7 +106,7 @@ def test_native_runner_decodes_ragged_rows_like_the_network_recomputed(runner: N
     np.testing.assert_array_equal(drawn.logprobs, drawn.top_logprobs[:, 0])
 
 
-def test_native_runner_gives_the_same_bits_at_once_and_one_by_one(runner: NativeRunner) -> None:
+def test_native_runner_is_bit_identical_for_tokens_fed_together_and_one_by_one(runner: NativeRunner) -> None:
     tables = encode(runner)
     at_once = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
     tables = encode(runner)
@@ -119,7 +121,7 @@ def test_native_runner_gives_the_same_bits_at_once_and_one_by_one(runner: Native
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundle, threads: int) -> None:
+def test_native_runner_row_is_bit_identical_alone_and_in_a_batch(bundle: Bundle, threads: int) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=threads)
     together = runner.decode(encode(runner).batch(TARGETS, [0] * 3, num_logprobs=0))
     token_ids, logprobs = together.token_ids.copy(), together.logprobs.copy()
@@ -128,7 +130,7 @@ def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundl
         assert (alone.token_ids[0], alone.logprobs[0]) == (token_ids[row], logprobs[row])
 
 
-# Every token of ragged rows is looked at, in an order of its own, and one of them twice.
+# Picks of every token of rows with different lengths, in another order, and of one token twice.
 ENDS = ((2, 21), (0, 1), (1, 1), (0, 3), (2, 1), (2, 20), (0, 3))
 KINDS = (
     SampleSettings(temperature=0.5),
@@ -157,7 +159,7 @@ def assert_same(found: Samples, expected: Samples) -> None:
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=TOLERANCE)
 
 
-def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunner, model: TinyModel) -> None:
+def test_native_runner_samples_as_numpy_does_after_any_token(runner: NativeRunner, model: TinyModel) -> None:
     tables, starts = encode(runner), np.cumsum([0, *map(len, TARGETS)])
     picks = [int(starts[row]) + end - 1 for row, end in ENDS]
     found = set()
@@ -171,14 +173,12 @@ def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunne
     assert NONE_ALLOWED in found
 
 
-def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
+def test_native_runner_uses_the_settings_of_each_step_when_steps_share_arrays(
     runner: NativeRunner, model: TinyModel
 ) -> None:
-    """Rows of one token reuse arrays and bindings, whatever came between: other widths, edits, rows, ragged rows."""
+    """Steps of single tokens reuse arrays and bindings after steps with other widths, logits processors and rows."""
     tables = encode(runner)
-    many = [
-        (token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)
-    ] * 15  # more than there is room for at first
+    many = [(token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)] * 15  # more than the initial capacity
     sets = [
         [SampleSettings()] * 3,
         list(KINDS[:3]),
@@ -198,8 +198,8 @@ def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
     assert_same(runner.decode(batches[2]), expected_samples(model, batches[2].sampling, [(row, 1) for row in range(3)]))
 
 
-def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRunner, model: TinyModel) -> None:
-    source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block, and three tokens of the next
+def test_native_runner_rows_share_blocks_until_one_is_copied(runner: NativeRunner, model: TinyModel) -> None:
+    source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block and three tokens of the next one
     runner.encode([source], [(0, 1)])
     first, second = (10, 11), (10, 12)
     runner.decode(batch_of([past], [0], [len(source)], tables=([first], [(0, 1)])))
@@ -213,7 +213,7 @@ def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRu
         np.testing.assert_allclose(scores[row], logits - np.log(np.exp(logits).sum()), atol=TOLERANCE)
 
 
-def test_native_runner_copies_whole_blocks_and_no_others(runner: NativeRunner) -> None:
+def test_native_runner_copies_exactly_the_given_blocks(runner: NativeRunner) -> None:
     generator = np.random.default_rng(0)
     runner.cache[:] = generator.random(runner.cache.shape)
     before = runner.cache.copy()
@@ -225,7 +225,7 @@ def test_native_runner_copies_whole_blocks_and_no_others(runner: NativeRunner) -
             runner.copy_blocks(np.array(sources, np.int32), np.array(targets, np.int32))
 
 
-def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, model: TinyModel) -> None:
+def test_native_runner_returns_encoder_states_when_requested(bundle: Bundle, model: TinyModel) -> None:
     sources = [*SOURCES, *[tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(20)]]
     tables = [(3 * row, 3 * row + 1, 3 * row + 2)[: blocks_for(len(s), BLOCK)] for row, s in enumerate(sources)]
     roomy = NativeRunner(bundle, max_rows=32, threads=1)
@@ -237,13 +237,13 @@ def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, mod
     assert roomy.encode(sources, tables).memory is None
 
 
-def test_native_runner_gives_no_logprobs_unasked(runner: NativeRunner) -> None:
+def test_native_runner_returns_no_log_probabilities_when_none_are_requested(runner: NativeRunner) -> None:
     drawn = runner.decode(encode(runner).batch([[1]] * 3, [0] * 3))
     assert not drawn.logprobs.any()
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == (3, 0)
 
 
-def test_native_runner_half_cache_agrees_within_its_rounding(tmp_path: Path, model: TinyModel) -> None:
+def test_native_runner_float16_cache_agrees_within_its_rounding(tmp_path: Path, model: TinyModel) -> None:
     half = NativeRunner(write_native_bundle(tmp_path / "half", model, "float16"), max_rows=4, threads=1)
     assert half.cache.dtype == np.float16
     drawn = half.decode(encode(half).batch(TARGETS, [0] * 3, num_logprobs=24))
@@ -262,7 +262,7 @@ def test_native_runner_writes_only_the_blocks_it_is_given(runner: NativeRunner) 
     assert written == cross | own
 
 
-def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, model: TinyModel) -> None:
+def test_native_runner_reports_measured_and_predicted_workspace(tmp_path: Path, model: TinyModel) -> None:
     profiled = write_native_bundle(tmp_path / "profiled", model)
     fit = MemoryFit(a=100.0, b=10.0, c=0.0, residual=0.0, exponent=1.0, max_len=40, max_rows=2)
     memory = MemoryProfile(fits={"native-float32": fit}, machine="here")
@@ -276,7 +276,7 @@ def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, mo
     assert 0 < report.peak_workspace_bytes < 1 << 20
 
 
-def test_native_runner_keeps_blocks_it_never_used_out_of_memory(bundle: Bundle) -> None:
+def test_native_runner_uses_no_memory_for_blocks_that_were_never_written(bundle: Bundle) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=1, num_blocks=1 << 20)
     assert runner.cache.nbytes == runner.num_blocks * runner.block_size * runner.cache_bytes_per_token
     before = resident_bytes()
@@ -304,7 +304,7 @@ def test_native_runner_refuses_sources_that_do_not_fit(
         runner.encode(sources, tables)
 
 
-def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runner: NativeRunner) -> None:
+def test_native_runner_names_graph_and_operator_when_a_batch_has_indices_out_of_range(runner: NativeRunner) -> None:
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*PagedWrite"):
         runner.encode([[5, 2]], [(runner.num_blocks,)])
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*Embed"):
@@ -320,7 +320,7 @@ def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runn
 
 
 def rewrite(bundle: Bundle, name: str, content: bytes) -> Bundle:
-    """Replace a file and list it as if it belonged."""
+    """Replace a file and update the manifest for it."""
     (bundle.path / name).write_bytes(content)
     files = {**bundle.manifest.files, name: file_entry(bundle.path / name)}
     write_manifest(bundle.path, bundle.manifest.model_copy(update={"files": files}))
@@ -336,7 +336,7 @@ def test_native_runner_names_a_graph_that_onnx_runtime_refuses(tmp_path: Path, m
         NativeRunner(bundle, max_rows=1, threads=1)
 
 
-def test_native_runner_names_what_a_graph_lacks(tmp_path: Path, model: TinyModel) -> None:
+def test_native_runner_names_the_missing_part_of_a_graph(tmp_path: Path, model: TinyModel) -> None:
     bundle = write_native_bundle(tmp_path / "b", model)
     graph = onnx.load(bundle.path / "decoder.onnx")
     graph.graph.output[0].name = graph.graph.node[-1].output[0] = "chosen"
@@ -354,7 +354,7 @@ def test_native_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path:
     assert runner.encode([[5] * 16], [table[:1]]).rows == 1
 
 
-def test_open_runner_takes_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
+def test_open_runner_accepts_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
     contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
     assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
     assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9

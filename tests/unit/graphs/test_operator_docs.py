@@ -23,18 +23,18 @@ ELEMENTS: dict[Kind, int] = {"cache": 0, "float": 1, "int8": 3, "int32": 6, "int
 
 
 def signature(node: Node) -> str:
-    """The line by which the native library describes a node."""
+    """Return the native library's line that describes a node."""
     inputs = [f"{ELEMENTS[given.kind]}{'?' if given.optional else ''}" for given in node.inputs]
     return " ".join([node.name, *inputs, "->", *(str(ELEMENTS[output.kind]) for output in node.outputs)])
 
 
-def test_documented_operators_are_the_declared_ones() -> None:
+def test_documented_operators_equal_the_declared_ones() -> None:
     _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
     assert marker
     assert generated == "\n" + document(OPERATORS), "run python -m antiphon.model.ops.operator_table docs/OPERATORS.md"
 
 
-def test_kernels_of_the_native_library_are_the_declared_ones() -> None:
+def test_kernels_of_the_native_library_equal_the_declared_ones() -> None:
     library = ctypes.CDLL(str(LIBRARY))
     library.antiphon_operators.restype = ctypes.c_char_p
     registered = library.antiphon_operators().decode().splitlines()

@@ -51,7 +51,7 @@ def test_fit_recovers_the_coefficients_that_made_the_measurements(
     assert (fit.max_len, fit.max_rows) == (1024, 4)
 
 
-def test_fit_residual_is_the_largest_relative_error() -> None:
+def test_fit_residual_equals_the_largest_relative_error() -> None:
     measurements = polynomial(1000, 200, 0)
     bent = [*measurements[:-1], Measurement(rows=4, length=1024, peak_bytes=2 * measurements[-1].peak_bytes)]
     fit = fit_memory(bent)
@@ -60,7 +60,7 @@ def test_fit_residual_is_the_largest_relative_error() -> None:
     assert fit.residual > 0.05
 
 
-def test_fit_never_predicts_less_than_nothing() -> None:
+def test_fit_never_predicts_a_negative_workspace() -> None:
     falling = [Measurement(rows=1, length=length, peak_bytes=4096 - length) for length in (16, 64, 256)]
     fit = fit_memory(falling)
     assert min(fit.a, fit.b, fit.c) >= 0
@@ -71,7 +71,9 @@ def test_fit_refuses_too_few_lengths() -> None:
         fit_memory([Measurement(rows=1, length=length, peak_bytes=1) for length in (16, 64)])
 
 
-def test_profile_finds_fused_linear_and_eager_quadratic(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_measures_linear_growth_for_fused_and_quadratic_for_eager(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_profile(str(bundle.path)) == 0
     memory = load_bundle(bundle.path).manifest.memory
     assert memory is not None
@@ -92,7 +94,7 @@ def test_profile_finds_fused_linear_and_eager_quadratic(bundle: Bundle, capsys: 
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_profile_prediction_meets_what_another_run_takes(bundle: Bundle, lowering: Lowering) -> None:
+def test_profile_predicts_the_workspace_of_another_run(bundle: Bundle, lowering: Lowering) -> None:
     assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
     graphs, profiled = bundle.graph_set("float32", lowering), load_bundle(bundle.path)
     fit = profiled.memory_fit(graphs)
@@ -103,7 +105,7 @@ def test_profile_prediction_meets_what_another_run_takes(bundle: Bundle, lowerin
     assert peak == pytest.approx(fit.predict(2, 200), rel=fit.residual + 0.02)
 
 
-def test_profile_prediction_meets_what_the_server_measures(tmp_path: Path) -> None:
+def test_profile_predicts_the_workspace_that_the_server_measures(tmp_path: Path) -> None:
     bundle = write_native_bundle(tmp_path / "tiny", tiny_model(tiny_native_config(LONGEST)))
     assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
     profiled = load_bundle(bundle.path)
@@ -114,13 +116,13 @@ def test_profile_prediction_meets_what_the_server_measures(tmp_path: Path) -> No
     assert report.peak_workspace_bytes == pytest.approx(report.predicted_fused_bytes, rel=fit.residual + 0.02)
 
 
-def test_fit_of_packed_graphs_has_no_square_term() -> None:
+def test_fit_of_packed_graphs_has_no_quadratic_term() -> None:
     fit = fit_memory(polynomial(5000, 200, 3), packed=True)
     assert fit.c == 0
     assert fit.b > 200
 
 
-def test_profile_of_a_random_model_shows_every_lowering(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_a_random_model_contains_every_lowering(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The native encoder's workspace follows its tokens, the eager one's their square."""
     plot = tmp_path / "plot.png"
     lengths = "128,256,512,1024"
@@ -149,14 +151,14 @@ def test_profile_refuses_a_wrong_random_model_in_one_line(
     assert message in line
 
 
-def test_profile_says_when_there_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_reports_that_there_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = write_bundle(tmp_path / "fused", tiny_model(tiny_config(LONGEST)))
     assert run_profile(str(bundle.path), "--plot", str(tmp_path / "chosen.png")) == 0
     assert "holds no eager graphs" in capsys.readouterr().err
     assert (tmp_path / "chosen.png").exists()
 
 
-def test_profile_leaves_out_runs_that_exceed_memory(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_omits_runs_that_exceed_memory(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     grid = profile.Grid(lengths=(16, 32, 64, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     measurements = profile.measure_bundle(bundle, grid)
     assert [m.length for m in measurements["contrib-float32"]] == [16, 32, 64, LONGEST]
@@ -165,7 +167,7 @@ def test_profile_leaves_out_runs_that_exceed_memory(bundle: Bundle, capsys: pyte
     assert Workspace().stats().limit_bytes == 0
 
 
-def test_profile_refuses_a_budget_in_which_too_little_fits(bundle: Bundle) -> None:
+def test_profile_refuses_a_budget_that_is_too_small(bundle: Bundle) -> None:
     grid = profile.Grid(lengths=(16, 400, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     with pytest.raises(profile.ProfileError, match="fewer than 3 fit in memory for eager-float32"):
         profile.measure_bundle(bundle, grid)
@@ -191,6 +193,6 @@ def test_profile_refuses_wrong_options_in_one_line(
     assert message in lines[0]
 
 
-def test_profile_refuses_what_is_not_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_refuses_a_folder_that_is_not_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_profile(str(tmp_path)) == 2
     assert "is not a bundle: manifest.json is missing" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The stepper over contrib and eager graphs built by hand, against the same network recomputed in NumPy."""
+"""The stepper with contrib and eager graphs built by hand, compared with the same network recomputed in NumPy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def bundle(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Bundle
 
 
 @pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_stepper_decodes_ragged_rows_like_the_network_recomputed(
+def test_stepper_decodes_rows_of_different_lengths_like_the_recomputed_network(
     bundle: Bundle, model: TinyModel, lowering: Lowering
 ) -> None:
     stepper = GraphStepper(bundle.path, bundle.graph_set("float32", lowering), model.config)
-    # Graphs built by hand name the capacity of their caches: the model's limits.
+    # Graphs built by hand state the capacity of their caches, which is the model's limits.
     source_lens = np.array([len(source) for source in SOURCES], np.int32)
     cross_kv = stepper.fill_cross(SOURCES, model.config.max_source_len)
     self_kv = stepper.caches("decoder", len(SOURCES), model.config.max_target_len)

@@ -25,14 +25,14 @@ WIDTH, INNER = 32, 128
 
 @pytest.fixture
 def workspace() -> Iterator[Workspace]:
-    gc.collect()  # sessions of other tests leave now or stay
+    gc.collect()  # sessions of other tests are freed now or stay
     workspace = Workspace()
     yield workspace
     workspace.limit_growth(None)
 
 
 def two_products() -> bytes:
-    """[b, WIDTH] -> [b, INNER] -> [b, WIDTH]: the inner array is all its workspace."""
+    """Return the graph [b, WIDTH] -> [b, INNER] -> [b, WIDTH]; the inner array is its whole workspace."""
     generator = np.random.default_rng(0)
     weights = {"up": (WIDTH, INNER), "down": (INNER, WIDTH)}
     graph = helper.make_graph(
@@ -60,7 +60,7 @@ def ones(rows: int) -> dict[str, np.ndarray]:
 
 
 def measured_peak(workspace: Workspace, run: Any, rows: int) -> int:
-    """Peak over one run; its output is dropped."""
+    """Return the peak of one run, whose output is discarded."""
     workspace.reset_peak()
     before = workspace.stats().in_use_bytes
     run.run(None, ones(rows))
@@ -68,7 +68,7 @@ def measured_peak(workspace: Workspace, run: Any, rows: int) -> int:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 512])
-def test_workspace_peak_is_exactly_what_the_graph_holds(workspace: Workspace, rows: int) -> None:
+def test_workspace_peak_equals_the_bytes_of_the_graphs_arrays(workspace: Workspace, rows: int) -> None:
     run = session(workspace)
     for _ in range(3):
         assert measured_peak(workspace, run, rows) == rows * (INNER + WIDTH) * 4
@@ -100,7 +100,7 @@ def test_workspace_output_belongs_to_its_holder(workspace: Workspace) -> None:
     assert workspace.stats().in_use_bytes == before
 
 
-def test_workspace_returns_what_exceeds_its_cache(workspace: Workspace) -> None:
+def test_workspace_frees_memory_beyond_its_cache(workspace: Workspace) -> None:
     run = session(workspace)
     run.run(None, ones(1 << 18))  # 160 MiB
     stats = workspace.stats()
@@ -127,7 +127,7 @@ def test_workspace_limit_fails_the_run_and_leaves_the_session_usable(workspace: 
 
 @contextlib.contextmanager
 def using(workspace: Workspace) -> Iterator[None]:
-    """This thread's sessions allocate there."""
+    """Let the sessions of this thread allocate in a workspace."""
     previous = workspace.enter()
     try:
         yield
@@ -135,7 +135,7 @@ def using(workspace: Workspace) -> Iterator[None]:
         workspace.leave(previous)
 
 
-def test_workspaces_of_their_own_count_and_bound_apart(workspace: Workspace) -> None:
+def test_separate_workspaces_have_separate_counts_and_limits(workspace: Workspace) -> None:
     one, two = Workspace(is_own=True), Workspace(is_own=True)
     before = workspace.stats()
     with using(one):
@@ -145,15 +145,15 @@ def test_workspaces_of_their_own_count_and_bound_apart(workspace: Workspace) -> 
     one.limit_growth(1 << 20)
     with using(one), pytest.raises(Exception, match="workspace limit reached"):
         run.run(None, ones(1 << 16))
-    with using(two):  # whoever runs it pays for it
+    with using(two):  # the workspace of the running thread counts
         assert run.run(None, ones(1 << 16))[0].shape == (1 << 16, WIDTH)
         assert two.stats().in_use_bytes == 0
     assert two.stats().peak_bytes == (1 << 16) * (INNER + WIDTH) * 4
     assert workspace.stats() == before
 
 
-def test_workspaces_of_their_own_measure_while_others_run(workspace: Workspace) -> None:
-    """A peak was of all sessions of the process: two models could not run at once and be measured."""
+def test_separate_workspace_is_measured_while_others_run(workspace: Workspace) -> None:
+    """Regression: a peak included all sessions of the process, so two concurrent models could not be measured."""
     rows: dict[int, list[int]] = {1: [], 300: []}
 
     def measure(num_rows: int) -> None:
@@ -172,7 +172,7 @@ def test_workspaces_of_their_own_measure_while_others_run(workspace: Workspace) 
     }
 
 
-def test_workspace_of_its_own_keeps_nothing_when_it_is_gone() -> None:
+def test_separate_workspace_frees_all_memory_when_it_is_deleted() -> None:
     own = Workspace(is_own=True)
     with using(own):
         session(own).run(None, ones(1 << 12))
@@ -213,7 +213,7 @@ def test_workspace_library_refuses_another_onnx_runtime_before_calling_it(worksp
         return 0xBAD
 
     create_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(refuse)
-    # Every other slot is null: calling one would end the process.
+    # Every other slot is null, so a call of one would end the process.
     table = (ctypes.c_void_p * 400)(ctypes.cast(create_status, ctypes.c_void_p))
     version = ctypes.create_string_buffer(b"1.40.2")
     base = OrtApiBase()

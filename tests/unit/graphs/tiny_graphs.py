@@ -1,4 +1,4 @@
-"""A tiny bundle: graphs built node by node, and the same network in NumPy as reference.
+"""Tiny bundle: graphs built node by node, and the same network in NumPy as reference.
 
 One encoder block without norms, decoder layers with cached self-attention and cross-attention, random weights. The
 graphs follow the contract of manifest.GraphSet, so that tests of the runner need no training and no export.

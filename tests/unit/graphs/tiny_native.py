@@ -1,4 +1,4 @@
-"""The network of tiny_graphs.py with native operators: packed batches, a block pool, sampling in the graph.
+"""Network of tiny_graphs.py with native operators: packed batches, a block pool, sampling in the graph.
 
 It is built node by node and follows the contract of manifest.GraphSet, so that tests of runner and operators need no
 training and no export.

@@ -169,7 +169,7 @@ def test_external_data_is_found_at_every_place_of_a_graph(tmp_path: Path) -> Non
     }
 
 
-def test_numbers_of_the_fields_are_onnx_own() -> None:
+def test_field_numbers_equal_those_of_onnx() -> None:
     from antiphon.model.bundle import external_data
 
     kinds: dict[str, Any] = {

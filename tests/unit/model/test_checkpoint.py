@@ -33,7 +33,7 @@ def write_checkpoint(path: Path, **overrides: object) -> Transformer:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_loaded_model_is_the_saved_one(tmp_path: Path, tied: bool) -> None:
+def test_loaded_model_equals_the_saved_model(tmp_path: Path, tied: bool) -> None:
     model = write_checkpoint(tmp_path / "c", tie_source_target=tied, tie_output=tied)
     loaded = load_checkpoint(tmp_path / "c")
     ids = torch.arange(4, 10)[None]
@@ -53,10 +53,10 @@ def test_loaded_encoder_has_the_saved_heads_and_one_layer(tmp_path: Path) -> Non
     assert loaded.encoder is not None
     assert loaded.get_parameter("heads.fill_mask.output.weight") is loaded.encoder.embedding.weight
     assert len({id(layer) for layer in loaded.encoder.layers}) == 1
-    assert not torch.equal(model.encode(ids), expected)  # token types tell
+    assert not torch.equal(model.encode(ids), expected)  # token types make a difference
 
 
-def test_a_model_names_the_heads_it_has(tmp_path: Path) -> None:
+def test_model_names_its_heads_when_another_is_requested(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "c", **ENCODER)
     with pytest.raises(ValueError, match="no head for 'classify'; its heads: fill_mask, tag, pool"):
         model.read_out("classify", torch.zeros(1, 32))
@@ -107,7 +107,7 @@ def change_vocabulary(path: Path) -> None:
         (lambda path: (path / "provenance.json").write_text('{"source": 1}'), r"provenance\.json: source: "),
     ],
 )
-def test_spoilt_checkpoint_is_refused_by_name(tmp_path: Path, spoil: object, message: str) -> None:
+def test_damaged_checkpoint_is_refused_with_the_name_of_the_file(tmp_path: Path, spoil: object, message: str) -> None:
     write_checkpoint(tmp_path / "c")
     assert callable(spoil)
     spoil(tmp_path / "c")

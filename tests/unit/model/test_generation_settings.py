@@ -46,7 +46,7 @@ def test_settings_become_generation_defaults(stated: dict[str, Any], expected: d
     assert defaults_of(tmp_path, **stated) == GenerationDefaults(**expected)
 
 
-def test_an_old_checkpoint_has_its_settings_in_config_json(tmp_path: Path) -> None:
+def test_settings_are_read_from_config_json_of_an_old_checkpoint(tmp_path: Path) -> None:
     found = generation_defaults(tmp_path, {"num_beams": 6, "max_length": 20, "d_model": 8}, CONFIG, TEXT)
     assert found == GenerationDefaults(beam_width=6, max_new_tokens=19)
 
@@ -57,7 +57,7 @@ def test_invalid_settings_are_left_out_and_reported(tmp_path: Path, capsys: pyte
     assert "beam_width of its generation settings is left out" in capsys.readouterr().err
 
 
-def test_a_bundles_defaults_have_the_ranges_of_the_options() -> None:
+def test_defaults_of_a_bundle_have_the_ranges_of_the_options() -> None:
     holds = {one.field: one.range.holds for one in SAMPLING_CONTROLS if one.range is not None}
     for name, field in GenerationDefaults.model_fields.items():
         assert name in SamplingParams.__dataclass_fields__

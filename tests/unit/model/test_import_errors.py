@@ -79,9 +79,7 @@ def test_tensors_of_another_shape_are_named(
     assert "of another shape: decoder.layers.0.fc1.bias [[44]], expected [48]" in refused(checkpoint, tmp_path, capsys)
 
 
-def test_values_that_are_no_numbers_are_refused(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_non_finite_values_are_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_tensors(checkpoint, lambda held: held["model.encoder.layers.0.fc1.bias"].fill_(torch.nan))
     said = refused(checkpoint, tmp_path, capsys, "--no-verify")
     assert "encoder.layers.0.feed_forward.inner.bias" in said
@@ -110,7 +108,7 @@ def test_settings_that_are_not_supported_are_named(
     assert re.search(expected, refused(checkpoint, tmp_path, capsys))
 
 
-def test_a_model_that_computes_something_else_than_the_original_is_refused(
+def test_model_is_refused_when_it_would_compute_something_else_than_the_original(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers reads the table of sinusoids that a checkpoint stores; our model computes it."""
@@ -138,7 +136,7 @@ class _Code:
 
 
 @pytest.mark.parametrize("as_zip", [True, False], ids=["zip", "legacy"])
-def test_code_in_a_pickle_is_never_run(
+def test_import_never_runs_code_in_a_pickle(
     as_zip: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "model.safetensors").unlink()
@@ -161,7 +159,7 @@ def test_a_missing_part_of_an_index_is_named(
     assert "names 'model-2.safetensors', which is not in its directory" in refused(checkpoint, tmp_path, capsys)
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(
+def test_tokenizer_is_refused_when_it_has_more_tokens_than_the_model(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = checkpoint / "tokenizer.json"
@@ -171,7 +169,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(
     assert "the tokenizer has 300 tokens, and the model only 211" in refused(checkpoint, tmp_path, capsys)
 
 
-def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_is_refused_when_it_is_not_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refused(tmp_path / "empty", tmp_path, capsys)
 
@@ -210,7 +208,7 @@ def test_import_leaves_no_files_when_the_disk_is_full(
     assert "File too large" in said
 
 
-def test_a_target_that_exists_is_refused_first(
+def test_existing_target_is_refused_before_anything_else(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "bundle"

@@ -38,7 +38,7 @@ LENGTH = "original_max_position_embeddings"
     ],
     ids=str,
 )
-def test_rotation_is_read_as_by_transformers(settings: dict[str, Any]) -> None:
+def test_rotary_settings_are_read_as_by_transformers(settings: dict[str, Any]) -> None:
     """Each place of a value gives different rates here, for head width 8 and lengths of 32, 64 and 128."""
     config: Any = LlamaConfig.from_dict(copy.deepcopy(SIZES | settings))
     found = llama.configure(SIZES | settings)
@@ -69,6 +69,6 @@ def test_rotation_is_read_as_by_transformers(settings: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_rotation_that_is_not_computed_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_rotary_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=f"^config.json.*{message}"):
         llama.configure(SIZES | settings)

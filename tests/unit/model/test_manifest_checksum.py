@@ -41,7 +41,7 @@ def test_a_bit_flipped_in_any_byte_of_the_manifest_is_refused_with_its_name(copy
 
 
 @pytest.mark.parametrize("content", [WHOLE + b"\n", WHOLE.replace(b"  ", b" "), b" " + WHOLE])
-def test_white_space_counts_too(copy: Path, content: bytes) -> None:
+def test_manifest_is_refused_when_white_space_has_changed(copy: Path, content: bytes) -> None:
     (copy / MANIFEST_NAME).write_bytes(content)
     assert f"{copy / MANIFEST_NAME} is damaged" in refusal(copy)
 
@@ -112,7 +112,7 @@ def test_a_wrong_value_is_refused_in_one_line_with_its_field(
     assert len(found.splitlines()) == 1
 
 
-def test_ids_of_a_source_are_held_to_the_source_vocabulary(copy: Path) -> None:
+def test_ids_of_a_source_are_compared_with_the_source_vocabulary(copy: Path) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["model"] |= {"tie_source_target": False, "source_vocab_size": 500}
         manifest["text"]["template"] = ["$text", 500]

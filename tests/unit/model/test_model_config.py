@@ -7,7 +7,7 @@ from antiphon.model.transformer.transformer import Transformer
 
 
 @pytest.mark.parametrize(("name", "millions"), [("base", 65), ("big", 213)])
-def test_preset_has_the_papers_size(name: str, millions: int) -> None:
+def test_preset_has_the_size_given_in_the_paper(name: str, millions: int) -> None:
     """The paper's table 3 has rounded sizes; all embeddings of our models are tied."""
     with torch.device("meta"):
         parameters = Transformer(preset(name)).num_parameters
@@ -40,8 +40,8 @@ def test_rope_needs_an_even_head_width() -> None:
         preset("tiny", positions="rope", head_dim=7)
 
 
-def test_relative_distances_must_reach_beyond_their_exact_buckets() -> None:
-    """At or below half of the buckets the logarithm for the other buckets is at most 0, so there would be none."""
+def test_relative_distances_must_exceed_the_exact_buckets() -> None:
+    """At or below half of the buckets, the logarithm for the others is at most 0, so none of them would exist."""
     preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
     with pytest.raises(ValidationError, match="relative_max_distance=16"):
         preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)
@@ -103,7 +103,7 @@ def test_encoder_only_and_decoder_only_models_are_valid(architecture: str) -> No
             model.logits(hidden)
 
 
-def test_causal_decoder_alone_does_not_see_ahead() -> None:
+def test_decoder_only_model_is_causal() -> None:
     model = Transformer(preset("tiny", architecture="decoder", encoder_layers=0)).eval()
     ids = torch.arange(4, 12)[None]
     changed = ids.clone()
@@ -113,7 +113,7 @@ def test_causal_decoder_alone_does_not_see_ahead() -> None:
     assert not torch.equal(before[:, 5:], after[:, 5:])
 
 
-def test_config_survives_json() -> None:
+def test_config_is_equal_after_a_round_trip_through_json() -> None:
     config = preset("base", positions="rope", attention_scale=0.5, rope_scaling=LLAMA3)
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 

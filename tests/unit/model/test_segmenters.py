@@ -1,4 +1,4 @@
-"""Segmenters that need no other library (words, bytes), templates, token tables and lower bounds of lengths."""
+"""Segmenters without another library (words, bytes), templates, token tables and lower bounds of lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_words_are_looked_up_between_spaces_and_joined_by_one(tmp_path: Path) ->
     assert [tokenizer.piece(index) for index in (2, 4)] == ["</s>", " a"]
 
 
-def test_words_of_each_side_have_ids_of_their_own(tmp_path: Path) -> None:
+def test_words_of_source_and_target_have_separate_ids(tmp_path: Path) -> None:
     write_words(tmp_path, [*WORDS[:4], "x", "y"], "targets.txt")
     text = write_words(tmp_path, WORDS).model_copy(update=dict(target="targets.txt"))
     tokenizer = open_tokenizer(tmp_path, text)
@@ -45,7 +45,7 @@ def test_words_of_each_side_have_ids_of_their_own(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 6
 
 
-def test_words_without_an_unknown_one_are_refused(tmp_path: Path) -> None:
+def test_words_are_refused_without_an_unknown_token(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"words\.txt: the vocabulary has no <unk>"):
         open_tokenizer(tmp_path, write_words(tmp_path, ["a", "b"]))
 
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_utf8_at_their_characters(text: str) -> None:
     assert [start for start, _ in found.offsets] == [place for place, char in enumerate(text) for _ in char.encode()]
 
 
-def test_bytes_that_form_no_character_are_left_out(tmp_path: Path) -> None:
+def test_bytes_that_form_no_character_are_omitted(tmp_path: Path) -> None:
     text = TextFormat(kind="bytes", source=None, id_offset=3, special_ids=(0, 1, 2), template=("$text", 1))
     tokenizer = open_tokenizer(tmp_path, text)
     assert tokenizer.decode([3 + byte for byte in b"a\xe2\x82b\xff\xe2\x82\xac"]) == "ab\u20ac"
@@ -70,7 +70,7 @@ def test_typed_tokens_are_whole_and_the_longest_wins() -> None:
 
 
 def whole_words() -> BackendSegmenter:
-    """Every word becomes one unknown token."""
+    """Return a segmenter in which every word becomes one unknown token."""
     backend = Backend(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -83,7 +83,7 @@ def test_min_tokens_is_a_lower_bound_of_the_tokens(segmenter: Segmenter, text: s
     assert segmenter.min_tokens(text) <= len(segmenter.ids(text))
 
 
-def test_min_tokens_of_a_long_text_is_that_of_many_words_at_least() -> None:
+def test_min_tokens_of_a_long_text_counts_its_words() -> None:
     assert all(segmenter.min_tokens("wort " * 30_000) > 3000 for segmenter in (BYTES, Words({}, 0), whole_words()))
 
 
@@ -108,7 +108,7 @@ LANGUAGES = TextFormat(
 )
 
 
-def test_template_takes_languages_in_their_places_and_drops_places_without() -> None:
+def test_template_inserts_languages_and_drops_absent_ones() -> None:
     assert fill(LANGUAGES, [8, 9], None, LanguageIds(50, 51)) == ((7, 50, 8, 9, 2, 51), (0,) * 6)
     assert fill(LANGUAGES, [8, 9])[0] == (7, 8, 9, 2)
     assert (num_before(LANGUAGES), num_before(LANGUAGES, LanguageIds(50, None))) == (1, 2)
@@ -128,7 +128,7 @@ def test_partly_filled_ids_keep_tokens_of_the_template(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[7, 8], [50, 8], [8, 2], [8, 51]])
-def test_ids_with_a_part_of_it_are_ids_like_others(ids: list[int]) -> None:
+def test_ids_with_a_part_of_the_template_are_ordinary_ids(ids: list[int]) -> None:
     filled, _ = fill(LANGUAGES, ids, None, LanguageIds(50, 51), is_partly_filled=True)
     assert filled == (7, 50, *ids, 2, 51)
 

@@ -35,7 +35,7 @@ def expected_normal_form(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_decode_gives_back_the_normalised_text(text: str) -> None:
+def test_decode_returns_the_normalised_text(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == TOKENIZER.normalize(text)
 
 
@@ -67,7 +67,7 @@ def test_min_tokens_is_a_lower_bound_when_normalisation_shortens_a_text(text: st
 
 
 def test_min_tokens_of_combining_marks_takes_time_in_proportion_to_the_text() -> None:
-    """Unordered marks were sorted in quadratic time under the interpreter lock: 0.6 s for 64 KiB, 10 s for 256 KiB."""
+    """Regression: sorting marks took quadratic time under the interpreter lock: 0.6 s for 64 KiB, 10 s for 256 KiB."""
 
     def cpu_s(num_bytes: int) -> float:
         text = "a" + "\u0301\u0316" * (num_bytes // 4)
@@ -127,7 +127,7 @@ def test_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe"])
-def test_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
@@ -144,7 +144,7 @@ def test_vocabulary_of_another_kind_is_refused(tmp_path: Path) -> None:
 MASKED = Tokenizer.train(SENTENCES, vocab_size=340, extra_special=[MASK_TOKEN])
 
 
-def test_mask_token_is_no_text(tmp_path: Path) -> None:
+def test_mask_token_decodes_to_no_text(tmp_path: Path) -> None:
     MASKED.save(tmp_path / "tokenizer.json")
     masked = Tokenizer.load(tmp_path / "tokenizer.json")
     assert masked.mask_id == len(SPECIAL_TOKENS)

@@ -10,7 +10,7 @@ PATIENCE_S = 60
 
 
 class Slow:
-    """Keeps the batches it is given. Blocks in the first call until `go` is set."""
+    """Stores the written batches. Blocks in the first call until `go` is set."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -54,7 +54,7 @@ def test_background_writer_drops_and_counts_items_when_the_queue_is_full() -> No
     assert [item for batch in slow.batches for item in batch] == [-1, 0, 1, 2, 3, 4]
 
 
-def test_background_writer_goes_on_when_a_write_failed() -> None:
+def test_background_writer_continues_when_a_write_failed() -> None:
     written: list[int] = []
     both = threading.Event()
 
@@ -72,7 +72,7 @@ def test_background_writer_goes_on_when_a_write_failed() -> None:
     assert written == [1, 2]
 
 
-def test_background_writer_close_returns_when_the_write_is_stuck() -> None:
+def test_background_writer_close_returns_when_a_write_hangs() -> None:
     slow = Slow()
     writer = slow.writer()
     writer.put(1)

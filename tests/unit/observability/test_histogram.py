@@ -20,7 +20,9 @@ BOUNDS = (0.001, 0.01, 0.5, 2.0)
         max_size=30,
     )
 )
-def test_counted_histogram_renders_as_the_clients_own_does(observations: list[tuple[float, int, str]]) -> None:
+def test_counted_histogram_is_exported_like_a_histogram_of_prometheus_client(
+    observations: list[tuple[float, int, str]],
+) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     counted = CountedHistogram("gap_seconds", "Gaps.", label="model", buckets=BOUNDS, registry=ours)
     plain = Histogram("gap_seconds", "Gaps.", ["model"], buckets=BOUNDS, registry=theirs)
@@ -48,6 +50,6 @@ def test_counted_histogram_forgets_the_observations_of_a_removed_label() -> None
     assert registry.get_sample_value("gap_seconds_count", {"model": "two"}) == 1
 
 
-def test_counted_histogram_refuses_buckets_that_do_not_rise() -> None:
+def test_counted_histogram_refuses_buckets_that_do_not_increase() -> None:
     with pytest.raises(ValueError, match="gap_seconds"):
         CountedHistogram("gap_seconds", "Gaps.", label="model", buckets=(1.0, 1.0), registry=CollectorRegistry())

@@ -1,4 +1,4 @@
-"""A log that is not read blocks no caller. Written lines are in order, and missing lines are reported."""
+"""An unread log blocks no caller. Written lines are in order, and missing lines are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from antiphon.service.observability.logs.log_handler import BackgroundHandler
 from tests.disks import disk_of
 
-# A bound for a test that would otherwise hang.
+# Turns a hang into a failure.
 PATIENCE_S = 60
 
 
@@ -30,7 +30,7 @@ def log() -> Iterator[logging.Logger]:
         handler.close()
 
 
-def test_lines_come_in_order_with_what_is_formatted_where_they_are_made(log: logging.Logger) -> None:
+def test_lines_are_written_formatted_and_in_order(log: logging.Logger) -> None:
     stream = io.StringIO()
     handler = BackgroundHandler(stream)
     log.addHandler(handler)
@@ -40,7 +40,7 @@ def test_lines_come_in_order_with_what_is_formatted_where_they_are_made(log: log
     assert stream.getvalue().splitlines() == [f"line {index}" for index in range(500)]
 
 
-def test_pipe_that_nobody_reads_holds_up_nobody(log: logging.Logger) -> None:
+def test_logging_does_not_block_when_the_pipe_is_not_read(log: logging.Logger) -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader) as read, os.fdopen(writer, "w") as stream:
         handler = BackgroundHandler(stream, max_pending=50)
@@ -60,10 +60,10 @@ def test_pipe_that_nobody_reads_holds_up_nobody(log: logging.Logger) -> None:
                 assert "log records are missing here" in found
         handler.flush()
     assert len(dropped) == num_missing
-    assert num_missing >= 200 - 50 - 10  # what waits, and what a pipe takes
+    assert num_missing >= 200 - 50 - 10  # the queued lines, and those in the pipe
 
 
-def test_lines_that_nobody_can_read_any_more_are_counted(log: logging.Logger) -> None:
+def test_lines_are_counted_as_dropped_when_the_reader_has_closed_the_pipe(log: logging.Logger) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -96,10 +96,10 @@ def test_every_line_that_the_device_refuses_is_counted(log: logging.Logger) -> N
         for index in range(300):
             log.info("line %d", index)
         handler.flush()
-    assert (early, len(later)) == (300, 600)  # those that were dropped before anybody asked are reported too
+    assert (early, len(later)) == (300, 600)  # lines that were dropped before the first report are included
 
 
-def test_a_line_that_the_stream_cannot_spell_is_written_escaped(tmp_path: Path) -> None:
+def test_line_is_written_with_escapes_when_the_stream_cannot_encode_it(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w", encoding="ascii") as stream:
         handler = BackgroundHandler(stream)
         # Not through a logger: pytest captures those, and cannot send such a line between its processes.
@@ -110,10 +110,10 @@ def test_a_line_that_the_stream_cannot_spell_is_written_escaped(tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of a size of its own needs root")
-def test_lines_written_and_lines_said_to_be_missing_are_all_lines_when_the_disk_was_full(
+def test_written_and_dropped_lines_add_up_to_all_lines_when_the_disk_was_full(
     log: logging.Logger, tmp_path: Path
 ) -> None:
-    """The old handler lost 350 of 600 lines, and neither the log nor the metric reported it."""
+    """Regression: the old handler lost 350 of 600 lines, and neither the log nor the metric reported it."""
     with disk_of(64 * 1024, tmp_path / "disk") as disk, (disk / "log").open("a") as stream:
         (disk / "other").write_bytes(b"x" * 40_000)
         handler = BackgroundHandler(stream)
@@ -129,7 +129,7 @@ def test_lines_written_and_lines_said_to_be_missing_are_all_lines_when_the_disk_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of a size of its own needs root")
-def test_a_log_that_had_no_space_says_so_without_a_further_line(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_reports_dropped_lines_without_a_further_line(log: logging.Logger, tmp_path: Path) -> None:
     with disk_of(64 * 1024, tmp_path / "disk") as disk, (disk / "log").open("a") as stream:
         (disk / "other").write_bytes(b"x" * 40_000)
         handler = BackgroundHandler(stream, retry_s=0.01)
@@ -145,7 +145,7 @@ def test_a_log_that_had_no_space_says_so_without_a_further_line(log: logging.Log
 
 
 def check_accounts(text: str, num_counted: int, *, num_logged: int) -> None:
-    """Lines written plus lines counted as dropped are all lines logged."""
+    """Check that written lines plus lines counted as dropped are all logged lines."""
     lines = text.splitlines()
     whole = [line for line in lines if re.fullmatch(r"line \d{4} y{90}", line)]
     (notice,) = (line for line in lines if " missing" in line)

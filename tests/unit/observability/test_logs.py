@@ -54,7 +54,7 @@ def test_json_lines_are_objects_with_the_fields_of_every_record(stream: io.Strin
     }  # fmt: skip
 
 
-def test_text_lines_quote_what_is_no_plain_word(stream: io.StringIO) -> None:
+def test_text_lines_quote_values_that_are_not_plain_words(stream: io.StringIO) -> None:
     configure_logging("info", "text", stream)
     log = logging.getLogger("x")
     log.info("rpc", extra={"fields": {"one": "a=b", "two": 'say "hi"\nnow', "three": 1.5, "four": "", "five": "a/b:1"}})
@@ -87,7 +87,7 @@ def test_rfc3339_is_utc_to_the_microsecond() -> None:
     assert datetime.datetime.fromisoformat(rfc3339(1_800_000_000.5)).timestamp() == 1_800_000_000.5
 
 
-def test_where_of_names_places_and_kinds_but_quotes_no_message() -> None:
+def test_where_of_contains_locations_and_types_and_no_messages() -> None:
     try:
         try:
             int(SECRET)
@@ -100,7 +100,7 @@ def test_where_of_names_places_and_kinds_but_quotes_no_message() -> None:
     assert "test_where_of" in shown
 
 
-def test_access_line_of_a_refusal_names_the_field_and_not_its_value() -> None:
+def test_access_line_of_a_refusal_contains_the_field_and_not_its_value() -> None:
     call = call_of()
     call.error = InvalidArgument("options.prefix_text", SECRET, "shorter")
     call.code = "INVALID_ARGUMENT"
@@ -112,7 +112,7 @@ def test_access_line_of_a_refusal_names_the_field_and_not_its_value() -> None:
     assert (fields["total_ms"], fields["trace_id"]) == (250.0, "ab" * 16)
 
 
-def test_traceparent_is_read_as_the_recommendation_says() -> None:
+def test_traceparent_is_read_as_the_w3c_recommendation_requires() -> None:
     assert read_trace_parent(PARENT) == TraceContext(PARENT[3:35], PARENT[36:52], is_sampled=True)
     assert read_trace_parent(PARENT[:-2] + "02") == TraceContext(PARENT[3:35], PARENT[36:52], is_sampled=False)
     later = read_trace_parent(f"42{PARENT[2:]}-more")
@@ -127,11 +127,11 @@ def test_traceparent_is_read_as_the_recommendation_says() -> None:
         f"00-{'0' * 32}-b7ad6b7169203331-01", f"00-{'a' * 32}-{'0' * 16}-01", PARENT.replace("-", "_"),
     ],
 )  # fmt: skip
-def test_traceparent_that_is_malformed_begins_no_trace(bad: str | bytes | None) -> None:
+def test_malformed_traceparent_is_ignored(bad: str | bytes | None) -> None:
     assert read_trace_parent(bad) is None
 
 
-def test_sampler_begins_the_share_of_traces_it_is_told() -> None:
+def test_sampler_starts_the_configured_share_of_traces() -> None:
     assert [Sampler(0.0).begin() for _ in range(100)] == [None] * 100
     traces = [Sampler(1.0).begin() for _ in range(100)]
     assert len({trace.trace_id for trace in traces if trace is not None}) == 100

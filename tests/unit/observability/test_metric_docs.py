@@ -1,4 +1,4 @@
-"""docs/OBSERVABILITY.md has a row for every metric there is, word for word, and no others."""
+"""docs/OBSERVABILITY.md has exactly one row for every metric, with the same help text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def documented() -> dict[str, tuple[str, str, str, str]]:
     }
 
 
-def test_metrics_are_documented_as_the_registry_has_them() -> None:
+def test_documented_metrics_equal_those_of_the_registry() -> None:
     ours = {name: row for name, row in rows(full_registry()).items() if name.startswith("antiphon_")}
     assert {name: row[:3] for name, row in documented().items()} == ours
     assert [name for name, row in documented().items() if len(row[3]) < 10] == []
@@ -84,7 +84,7 @@ def test_queries_of_the_documentation_name_metrics_that_exist() -> None:
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in named} <= known
 
 
-def test_names_keep_the_rules_of_promtool() -> None:
+def test_names_follow_the_rules_of_promtool() -> None:
     for family in full_registry().collect():
         _check_name(family)
 

@@ -51,7 +51,7 @@ def scrape() -> Scrape:
     return Scrape()
 
 
-def test_metrics_count_encoder_and_decoder_tokens_apart(scrape: Scrape) -> None:
+def test_metrics_count_encoder_and_decoder_tokens_separately(scrape: Scrape) -> None:
     scrape.metrics.encoded(REPORT, 28)
     scrape.metrics.decoded(5, 3, 0.004)
     assert scrape("prompt_tokens_total") == 28
@@ -63,7 +63,7 @@ def test_metrics_count_encoder_and_decoder_tokens_apart(scrape: Scrape) -> None:
     assert scrape("decode_batch_size_sum") == 5
 
 
-def test_metrics_show_workspace_beside_its_predictions(scrape: Scrape) -> None:
+def test_metrics_contain_workspace_and_its_predictions(scrape: Scrape) -> None:
     scrape.metrics.encoded(dataclasses.replace(REPORT, peak_workspace_bytes=1500), 30)
     scrape.metrics.encoded(REPORT, 30)
     name = "encoder_workspace_"
@@ -77,7 +77,7 @@ def test_metrics_show_workspace_beside_its_predictions(scrape: Scrape) -> None:
     assert quotients == [0, 1, 1, 2]
 
 
-def test_metrics_leave_out_a_workspace_that_was_not_measured(scrape: Scrape) -> None:
+def test_metrics_omit_the_workspace_when_it_was_not_measured(scrape: Scrape) -> None:
     unknown = dataclasses.replace(REPORT, peak_workspace_bytes=None, predicted_fused_bytes=None)
     scrape.metrics.encoded(unknown, 30)
     assert scrape("encoder_workspace_measured_run_bytes_count") == 0
@@ -89,7 +89,7 @@ def test_metrics_count_workspace_by_length_of_runs_of_one_source(scrape: Scrape)
     for length in (32, 33, 64):
         lone = dataclasses.replace(REPORT, rows=1, num_tokens=length, longest=length)
         scrape.metrics.encoded(dataclasses.replace(lone, predicted_materialised_bytes=length**2), length)
-    scrape.metrics.encoded(REPORT, 30)  # of three sources: of no one length
+    scrape.metrics.encoded(REPORT, 30)  # of three sources, so of no single length
     runs = {length: scrape("encoder_lone_runs_total", source_len=length) for length in LENGTHS}
     assert {length: count for length, count in runs.items() if count} == {"32": 1, "64": 2}
     assert scrape("encoder_lone_tokens_total", source_len="64") == 33 + 64
@@ -119,7 +119,7 @@ def test_metrics_count_every_end_once(scrape: Scrape, reason: FinishReason) -> N
     assert scrape("e2e_request_latency_seconds_count") == int(is_full)
 
 
-def test_metrics_divide_the_cache_into_self_cross_and_free(scrape: Scrape) -> None:
+def test_metrics_split_the_cache_into_self_cross_and_free(scrape: Scrape) -> None:
     scrape.metrics.occupied(4, CacheUse(num_self=6, num_cross=3, num_free=11, block_bytes=100))
     assert scrape("num_requests_running") == 4
     assert scrape("kv_cache_usage_ratio") == pytest.approx(9 / 20)
@@ -140,7 +140,7 @@ def test_metrics_follow_naming_rules(scrape: Scrape) -> None:
             assert bounds[0] == 0.001
 
 
-def test_metrics_keep_models_apart_and_share_the_families(scrape: Scrape) -> None:
+def test_metrics_have_one_family_with_a_label_for_each_model(scrape: Scrape) -> None:
     other = Metrics(scrape.families, "two")
     scrape.metrics.decoded(5, 3, 0.004)
     other.decoded(2, 0, 0.0)
@@ -150,7 +150,7 @@ def test_metrics_keep_models_apart_and_share_the_families(scrape: Scrape) -> Non
     assert scrape("request_success_total", finished_reason=FinishReason.STOP.value) == 0
 
 
-def test_metrics_show_what_waits_at_every_scrape(scrape: Scrape) -> None:
+def test_metrics_read_the_queue_at_every_scrape(scrape: Scrape) -> None:
     now_s = 0.0
     scrape.metrics.watch_queue(Waiting(), lambda: now_s)
     found = [scrape(name) for name in ("num_requests_waiting", "num_tokens_waiting", "num_requests_preempted")]
@@ -163,15 +163,15 @@ def test_metrics_show_what_waits_at_every_scrape(scrape: Scrape) -> None:
 def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scrape) -> None:
     other = Metrics(scrape.families, "two")
     waiting = Waiting()
-    watched = weakref.ref(waiting)
+    reference = weakref.ref(waiting)
     other.watch_queue(waiting, lambda: 0.0)
     other.holds(weights=1, cache=2, workspace=3)
     for report in (other.encoded, scrape.metrics.encoded):
         report(REPORT, 30)
     other.remove()
     del waiting
-    assert watched() is None
-    other.decoded(1, 1, 0.1)  # an engine may still end its last requests
+    assert reference() is None
+    other.decoded(1, 1, 0.1)  # an engine can still end its last requests
     other.finished(FinishReason.STOP, "running", TIMING)
     assert {labels["model_name"] for labels in labels_of(scrape.registry) if "model_name" in labels} == {"one"}
 
@@ -194,7 +194,7 @@ def labels_of(registry: CollectorRegistry) -> list[dict[str, str]]:
     return [sample.labels for family in families for sample in family.samples]
 
 
-def test_metrics_show_what_models_hold_and_the_budget_where_there_is_one(scrape: Scrape) -> None:
+def test_metrics_contain_memory_of_models_and_the_budget_when_it_is_set(scrape: Scrape) -> None:
     scrape.metrics.holds(weights=100, cache=20, workspace=3)
     assert [scrape("model_memory_bytes", kind=kind) for kind in ("weights", "cache", "workspace")] == [100, 20, 3]
     assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") is None
@@ -202,10 +202,10 @@ def test_metrics_show_what_models_hold_and_the_budget_where_there_is_one(scrape:
     assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") == 1 << 30
 
 
-def test_counters_stand_at_zero_under_every_label_before_their_first_event(scrape: Scrape) -> None:
+def test_counters_are_zero_under_every_label_before_their_first_event(scrape: Scrape) -> None:
     before = labels_of(scrape.registry)
     for reason, stage, cause in product(FinishReason, ("waiting", "encoding", "running"), CancelCause):
-        if (reason, cause) != (FinishReason.CANCELLED, CancelCause.DEADLINE):  # that is a deadline miss
+        if (reason, cause) != (FinishReason.CANCELLED, CancelCause.DEADLINE):  # counts as a deadline miss
             scrape.metrics.finished(reason, stage, TIMING, cause=cause)
     for cause in CancelCause:
         scrape.metrics.left_unread(cause)
@@ -215,7 +215,7 @@ def test_counters_stand_at_zero_under_every_label_before_their_first_event(scrap
     assert labels_of(scrape.registry) == before
 
 
-def test_metrics_show_how_a_model_is_served_and_the_fit_of_its_predictions(scrape: Scrape) -> None:
+def test_metrics_contain_the_configuration_of_a_model_and_the_fit_of_its_predictions(scrape: Scrape) -> None:
     scrape.metrics.is_served(precision="int8", lowering="native", architecture="encoder")
     fit = MemoryFit(a=7.0, b=5.0, c=3.0, residual=0.02, exponent=2.0, max_len=64, max_rows=8)
     scrape.metrics.predicts_by(fit)
@@ -224,7 +224,7 @@ def test_metrics_show_how_a_model_is_served_and_the_fit_of_its_predictions(scrap
     assert scrape("encoder_workspace_fit_residual_ratio") == 0.02
 
 
-def test_arena_metrics_show_what_an_allocator_counts_and_its_highest_peak(scrape: Scrape) -> None:
+def test_arena_metrics_contain_the_counts_of_an_allocator_and_its_highest_peak(scrape: Scrape) -> None:
     workspace = Workspace(is_own=True)
     scrape.metrics.watch_arena(workspace)
     workspace.limit_growth(1 << 20)
@@ -234,12 +234,12 @@ def test_arena_metrics_show_what_an_allocator_counts_and_its_highest_peak(scrape
     assert scrape("arena_peak_bytes") == workspace.highest_bytes
     assert scrape("arena_refusals_total") == 0
     scrape.metrics.remove()
-    watched = weakref.ref(workspace)
+    reference = weakref.ref(workspace)
     del workspace
-    assert watched() is None
+    assert reference() is None
 
 
-def test_latency_exemplars_name_the_trace_in_the_bucket_of_their_value(scrape: Scrape) -> None:
+def test_latency_exemplars_have_the_trace_id_in_the_bucket_of_their_value(scrape: Scrape) -> None:
     scrape.metrics.first_token(0.0015, "ab" * 16)
     scrape.metrics.first_token(0.0016)
     scrape.metrics.finished(FinishReason.STOP, "running", TIMING, trace_id="cd" * 16)

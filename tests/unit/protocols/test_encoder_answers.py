@@ -33,14 +33,14 @@ def spans_of(text: str, tagged: Tagged) -> list[tuple[str, str]]:
         ("Lovelace", [("Love", "B-PER"), ("lace", "O")], [("PER", "Lovelace")]),
         ("Lovelace", [("Love", "O"), ("lace", "B-PER")], []),
         ("Berlin, too", [("Berlin", "B-LOC"), (",", "O"), ("too", "O")], [("LOC", "Berlin")]),
-        # Vocabularies that count the space before a word to it.
+        # Vocabularies in which the space before a word belongs to it.
         ("in New York", [("in", "O"), (" New", "B-LOC"), (" York", "I-LOC")], [("LOC", "New York")]),
-        # Every sign by itself, and every character where no spaces part words; marks belong to their letter.
+        # Every sign is a word, and so is every character in scripts without spaces; marks belong to their letter.
         ("東京に", [("東", "B-LOC"), ("京", "I-LOC"), ("に", "O")], [("LOC", "東京")]),
         ("cafe\u0301s", [("cafe", "B-LOC"), ("\u0301s", "O")], [("LOC", "cafe\u0301s")]),
     ],
 )
-def test_spans_are_neighbouring_words_of_one_label(text: str, tagged: Tagged, expected: list[tuple[str, str]]) -> None:
+def test_spans_are_adjacent_words_of_one_label(text: str, tagged: Tagged, expected: list[tuple[str, str]]) -> None:
     assert spans_of(text, tagged) == expected
 
 
@@ -51,7 +51,7 @@ def test_tokens_of_one_characters_bytes_are_one_word() -> None:
     assert span.score == pytest.approx(0.9)
 
 
-def test_tokens_that_stand_nowhere_are_no_words() -> None:
+def test_tokens_without_a_place_in_the_text_are_not_words() -> None:
     tokens = [
         pb.TaggedToken(start=0, end=0, label="B-X", score=1.0),
         pb.TaggedToken(start=0, end=3, label="B-Y", score=1.0),

@@ -47,7 +47,7 @@ async def encoded(served: Serving, message: Any) -> tuple[int, ...]:
     return served.runner.encoded[-1][0]
 
 
-async def test_source_gets_the_tokens_of_its_languages_default_or_named() -> None:
+async def test_source_gets_the_tokens_of_its_default_or_named_languages() -> None:
     async with serving(text=FIRST) as served:
         text = tuple(tiny_tokenizer().encode("the cat"))
         assert await encoded(served, request()) == (EN, *SOURCE, EOS_ID)
@@ -55,11 +55,11 @@ async def test_source_gets_the_tokens_of_its_languages_default_or_named() -> Non
         assert await encoded(served, request(text="the cat", source_language="fr")) == (FR, *text, EOS_ID)
 
 
-async def test_ids_that_carry_what_stands_around_them_get_it_no_second_time() -> None:
+async def test_template_is_not_added_twice_to_ids_that_already_contain_it() -> None:
     async with serving(text=FIRST) as served:
         for ids in (SOURCE, (*SOURCE, EOS_ID), (EN, *SOURCE), (EN, *SOURCE, EOS_ID)):
             assert await encoded(served, request(ids)) == (EN, *SOURCE, EOS_ID)
-        # Another language than the request's is a token like any other.
+        # A language other than the request's is an ordinary token.
         assert await encoded(served, request((DE, *SOURCE))) == (EN, DE, *SOURCE, EOS_ID)
         assert await encoded(served, request((DE, *SOURCE), source_language="de")) == (DE, *SOURCE, EOS_ID)
 
@@ -70,10 +70,10 @@ async def test_target_language_is_the_first_token_of_the_target() -> None:
         output = (await stub.GenerateUnary(request(target_language="fr"))).outputs[0]
         free = (await stub.GenerateUnary(request())).outputs[0]
         assert output.token_ids[0] == FR != free.token_ids[0]
-        assert output.token_ids[1:] == free.token_ids[1:]  # the fake looks at positions only
+        assert output.token_ids[1:] == free.token_ids[1:]  # the output of the fake model depends only on positions
 
 
-async def test_target_language_stands_before_a_prefix() -> None:
+async def test_target_language_is_placed_before_a_prefix() -> None:
     async with serving(text=FIRST) as served:
         stub = stub_of(served)
         prefix = pb.TokenIds(ids=[30, 31])
@@ -85,7 +85,7 @@ async def test_target_language_stands_before_a_prefix() -> None:
     assert FR not in named.outputs[0].token_ids
 
 
-async def test_score_judges_the_target_language_as_the_first_token() -> None:
+async def test_score_includes_the_target_language_as_the_first_token() -> None:
     async with serving(text=FIRST) as served:
         stub, source = stub_of(served), pb.TokenIds(ids=SOURCE)
         target, with_it = pb.TokenIds(ids=[30, 31]), pb.TokenIds(ids=[FR, 30, 31])
@@ -97,7 +97,7 @@ async def test_score_judges_the_target_language_as_the_first_token() -> None:
 
 @pytest.mark.parametrize(("code", "expected"), [("", DE), ("fr", FR)])
 async def test_target_language_is_the_begin_token(code: str, expected: int) -> None:
-    """The fake model refuses to be begun with anything else."""
+    """The fake model refuses any other first token."""
 
     def begin(runner: FakeRunner) -> None:
         runner.begin_id = expected
@@ -114,7 +114,7 @@ async def test_target_language_is_the_begin_token(code: str, expected: int) -> N
     assert expected not in answer.outputs[0].token_ids
 
 
-async def test_target_language_in_the_source_may_be_left_out() -> None:
+async def test_target_language_in_the_source_is_optional() -> None:
     async with serving(text=IN_SOURCE) as served:
         assert await encoded(served, request(target_language="fr")) == (FR, *SOURCE, EOS_ID)
         assert await encoded(served, request()) == (*SOURCE, EOS_ID)
@@ -133,7 +133,7 @@ async def test_target_language_in_the_source_may_be_left_out() -> None:
         (FIRST, dict(target_language="fr", options=dict(suppressed_ids=[FR])), "target_language", "suppressed_ids"),
     ],
 )
-async def test_languages_that_cannot_be_are_refused(
+async def test_invalid_languages_are_refused(
     text: TextFormat | None, fields: dict[str, Any], field: str, allowed: str
 ) -> None:
     async with serving(text=text) as served:
@@ -142,7 +142,7 @@ async def test_languages_that_cannot_be_are_refused(
     assert allowed in str(error.details())
 
 
-async def test_forced_first_id_takes_the_place_of_a_default_language() -> None:
+async def test_forced_first_id_replaces_a_default_language() -> None:
     async with serving(text=FIRST.model_copy(update=dict(default_target_language="fr"))) as served:
         stub = stub_of(served)
         forced = await stub.GenerateUnary(request(options=dict(forced_first_id=DE)))
@@ -157,7 +157,7 @@ async def test_embedded_source_has_its_language() -> None:
         assert served.runner.encoded[-1][0] == (DE, *SOURCE, EOS_ID)
 
 
-async def test_client_speaks_for_its_languages() -> None:
+async def test_client_sends_its_languages() -> None:
     async with serving(text=FIRST) as served:
         encoded = served.runner.encoded
         async with AsyncClient(served.target, source_language="de", target_language="fr") as client:
@@ -174,7 +174,7 @@ async def test_client_speaks_for_its_languages() -> None:
             assert (await client.generate_text(SOURCE)).token_ids == whole.token_ids
 
 
-async def test_generate_command_names_languages(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_generate_command_sends_languages(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(text=FIRST) as served:
         command = ["generate", "--target", served.target, "the cat"]
         named = [*command, "--source-language", "de", "--target-language", "fr"]
@@ -184,7 +184,7 @@ async def test_generate_command_names_languages(capsys: pytest.CaptureFixture[st
     assert "--target-language is 'xx'; it must be one of de, en, fr" in capsys.readouterr().err
 
 
-async def test_pair_is_read_with_the_template_of_pairs() -> None:
+async def test_pair_is_encoded_with_the_template_of_pairs() -> None:
     paired = TextFormat(template=(BOS_ID, "$text", EOS_ID), pair_template=(BOS_ID, "$text", EOS_ID, "$pair", EOS_ID))
     first, second = (tuple(tiny_tokenizer().encode(text)) for text in ("the", "cat"))
     async with serving(text=paired) as served:

@@ -21,7 +21,7 @@ KIB = 1024
 
 
 class Blocked:
-    """Work that occupies the thread until it is opened."""
+    """Work that blocks the thread until `open`."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -44,7 +44,7 @@ def ask(texts: LongTexts, caller: str, num_bytes: int, work: Callable[[], Any] =
 
 
 async def blocked(texts: LongTexts, num_bytes: int = 1, caller: str = "blocker") -> tuple[Blocked, asyncio.Task[Any]]:
-    """The thread, held by a text of another caller."""
+    """Return the thread, blocked by a text of another caller."""
     work = Blocked()
     task = ask(texts, caller, num_bytes, work)
     await asyncio.to_thread(work.started.wait, PATIENCE_S)
@@ -56,7 +56,7 @@ async def begun(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks, timeout=0.0)
 
 
-async def test_callers_take_turns_and_one_text_is_under_way_at_a_time() -> None:
+async def test_callers_take_turns_and_one_text_is_processed_at_a_time() -> None:
     texts, order = LongTexts(100), []
     work, holding = await blocked(texts)
     names = ["greedy", "greedy", "greedy", "modest", "other"]
@@ -70,7 +70,7 @@ async def test_callers_take_turns_and_one_text_is_under_way_at_a_time() -> None:
     assert texts.held_bytes == 0
 
 
-async def test_texts_beyond_the_bound_are_refused_at_once_and_of_one_caller_beyond_half() -> None:
+async def test_texts_are_refused_beyond_the_limit_and_of_one_caller_beyond_half_of_it() -> None:
     texts = LongTexts(100)
     work, holding = await blocked(texts, num_bytes=20)
     waiting = [ask(texts, "a", 50), ask(texts, "b", 20)]
@@ -87,7 +87,7 @@ async def test_texts_beyond_the_bound_are_refused_at_once_and_of_one_caller_beyo
     assert texts.held_bytes == 0
 
 
-async def test_texts_of_callers_that_leave_are_not_read_and_make_room() -> None:
+async def test_waiting_texts_are_removed_when_their_callers_leave() -> None:
     texts, read = LongTexts(100), []
     work, holding = await blocked(texts)
     tasks = [ask(texts, "a", 25, lambda: read.append("a")) for _ in range(2)]
@@ -102,7 +102,7 @@ async def test_texts_of_callers_that_leave_are_not_read_and_make_room() -> None:
     assert read == ["b"]
 
 
-async def test_text_under_way_counts_until_its_work_ends_though_its_caller_leaves() -> None:
+async def test_text_in_progress_counts_until_its_work_ends_when_its_caller_leaves() -> None:
     texts = LongTexts(100)
     work, holding = await blocked(texts, num_bytes=30)
     holding.cancel()
@@ -114,7 +114,7 @@ async def test_text_under_way_counts_until_its_work_ends_though_its_caller_leave
     assert texts.held_bytes == 0
 
 
-async def test_caller_that_leaves_as_its_turn_comes_passes_it_on() -> None:
+async def test_next_caller_gets_the_turn_of_a_caller_that_leaves_at_that_moment() -> None:
     texts = LongTexts(100)
     work, holding = await blocked(texts)
     leaving, staying = ask(texts, "a", 10), ask(texts, "b", 10, lambda: "read")
@@ -126,7 +126,7 @@ async def test_caller_that_leaves_as_its_turn_comes_passes_it_on() -> None:
     assert texts.held_bytes == 0
 
 
-async def test_error_of_the_work_goes_to_its_caller_and_the_next_text_is_read() -> None:
+async def test_error_of_the_work_is_raised_in_its_caller_and_the_next_text_is_processed() -> None:
     texts = LongTexts(100)
 
     def fail() -> None:
@@ -151,7 +151,7 @@ async def test_server_refuses_long_texts_beyond_its_bound_with_pushback() -> Non
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert details_of(error).reason == "TOO_MANY_TEXTS"
             assert (details_of(error).retry_after_s or 0) > 0
-        assert (await stub.Tokenize(pb.TokenizeRequest(text="a cat"))).token_ids  # a short one waits for nobody
+        assert (await stub.Tokenize(pb.TokenizeRequest(text="a cat"))).token_ids  # a short text does not wait
         work.opened.set()
         await holding
         assert (await stub.Tokenize(pb.TokenizeRequest(text="a " * 1500))).normalized_text == ("a " * 1500).strip()
@@ -179,7 +179,7 @@ TOO_LONG = "x" * (4 * KIB + 1)
         ("Detokenize", "token_ids", pb.DetokenizeRequest(token_ids=[9] * (4 * KIB + 1))),
     ],
 )
-async def test_texts_above_max_text_bytes_are_refused_by_name_before_they_are_read(
+async def test_texts_above_max_text_bytes_are_refused_by_name_before_they_are_tokenised(
     method: str, field: str, request_: Any
 ) -> None:
     async with serving(max_text_bytes=4 * KIB) as served:
@@ -192,7 +192,7 @@ async def test_texts_above_max_text_bytes_are_refused_by_name_before_they_are_re
         assert f"{field} is {size} {what} long; it must be at most {4 * KIB} {what} long" in (error.details() or "")
 
 
-async def test_texts_of_max_text_bytes_are_read() -> None:
+async def test_texts_of_max_text_bytes_are_accepted() -> None:
     async with serving(max_text_bytes=4 * KIB) as served:
         stub = stub_of(served)
         tokens = await stub.Tokenize(pb.TokenizeRequest(text="\u00e9" * (2 * KIB)))

@@ -33,7 +33,7 @@ def names(models: Models) -> list[str]:
     return [served.name for served in models]
 
 
-def test_find_takes_the_first_for_no_name_and_the_next_when_it_is_gone() -> None:
+def test_find_returns_the_first_model_for_no_name_and_the_next_after_its_removal() -> None:
     models = models_of("b", "a", "c")
     assert [models.find(name).name for name in ("", "a", "c")] == ["b", "a", "c"]
     removed: Served = models.remove("b")
@@ -48,14 +48,14 @@ def test_find_takes_the_first_for_no_name_and_the_next_when_it_is_gone() -> None
         (100, "'m0', 'm1', 'm2', 'm3', 'm4', 'm5', 'm6', 'm7' and 92 more are"),
     ],
 )
-def test_find_names_what_is_served_in_bounded_words(count: int, listed: str) -> None:
+def test_find_lists_the_served_models_in_a_message_of_bounded_length(count: int, listed: str) -> None:
     models = models_of(*(f"m{index}" for index in range(count)))
     with pytest.raises(ModelNotFound) as caught:
         models.find("x" * 5000)
     assert str(caught.value) == f"model {'x' * 80!r} is not served here; {listed}"
 
 
-def test_find_asks_to_come_again_before_anything_is_served() -> None:
+def test_find_refuses_as_unavailable_before_a_model_is_served() -> None:
     for name in ("", "a"):
         with pytest.raises(Loading):
             Models().find(name)

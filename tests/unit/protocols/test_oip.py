@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over a real channel: same answers as antiphon.v1, errors that name its own fields."""
+"""The Open Inference Protocol over a real channel: the answers of antiphon.v1, and errors that name its own fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_output(output: pb.Output) -> tuple[str, list[int], int, str]:
 
 
 @pytest.mark.parametrize("is_typed", [False, True])
-async def test_batch_of_texts_gets_the_answers_that_each_gets_alone(is_typed: bool) -> None:
+async def test_batch_of_texts_gets_the_answers_of_each_text_alone(is_typed: bool) -> None:
     async with serving() as served:
         alone = [
             (
@@ -56,7 +56,9 @@ async def test_batch_of_texts_gets_the_answers_that_each_gets_alone(is_typed: bo
 @pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT32"])
 @pytest.mark.parametrize("is_typed", [False, True])
 @pytest.mark.parametrize("leading", [(), (1,)])
-async def test_token_ids_get_token_ids(datatype: str, is_typed: bool, leading: tuple[int, ...]) -> None:
+async def test_source_of_token_ids_is_answered_with_token_ids(
+    datatype: str, is_typed: bool, leading: tuple[int, ...]
+) -> None:
     async with serving() as served:
         inputs = {"input_ids": (datatype, (*leading, len(SOURCE)), SOURCE)}
         response = await oip_stub(served).ModelInfer(infer_request(inputs, ["output_ids"], is_typed=is_typed))
@@ -64,7 +66,7 @@ async def test_token_ids_get_token_ids(datatype: str, is_typed: bool, leading: t
     assert tensors(response) == {"output_ids": [expected]}
 
 
-async def test_outputs_come_in_the_order_asked_for_and_in_the_shape_of_the_batch() -> None:
+async def test_outputs_have_the_requested_order_and_the_shape_of_the_batch() -> None:
     async with serving() as served:
         column = {"text_input": ("BYTES", (2, 1), [b"the cat", b"x"])}
         wanted = ["finish_reason", "text_output"]
@@ -96,7 +98,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
-async def test_parameters_mean_what_the_options_of_their_name_mean(case: str) -> None:
+async def test_parameters_have_the_effect_of_the_options_of_the_same_name(case: str) -> None:
     parameters, options = PARAMETERS[case]
     async with serving() as served:
         answer = await stub_of(served).GenerateUnary(asking_whole(**options))
@@ -175,7 +177,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
-async def test_raw_texts_that_end_too_soon_are_refused(content: bytes) -> None:
+async def test_truncated_raw_texts_are_refused(content: bytes) -> None:
     request = text_request("x")
     request.raw_input_contents[0] = content
     async with serving() as served:
@@ -183,11 +185,11 @@ async def test_raw_texts_that_end_too_soon_are_refused(content: bytes) -> None:
     assert (error.code(), details_of(error).field) == (grpc.StatusCode.INVALID_ARGUMENT, "text_input")
 
 
-async def test_raw_and_typed_elements_exclude_each_other_and_shared_memory_is_not_read() -> None:
+async def test_raw_and_typed_elements_exclude_each_other_and_shared_memory_is_refused() -> None:
     both, fewer, shared = text_request("x"), text_request("x"), text_request("x")
     both.inputs[0].contents.bytes_contents.append(b"x")
     fewer.raw_input_contents.append(b"")
-    shared.inputs[0].parameters["binary_data_size"].int64_param = 5  # kserve's, of no meaning here
+    shared.inputs[0].parameters["binary_data_size"].int64_param = 5  # parameters of kserve without effect here
     shared.inputs[0].parameters["shared_memory_region"].string_param = "mine"
     async with serving() as served:
         errors = [await refusal(oip_stub(served).ModelInfer(request)) for request in (both, fewer, shared)]
@@ -205,7 +207,7 @@ async def test_other_models_and_versions_are_not_found_and_not_ready(name: str, 
         assert (await stub.ModelReady(oip.ModelReadyRequest(name=MODEL_NAME, version="1"))).ready
 
 
-async def test_readiness_and_liveness_are_those_of_the_health_service() -> None:
+async def test_readiness_and_liveness_equal_those_of_the_health_service() -> None:
     async with serving() as served:
         stub = oip_stub(served)
         health: Any = health_pb2_grpc.HealthStub(served.channel)
@@ -229,7 +231,7 @@ async def test_readiness_and_liveness_are_those_of_the_health_service() -> None:
     assert hanging == (False, False, False, False)
 
 
-async def test_metadata_and_configuration_describe_the_tensors_that_are_taken_and_given() -> None:
+async def test_metadata_and_configuration_describe_the_input_and_output_tensors() -> None:
     async with serving() as served:
         stub = oip_stub(served)
         metadata = await stub.ModelMetadata(oip.ModelMetadataRequest())

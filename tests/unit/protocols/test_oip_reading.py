@@ -42,7 +42,7 @@ parameters = st.one_of(
 
 
 @given(st.lists(inputs, max_size=3), st.lists(st.binary(max_size=24), max_size=3))
-def test_tensors_of_any_bytes_are_read_or_refused(given_inputs: list[Any], raws: list[bytes]) -> None:
+def test_tensors_of_random_bytes_are_read_or_refused(given_inputs: list[Any], raws: list[bytes]) -> None:
     message = oip.ModelInferRequest(inputs=given_inputs, raw_input_contents=raws)
     with contextlib.suppress(AntiphonError):
         for tensor in read_inputs(message).values():
@@ -60,7 +60,7 @@ def test_parameters_of_any_value_are_read_or_refused_by_name(kind: Any, asked: d
 
 
 @given(st.data())
-def test_what_is_written_reads_back(data: st.DataObject) -> None:
+def test_written_tensors_are_equal_after_reading(data: st.DataObject) -> None:
     datatype = data.draw(st.sampled_from(("BYTES", *INTEGERS)))
     rows, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
     element: Any = st.binary(max_size=5) if datatype == "BYTES" else st.integers(*INTEGERS[datatype])
@@ -74,6 +74,6 @@ def test_what_is_written_reads_back(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("first", 2), ("EARLY_STOPPING_FIRST", 2), ("Never", 3)])
-def test_enums_are_named_with_or_without_their_own_name(text: str, value: int) -> None:
+def test_enums_are_accepted_with_and_without_the_prefix_of_their_type(text: str, value: int) -> None:
     asked = read_parameters(pb.GenerateRequest, {"early_stopping": oip.InferParameter(string_param=text)})
     assert asked.message.options.early_stopping == value

@@ -43,7 +43,7 @@ def joined(responses: list[oip.ModelStreamInferResponse]) -> tuple[str, list[int
     return "".join(delta["text_output"][0] for delta in found), ids, [delta["finish_reason"][0] for delta in found]
 
 
-async def test_requests_of_a_stream_are_answered_side_by_side_in_deltas() -> None:
+async def test_requests_of_a_stream_are_answered_concurrently_in_deltas() -> None:
     sources = {"a": (9, 30, 31), "b": (12, 200, 100), "c": (4, 40)}
     async with serving() as served:
         requests = [ids_request(ids, id=name, model_name=MODEL_NAME) for name, ids in sources.items()]
@@ -60,7 +60,7 @@ async def test_requests_of_a_stream_are_answered_side_by_side_in_deltas() -> Non
         assert counted == whole[name].usage.generated_tokens
 
 
-async def test_outputs_of_a_stream_are_told_apart_by_their_index() -> None:
+async def test_outputs_of_a_stream_are_distinguished_by_their_index() -> None:
     options: dict[str, Any] = dict(beam_width=3, num_return_sequences=2)
     async with serving() as served:
         (responses,) = (await conversation(served, ids_request(SOURCE, parameters=options))).values()
@@ -74,7 +74,7 @@ async def test_outputs_of_a_stream_are_told_apart_by_their_index() -> None:
     assert [is_final(response) for response in responses].count(True) == 1
 
 
-async def test_error_of_a_request_ends_that_request_alone() -> None:
+async def test_error_of_a_request_ends_only_that_request() -> None:
     async with serving() as served:
         answers = await conversation(
             served,
@@ -93,7 +93,7 @@ async def test_error_of_a_request_ends_that_request_alone() -> None:
     assert "'other' is not served" in errors["model"]
 
 
-async def test_error_ends_the_call_with_its_status_where_the_client_asks_for_it() -> None:
+async def test_error_ends_the_call_with_its_status_when_the_client_requests_it() -> None:
     async with serving() as served:
         gate = Gate(served.runner)
         stream = oip_stub(served).ModelStreamInfer(metadata=ENDS_CALL)
@@ -136,7 +136,7 @@ async def test_cancelling_the_stream_cancels_its_requests() -> None:
     assert num_cancelled(served) == 3
 
 
-async def test_stream_without_a_request_under_way_holds_up_no_drain() -> None:
+async def test_idle_stream_does_not_delay_a_drain() -> None:
     async with serving() as served:
         stream = oip_stub(served).ModelStreamInfer()
         await stream.write(ids_request(SOURCE))
@@ -147,7 +147,7 @@ async def test_stream_without_a_request_under_way_holds_up_no_drain() -> None:
         assert await stream.read() is grpc.aio.EOF
 
 
-async def test_stream_reads_no_further_than_its_open_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_reads_no_message_beyond_its_limit_of_open_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oip_stream, "MAX_OPEN_REQUESTS", 2)
     async with serving() as served:
         gate = Gate(served.runner)
@@ -164,7 +164,7 @@ async def test_stream_reads_no_further_than_its_open_requests(monkeypatch: pytes
     assert sorted(finals) == list("abcd")
 
 
-async def test_each_request_of_a_stream_is_accounted_for_by_itself() -> None:
+async def test_each_request_of_a_stream_is_counted_and_logged_separately() -> None:
     async with serving() as served:
         await conversation(served, ids_request(SOURCE), text_request("x", parameters=BAD), ids_request((4, 40)))
         counted = {
@@ -180,7 +180,7 @@ async def test_each_request_of_a_stream_is_accounted_for_by_itself() -> None:
     }
 
 
-async def test_client_that_takes_no_response_ends_its_call() -> None:
+async def test_call_is_ended_when_its_client_reads_no_response() -> None:
     """Its flow-control window is as small as gRPC allows, so that the answers of a few requests overflow it."""
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.enable_retries", 0)]
     async with (

@@ -32,6 +32,22 @@ class Reader:
         await self._has_room.wait()
 
 
+class Clock:
+    """Clock that a test advances. The timer of the time limit reads it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._is_read = asyncio.Event()
+
+    def __call__(self) -> float:
+        self._is_read.set()
+        return self.now_s
+
+    async def next_reading(self) -> None:
+        self._is_read.clear()
+        await self._is_read.wait()
+
+
 class Gone:
     """Context of a call that has ended."""
 
@@ -39,7 +55,7 @@ class Gone:
         raise grpc.aio.InternalError
 
 
-async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
+async def test_pacing_ends_each_write_whose_client_reads_nothing() -> None:
     """The first write sets the timer; it serves later writes too."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     order: list[int] = []
@@ -55,22 +71,25 @@ async def test_pacing_gives_up_each_write_whose_reader_takes_nothing() -> None:
         for index, reader in enumerate(readers):
             group.create_task(write(index, reader))
             await reader.is_written_to.wait()
-            await asyncio.sleep(0.01)  # so that their times come one after the other
     assert order == [0, 1, 2]
 
 
-async def test_pacing_counts_the_time_of_one_message_and_not_of_all() -> None:
-    """The stream lasts several times as long as one message may wait."""
-    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + 0.2
-    while loop.time() < until_s:
+async def test_pacing_limits_the_time_of_each_message_and_not_of_the_stream() -> None:
+    """Each message waits for less than the limit, and the stream for more. The test advances the clock."""
+    clock = Clock()
+    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05, clock=clock))
+    for _ in range(4):
         reader = Reader()
-        loop.call_later(0.005, reader.take)
-        await pacing.writer(reader).write(Empty())  # type: ignore[arg-type]
+        writing = asyncio.ensure_future(pacing.writer(reader).write(Empty()))  # type: ignore[arg-type]
+        await reader.is_written_to.wait()
+        clock.now_s += 0.03
+        async with asyncio.timeout(60):
+            await clock.next_reading()  # by the timer, while the message waits
+        reader.take()
+        await writing
 
 
-async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
+async def test_pacing_reports_no_slow_reader_when_the_call_is_cancelled() -> None:
     """A call that ended otherwise is not reported as a slow reader if its time passes during its cleanup."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     reader = Reader()
@@ -83,6 +102,6 @@ async def test_pacing_lets_a_call_that_ends_be_cancelled() -> None:
         await pacing.writer(reader).write(Empty())  # type: ignore[arg-type]
 
 
-async def test_pacing_ends_a_write_to_a_call_that_is_gone() -> None:
+async def test_pacing_cancels_a_write_when_its_call_has_ended() -> None:
     with pytest.raises(asyncio.CancelledError):
         await Pacing(1.0, client_waits()).writer(Gone()).write(Empty())  # type: ignore[arg-type]

@@ -60,13 +60,13 @@ def bench() -> Iterator[Bench]:
         (asyncio.CancelledError(), None, 0.0, {"client": 1.0}),
         (asyncio.CancelledError(), 10.0, 5.0, {"client": 1.0}),
         (asyncio.CancelledError(), 10.0, 10.0, {"late": 1.0}),
-        (asyncio.CancelledError(), 10.0, 9.9, {"late": 1.0}),  # the client's own clock rang first
+        (asyncio.CancelledError(), 10.0, 9.9, {"late": 1.0}),  # the client's own time limit passed first
         (grpc.aio.InternalError("the batch failed"), None, 0.0, {"client": 1.0}),
         (RuntimeError("a bug"), None, 0.0, {"fault": 1.0}),
         (DeadlineExceeded("by the engine, which has counted it"), None, 0.0, {}),
     ],
 )
-async def test_reading_says_why_an_answer_was_not_read_to_its_end(
+async def test_reading_reports_why_an_answer_was_not_read_to_its_end(
     bench: Bench, error: BaseException, within_s: float | None, passed_s: float, counted: dict[str, float]
 ) -> None:
     request, stream = bench.ask(within_s=within_s)
@@ -101,7 +101,7 @@ async def test_reading_counts_an_end_by_the_engine_once(bench: Bench) -> None:
     async def read_until_cancelled() -> None:
         with reading(bench.engine, request, stream):
             await stream.collect()
-            raise asyncio.CancelledError  # as grpc does at the same moment
+            raise asyncio.CancelledError  # like gRPC at the same moment
 
     bench.clock.advance(1.0)
     held.set()

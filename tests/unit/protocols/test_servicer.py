@@ -1,4 +1,4 @@
-"""The contract as a client sees it, over a real channel: deltas, terminal messages, refusals, cancellation."""
+"""The contract over a real channel: deltas, terminal messages, refusals, cancellation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_generate_ends_by_length_when_max_new_tokens_is_reached() -> None:
     assert len(answer.outputs[0].token_ids) == answer.usage.generated_tokens == 3
 
 
-async def test_generate_takes_text_as_its_tokens() -> None:
+async def test_generate_encodes_text_with_the_tokenizer() -> None:
     async with serving() as served:
         stub = stub_of(served)
         tokens = await stub.Tokenize(pb.TokenizeRequest(text="  the\tcat "))
@@ -101,7 +101,7 @@ async def test_tokenize_round_trips_to_the_normalised_text() -> None:
     assert text.text == tokens.normalized_text == "eine Brücke"
 
 
-async def test_get_model_describes_what_list_models_lists() -> None:
+async def test_get_model_returns_the_description_of_list_models() -> None:
     async with serving() as served:
         by_default = await stub_of(served).GetModel(pb.GetModelRequest())
         by_name = await stub_of(served).GetModel(pb.GetModelRequest(model=MODEL_NAME))
@@ -194,8 +194,8 @@ async def test_generate_names_the_field_when_a_request_is_bad(fields: Any, field
         assert (await stub.GenerateUnary(asking_whole())).outputs
 
 
-async def test_generate_refuses_an_endless_source_without_tokenising_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of a megabyte once kept the interpreter lock for seconds while its tokens were counted."""
+async def test_generate_refuses_a_very_long_source_without_tokenising_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a text of a megabyte kept the interpreter lock for seconds while its tokens were counted."""
     async with serving() as served:
         tokenised: list[object] = []
         for name in ("encode", "encode_batch"):
@@ -209,14 +209,14 @@ async def test_generate_refuses_an_endless_source_without_tokenising_it(monkeypa
         assert not tokenised
 
 
-async def test_generate_takes_a_short_text_among_many_spaces() -> None:
+async def test_generate_accepts_a_short_text_among_many_spaces() -> None:
     async with serving() as served:
         padded = await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest(text="cat" + " " * 60_000 + "sat"))
         plain = await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest(text="cat sat"))
     assert padded.outputs == plain.outputs
 
 
-async def test_detokenize_gives_back_a_long_text() -> None:
+async def test_detokenize_returns_a_long_text() -> None:
     async with serving() as served:
         stub = stub_of(served)
         tokens = await stub.Tokenize(pb.TokenizeRequest(text="the cat " * 3000))
@@ -272,7 +272,7 @@ async def test_rpc_names_the_field_when_bytes_are_not_utf8_or_no_message(method:
         assert (await stub_of(served).GenerateUnary(asking_whole())).outputs
 
 
-async def test_rpc_refuses_a_message_over_the_limit_and_goes_on() -> None:
+async def test_rpc_refuses_a_message_over_the_limit_and_the_server_continues() -> None:
     async with serving() as served:
         error = await refusal(stub_of(served).GenerateUnary(pb.GenerateUnaryRequest(text="x" * 5_000_000)))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -350,7 +350,7 @@ async def _refused_as_unavailable(stub: InferenceServiceAsyncStub) -> grpc.aio.A
             return caught.value
 
 
-async def test_model_fault_ends_its_requests_as_internal_and_the_server_goes_on() -> None:
+async def test_model_fault_ends_its_requests_as_internal_and_the_server_continues() -> None:
     async with serving() as served:
         stub = stub_of(served)
 
@@ -367,7 +367,7 @@ async def test_model_fault_ends_its_requests_as_internal_and_the_server_goes_on(
         assert "secret" not in (failed.details() or "")
 
 
-async def test_neighbours_of_refused_and_cancelled_requests_are_not_disturbed() -> None:
+async def test_other_requests_are_unaffected_by_refused_and_cancelled_ones() -> None:
     async with serving() as served:
         stub = stub_of(served)
         sources = [(3 + i % 20, 40 + i) for i in range(24)]

@@ -20,8 +20,8 @@ SAMPLES: dict[str, Any] = dict(temperature=1.5, num_return_sequences=4, seed=3)
 BEAMS: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, seed=3)
 
 
-def test_read_options_draws_a_seed_of_its_own_for_every_request() -> None:
-    """More requests than seeds are drawn at once; some seed of so many needs all 64 bits."""
+def test_read_options_draws_a_new_seed_for_every_request() -> None:
+    """There are more requests than seeds drawn at a time; among so large a number, some seed needs all 64 bits."""
     seeds = [read_options(pb.GenerateOptions(), 50).params.seed for _ in range(2000)]
     assert len(set(seeds)) == len(seeds)
     assert max(seeds) >> 63 == 1
@@ -41,7 +41,7 @@ def joined(messages: list[pb.GenerateResponse]) -> dict[int, pb.Output]:
     outputs: dict[int, pb.Output] = {}
     for message in messages:
         output = outputs.setdefault(message.output_index, pb.Output(output_index=message.output_index))
-        assert not output.finish_reason, "nothing comes after an output's terminal message"
+        assert not output.finish_reason, "no message follows an output's terminal message"
         output.text += message.text_delta
         output.token_ids.extend(message.token_ids)
         output.logprobs.extend(message.logprobs)
@@ -78,7 +78,7 @@ async def test_streams_add_up_to_the_unary_outputs(options: dict[str, Any]) -> N
     assert (last.usage, last.seed) == (whole.usage, whole.seed)
 
 
-async def test_samples_differ_and_their_first_is_the_only_one() -> None:
+async def test_samples_differ_and_the_first_equals_a_single_sample() -> None:
     async with serving() as served:
         stub = stub_of(served)
         several = await stub.GenerateUnary(asking_whole(**SAMPLES))
@@ -90,7 +90,7 @@ async def test_samples_differ_and_their_first_is_the_only_one() -> None:
     )
 
 
-async def test_hypotheses_come_best_first() -> None:
+async def test_hypotheses_are_returned_best_first() -> None:
     async with serving(prepare=reads_history) as served:
         outputs = (await stub_of(served).GenerateUnary(asking_whole(**BEAMS))).outputs
     scores = [output.score for output in outputs]
@@ -98,7 +98,7 @@ async def test_hypotheses_come_best_first() -> None:
     assert all(output.HasField("score") for output in outputs)
 
 
-async def test_beam_search_streams_what_its_hypotheses_share() -> None:
+async def test_beam_search_streams_the_common_prefix_of_its_hypotheses() -> None:
     """All beams begin with the forced token: it is streamed while the search is held at its second step."""
     async with serving(prepare=reads_history) as served:
         is_told = threading.Event()
@@ -130,7 +130,7 @@ async def test_default_options_sent_back_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("first", range(4, 31, 3))
-async def test_stop_string_ends_the_output_and_is_never_sent_in_part(first: int) -> None:
+async def test_stop_string_ends_the_output_and_is_never_partly_sent(first: int) -> None:
     """Return two characters of the answer that come from different tokens."""
     async with serving() as served:
         stub = stub_of(served)
@@ -150,10 +150,10 @@ async def test_stop_string_ends_the_output_and_is_never_sent_in_part(first: int)
     decoded = served.tokenizer.decode(list(whole.token_ids))
     assert decoded.startswith(expected + stop), "the ids hold the stop string"
     before = served.tokenizer.stream().push(list(whole.token_ids)[:-1])
-    assert stop not in before, "and end with the token that completed it"
+    assert stop not in before, "the ids end with the token that completed it"
 
 
-async def test_held_back_text_is_sent_when_no_stop_string_comes_of_it() -> None:
+async def test_held_back_text_is_sent_when_it_does_not_become_a_stop_string() -> None:
     async with serving() as served:
         stub = stub_of(served)
         plain = (await stub.GenerateUnary(asking_whole())).outputs[0]
@@ -161,7 +161,7 @@ async def test_held_back_text_is_sent_when_no_stop_string_comes_of_it() -> None:
     assert held == plain
 
 
-async def test_stop_id_ends_the_output_and_is_left_out_but_judged() -> None:
+async def test_stop_id_ends_the_output_and_is_omitted_but_scored() -> None:
     async with serving() as served:
         expected, _ = served.runner.answer((*SOURCE, EOS_ID))
         output = (await stub_of(served).GenerateUnary(asking_whole(stop_ids=[expected[4]], num_logprobs=0))).outputs[0]
@@ -170,7 +170,7 @@ async def test_stop_id_ends_the_output_and_is_left_out_but_judged() -> None:
     assert [entry.token_id for entry in output.logprobs] == expected[:5]
 
 
-async def test_prefix_is_given_and_the_text_continues_it() -> None:
+async def test_text_continues_the_prefix() -> None:
     async with serving() as served:
         stub = stub_of(served)
         ids = (await stub.Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
@@ -183,8 +183,8 @@ async def test_prefix_is_given_and_the_text_continues_it() -> None:
     assert f"the cat{by_text.text}" == served.tokenizer.decode([*ids, *expected])
 
 
-async def test_continuation_keeps_the_space_that_parts_it_from_the_prefix() -> None:
-    """A first word loses its leading space; the first word after a prefix must not."""
+async def test_continuation_keeps_the_space_after_the_prefix() -> None:
+    """The first word of an output loses its leading space, but not the first word after a prefix."""
     (word,) = tiny_tokenizer().encode("the")
     async with serving() as served:
         stub = stub_of(served)
@@ -209,7 +209,7 @@ async def test_continuation_keeps_the_space_that_parts_it_from_the_prefix() -> N
     ],
 )
 async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) -> None:
-    """A prefix that ended in white space was followed by a second space."""
+    """Regression: a prefix that ended in white space was followed by a second space."""
     (word,) = tiny_tokenizer().encode("the")
     several: dict[str, Any] = dict(num_return_sequences=3, temperature=1.0)
     async with serving() as served:
@@ -225,7 +225,7 @@ async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) 
     assert spaced.outputs[0].text == text.removesuffix(" the")
 
 
-async def test_text_that_goes_on_within_the_prefix_s_last_word_loses_nothing() -> None:
+async def test_text_that_continues_the_last_word_of_the_prefix_is_complete() -> None:
     async with serving() as served:
         answers = [
             await stub_of(served).GenerateUnary(asking_whole(forced_first_id=20, max_new_tokens=1, prefix_text=prefix))
@@ -234,7 +234,7 @@ async def test_text_that_goes_on_within_the_prefix_s_last_word_loses_nothing() -
     assert [answer.outputs[0].text for answer in answers] == [tiny_tokenizer().piece(20)] * 2
 
 
-async def test_logprobs_are_the_models_own_and_score_is_their_sum() -> None:
+async def test_logprobs_are_those_of_the_model_and_score_is_their_sum() -> None:
     async with serving() as served:
         output = (await stub_of(served).GenerateUnary(asking_whole(num_logprobs=3, logit_bias={50: 50.0}))).outputs[0]
         expected = [log_softmax(served.runner.logits((*SOURCE, EOS_ID), position)) for position in range(10)]
@@ -248,7 +248,7 @@ async def test_logprobs_are_the_models_own_and_score_is_their_sum() -> None:
     assert output.score == pytest.approx(sum(entry.logprob for entry in output.logprobs))
 
 
-async def test_time_limit_returns_what_there_is() -> None:
+async def test_time_limit_ends_the_answer_with_the_output_so_far() -> None:
     clock = FakeClock()
     async with serving(clock=clock) as served:
         gate = Gate(served.runner)
@@ -263,7 +263,7 @@ async def test_time_limit_returns_what_there_is() -> None:
     assert len(output.token_ids) < len(expected)
 
 
-async def test_output_is_exhausted_when_nothing_may_be_chosen() -> None:
+async def test_output_is_exhausted_when_no_token_is_allowed() -> None:
     async with serving() as served:
         options: dict[str, Any] = dict(allowed_ids=[40], suppressed_ids=[40], ignore_eos=True)
         output = (await stub_of(served).GenerateUnary(asking_whole(**options))).outputs[0]
@@ -271,7 +271,7 @@ async def test_output_is_exhausted_when_nothing_may_be_chosen() -> None:
 
 
 def drawn_options(dice: random.Random) -> dict[str, Any]:
-    """Any few controls, most of them within range, at random."""
+    """Draw a few random controls, most of them within range."""
     ids = [dice.randrange(4, 285) for _ in range(3)]
     choices: dict[str, list[Any]] = {
         "max_new_tokens": [0, 1, 5, 20, 1000],
@@ -304,7 +304,7 @@ def drawn_options(dice: random.Random) -> dict[str, Any]:
     return {name: dice.choice(choices[name]) for name in names} | {"seed": dice.randrange(2**64)}
 
 
-async def test_any_controls_are_answered_alike_by_both_forms_or_refused_by_name() -> None:
+async def test_any_controls_get_equal_unary_and_streamed_answers_or_a_named_refusal() -> None:
     """Many requests in one batch: none fails internally, and each stream adds up to the unary answer."""
     dice = random.Random(4)
     requests = [((dice.randrange(4, 20), 40 + i % 50), drawn_options(dice)) for i in range(300)]

@@ -48,7 +48,7 @@ class FakeExplainer:
 
 
 def _weights(rows: int, columns: int) -> NDArray[np.float32]:
-    """Layer 0 looks at one token, layer 1 at all alike."""
+    """Return weights in which layer 0 attends to one token and layer 1 equally to all."""
     weights = np.zeros((NUM_LAYERS, NUM_HEADS, rows, columns), np.float32)
     weights[0, :, :, 0] = 1
     weights[1] = 1 / columns
@@ -59,7 +59,7 @@ def reads_history(runner: FakeRunner) -> None:
     runner.reads_history = True
 
 
-async def test_score_gives_the_logprobs_that_generate_gives() -> None:
+async def test_score_returns_the_log_probabilities_of_generate() -> None:
     async with serving(prepare=reads_history) as served:
         stub = stub_of(served)
         written = (await stub.GenerateUnary(asking_whole(num_logprobs=3))).outputs[0]
@@ -72,7 +72,7 @@ async def test_score_gives_the_logprobs_that_generate_gives() -> None:
     assert scored.timing.total.ToNanoseconds() > 0
 
 
-async def test_score_takes_text_and_an_empty_target() -> None:
+async def test_score_accepts_text_and_an_empty_target() -> None:
     async with serving(prepare=reads_history) as served:
         stub = stub_of(served)
         ids = (await stub.Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
@@ -94,7 +94,7 @@ async def test_score_takes_text_and_an_empty_target() -> None:
         (pb.POOLING_FIRST, Pooling.FIRST),
     ],
 )
-async def test_embed_pools_the_encoders_states(wire: Any, pooling: Pooling) -> None:
+async def test_embed_pools_the_states_of_the_encoder(wire: Any, pooling: Pooling) -> None:
     async with serving() as served:
         stub = stub_of(served)
         answer = await stub.Embed(pb.EmbedRequest(token_ids=SOURCE_IDS, pooling=wire))
@@ -106,7 +106,7 @@ async def test_embed_pools_the_encoders_states(wire: Any, pooling: Pooling) -> N
     assert (answer.usage.source_tokens, answer.usage.generated_tokens) == (len(SOURCE) + 1, 0)
 
 
-async def test_explain_gives_a_map_for_each_head_with_its_entropy() -> None:
+async def test_explain_returns_a_map_and_its_entropy_for_each_head() -> None:
     explainer = FakeExplainer()
     async with serving(explainer=explainer) as served:
         answer = await stub_of(served).Explain(pb.ExplainRequest(text="the cat", target_text="the mat"))
@@ -126,7 +126,7 @@ async def test_explain_gives_a_map_for_each_head_with_its_entropy() -> None:
         assert [m.entropy for m in maps] == pytest.approx(expected, abs=1e-6)
 
 
-async def test_explain_writes_the_greedy_answer_where_no_target_is_given() -> None:
+async def test_explain_uses_the_greedy_answer_when_no_target_is_given() -> None:
     explainer = FakeExplainer()
     async with serving(explainer=explainer) as served:
         answer = await stub_of(served).Explain(pb.ExplainRequest(token_ids=SOURCE_IDS))
@@ -151,23 +151,23 @@ class HeldExplainer(FakeExplainer):
         self.threads.add(threading.get_ident())
         self.came.set()
         if not self.release.wait(timeout=60):
-            raise AssertionError("nobody released the explainer")
+            raise AssertionError("the test did not release the explainer")
         return super().explain(source_ids, target_ids, begin_id)
 
 
-async def test_explain_keeps_to_one_thread_so_that_no_other_keeps_what_a_run_takes() -> None:
+async def test_explain_runs_in_one_thread_so_that_no_other_thread_retains_memory() -> None:
     explainer = HeldExplainer()
     async with serving(explainer=explainer) as served:
         stub = stub_of(served)
         calls = [stub.Explain(pb.ExplainRequest(text="the cat", target_text="the mat")) for _ in range(4)]
         await asyncio.to_thread(explainer.came.wait, 60)
-        await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the calls before it have begun as well
+        await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the earlier calls have begun too
         explainer.release.set()
         await asyncio.gather(*calls)
     assert (len(explainer.asked), len(explainer.threads)) == (4, 1)
 
 
-async def test_explain_is_unimplemented_where_the_bundle_has_no_graph_for_it() -> None:
+async def test_explain_is_unimplemented_when_the_bundle_has_no_explain_graph() -> None:
     async with serving() as served:
         error = await refusal(stub_of(served).Explain(pb.ExplainRequest(text="a")))
     assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
@@ -177,7 +177,7 @@ def has_no_encoder(runner: FakeRunner) -> None:
     runner.has_encoder = False
 
 
-async def test_what_the_model_cannot_do_is_unimplemented() -> None:
+async def test_tasks_that_the_model_lacks_are_unimplemented() -> None:
     async with serving(prepare=has_no_encoder) as served:
         error = await refusal(stub_of(served).Embed(pb.EmbedRequest(text="a")))
     assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")

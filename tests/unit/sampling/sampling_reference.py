@@ -1,4 +1,4 @@
-"""Random logits, and what transformers' warpers make of them."""
+"""Random logits, and their distributions after transformers' logits warpers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of combinations: each is broken alone, harmless combinations pass, and the docs give the defaults."""
+"""Rules of combinations: each one is violated alone, valid combinations pass, and the docs state the defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from antiphon.service.rpc.v1.requests.options import default_options
 CONTROLS_MD = Path(__file__).resolve().parents[3] / "docs" / "CONTROLS.md"
 BEAMS: dict[str, Any] = dict(beam_width=4)
 
-# One breach of each rule, in the rules' order: parameters, and what is set beside them.
+# One violation of each rule, in the rules' order: parameters, and other settings of the request.
 BREACHES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("temperature", dict(temperature=0.5, **BEAMS), {}),
     ("top_k", dict(top_k=5, **BEAMS), {}),
@@ -38,7 +38,7 @@ BREACHES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 HARMLESS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (dict(top_k=5, top_p=0.5, min_p=0.5), {}),  # each keeps the likeliest token
+    (dict(top_k=5, top_p=0.5, min_p=0.5), {}),  # each keeps the most likely token
     (dict(seed=5), {}),
     (dict(seed=5, num_logprobs=0, num_return_sequences=4, length_penalty=-1.0, **BEAMS), {}),
     (dict(early_stopping=EarlyStopping.FIRST, stop_ids=(5,), min_new_tokens=2, **BEAMS), dict(prefix_text="a")),
@@ -52,7 +52,7 @@ HARMLESS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rule", "breach"), list(zip(RULES, BREACHES, strict=True)))
-def test_each_rule_refuses_what_it_says_and_names_its_field(
+def test_each_rule_refuses_its_combination_and_names_its_field(
     rule: Any, breach: tuple[str, dict[str, Any], dict[str, Any]]
 ) -> None:
     field, params, beside = breach
@@ -67,7 +67,7 @@ def test_harmless_combinations_pass(params: dict[str, Any], beside: dict[str, An
     check_combination(Controls(params=SamplingParams(**params), **beside))
 
 
-def test_docs_give_the_defaults_that_get_model_reports() -> None:
+def test_docs_state_the_defaults_that_get_model_reports() -> None:
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w.]+)", CONTROLS_MD.read_text(encoding="utf-8"), flags=re.MULTILINE)
     documented = {name: value for name, value in rows if re.fullmatch(r"[\d.]+", value)}
     defaults = default_options()

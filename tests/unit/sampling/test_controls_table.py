@@ -54,7 +54,7 @@ def test_contract_and_client_have_the_controls_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
-def test_contract_and_client_hold_a_control_as_its_kind_says(control: Control) -> None:
+def test_contract_and_client_have_the_type_of_each_control(control: Control) -> None:
     assert FIELDS[control.name].type in IN_CONTRACT[control.kind]
     assert typing.get_type_hints(Options)[control.name] == IN_OPTIONS[control.kind] | None
     assert control.name in (Options.__doc__ or "")
@@ -69,7 +69,7 @@ def test_defaults_and_neutral_values_are_in_range(control: Control) -> None:
     assert not control.range.holds(float("nan"))
 
 
-def test_a_choice_has_the_names_of_the_contract_and_of_the_client() -> None:
+def test_enumerated_control_has_the_names_of_the_contract_and_of_the_client() -> None:
     for control in CONTROLS:
         if control.kind is Kind.CHOICE:
             contract = FIELDS[control.name].enum_type
@@ -79,11 +79,11 @@ def test_a_choice_has_the_names_of_the_contract_and_of_the_client() -> None:
             assert control.choices == typing.get_args(IN_OPTIONS[control.kind])
 
 
-def test_rules_name_controls_of_the_table() -> None:
+def test_rules_name_only_controls_of_the_table() -> None:
     assert {rule.field for rule in RULES} <= {control.field for control in CONTROLS}
 
 
-def test_docs_show_the_tables_of_controls_and_rules() -> None:
+def test_docs_contain_the_tables_of_controls_and_rules() -> None:
     document = CONTROLS_MD.read_text(encoding="utf-8")
     assert updated(document) == document, "run: python -m antiphon.controls.markdown docs/CONTROLS.md"
 

@@ -1,4 +1,4 @@
-"""Distributions after our warpers against transformers' warpers, and the random numbers of sampling."""
+"""Distributions after our logits warpers compared with transformers' warpers, and the random numbers of sampling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def probabilities(logits: Logits, warp: Warp) -> NDArray[np.float64]:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 300, 999, 1000, 5000])
 @pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1.0])
-def test_distribution_is_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+def test_distribution_equals_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
     warp = Warp(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = logits_of(1, 1000, seed=top_k)[0]
     ours, theirs = probabilities(logits, warp), reference_probabilities(logits, warp)
@@ -44,7 +44,7 @@ def test_distribution_is_that_of_transformers(temperature: float, top_k: int, to
     min_p=st.floats(0.0, 1.0),
     typical_p=st.floats(0.01, 1.0),
 )
-def test_distribution_is_narrowed_in_the_order_of_transformers(
+def test_logits_warpers_are_applied_in_the_order_of_transformers(
     vocab_size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
     logits = logits_of(1, vocab_size, seed=seed)[0]
@@ -72,12 +72,12 @@ def test_uniforms_are_uniform_over_seeds_positions_and_outputs() -> None:
         assert values.max() < 1.0
         ranks = np.sort(values)
         distance = np.abs(ranks - np.arange(4000) / 4000).max()
-        assert distance < 2.2 / np.sqrt(4000)  # Kolmogorov-Smirnov, far beyond the 1 in 1000 bound
+        assert distance < 2.2 / np.sqrt(4000)  # Kolmogorov-Smirnov, with a far larger bound than that of 1 in 1000
     assert uniform_at(0, 0) != uniform_at(1, 0) != uniform_at(MAX_SEED, 2**31)
 
 
 def test_seeds_of_outputs_are_those_of_splitmix64() -> None:
-    """The numbers that Vigna's reference implementation of SplitMix64 gives for this seed."""
+    """The expected numbers are those of Vigna's reference implementation of SplitMix64 for this seed."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [seed_of_output(1234567, index) for index in range(5)] == [1234567, *published]
     seeds = {seed_of_output(seed, index) for seed in (0, 1, MAX_SEED) for index in range(100)}

@@ -44,7 +44,7 @@ class Control:
 
     @property
     def edits(self) -> list[tuple[int, float, float, float]]:
-        """The same as edits of single tokens, several for one token where several touch it."""
+        """Return the settings as logits processors of single tokens; a token can have several."""
         edits = [(token_id, value, 1.0, 0.0) for token_id, value in self.bias.items()]
         edits += [(token_id, 0.0, self.penalty, 0.0) for token_id in self.penalised]
         return edits + [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in self.suppressed]
@@ -62,7 +62,7 @@ def controls(vocab_size: int) -> st.SearchStrategy[Control]:
 
 
 def reference_scores(scores: NDArray[np.float64], control: Control) -> NDArray[np.float64]:
-    """[V] after transformers' processors of the same controls."""
+    """Return the logits [V] after transformers' processors of the same controls."""
     torch = pytest.importorskip("torch")
     held = pytest.importorskip("transformers.generation.logits_process")
     chain = held.LogitsProcessorList([])
@@ -227,7 +227,7 @@ def choice_strategy(vocab_size: int) -> st.SearchStrategy[SampleSettings]:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), rows=st.integers(2, 9), vocab_size=st.sampled_from([5, 63, 257, 1031]))
-def test_choice_is_the_same_alone_and_among_others(data: st.DataObject, rows: int, vocab_size: int) -> None:
+def test_choice_is_bit_identical_alone_and_in_a_batch(data: st.DataObject, rows: int, vocab_size: int) -> None:
     kinds = data.draw(st.lists(choice_strategy(vocab_size), min_size=rows, max_size=rows))
     positions = data.draw(st.lists(st.integers(0, 500), min_size=rows, max_size=rows))
     logits = logits_of(rows, vocab_size, seed=data.draw(st.integers(0, 99)))

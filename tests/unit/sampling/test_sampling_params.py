@@ -14,7 +14,7 @@ from antiphon.service.domain.request import MAX_BEAM_WIDTH, MAX_NUM_LOGPROBS, MA
 
 TOO_SMALL = math.nextafter(0, -1)
 
-# What a control needs beside it to be allowed at all.
+# Other options that a control needs.
 COMPANY: dict[str, dict[str, Any]] = {
     "typical_p": dict(temperature=1.0),
     "length_penalty": dict(beam_width=2),
@@ -76,7 +76,7 @@ def cases(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("field", "value"), cases(INSIDE))
-def test_sampling_params_take_both_ends_of_each_range(field: str, value: Any) -> None:
+def test_sampling_params_accept_both_ends_of_each_range(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{**COMPANY.get(field, {}), field: value}), field) == value
 
 
@@ -87,7 +87,7 @@ def test_sampling_params_name_the_field_when_a_value_is_out_of_range(field: str,
     assert caught.value.field == field
 
 
-def test_every_field_that_has_a_range_is_tried() -> None:
+def test_every_field_with_a_range_is_tested() -> None:
     rest = {"early_stopping", "forced_first_id", "ignore_eos"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert fields == INSIDE.keys() | rest == OUTSIDE.keys() | rest
@@ -111,7 +111,7 @@ def test_check_token_ids_names_the_field_of_an_id_outside_the_vocabulary(field: 
     assert caught.value.field == field
 
 
-def test_check_token_ids_takes_every_id_of_the_vocabulary() -> None:
+def test_check_token_ids_accepts_every_id_of_the_vocabulary() -> None:
     ids = tuple(range(10))
     params = SamplingParams(logit_bias=((0, 1.0), (9, 1.0)), forced_first_id=9, allowed_ids=ids, stop_ids=ids)
     check_token_ids(params, 10)

@@ -1,4 +1,4 @@
-"""Stop strings compared with a plain search in the whole text, for any token borders."""
+"""Stop strings compared with a plain search in the whole text, for any token boundaries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
 
 TOKENIZER = Tokenizer.train(["ab ba abab aab", "bbb ä ab"] * 4, vocab_size=275)
-# Few letters, so that strings overlap each other and themselves; ä is two bytes, and so may be two tokens.
+# Few letters, so that strings overlap each other and themselves; ä has two bytes, and can be two tokens.
 TEXTS = st.text(alphabet="abä ", max_size=24)
 STOPS = st.lists(st.text(alphabet="abä ", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def text_before_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The docstring's rule, written as a search: the shortest prefix of the text that ends with a stop string."""
+    """Return the text before the first completed stop string, and whether there is one, by a plain search."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -41,7 +41,7 @@ def pieces_of(ids: list[int], sizes: list[int]) -> list[list[int]]:
 @example("aabaab", ["aab", "abaa"], [1, 1, 1])
 @example("abababc", ["ababc", "bab"], [])
 @example("aaab", ["ab", "aab", "b"], [2])
-def test_filter_lets_out_exactly_the_text_before_the_first_stop_string(
+def test_filter_returns_exactly_the_text_before_the_first_stop_string(
     text: str, stops: list[str], sizes: list[int]
 ) -> None:
     ids = TOKENIZER.encode(text)
@@ -56,7 +56,7 @@ def test_filter_lets_out_exactly_the_text_before_the_first_stop_string(
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=12), STOPS)
 def test_filter_and_matcher_agree_on_any_tokens(ids: list[int], stops: list[str]) -> None:
-    """Also on bytes that are no UTF-8, and on special tokens."""
+    """The tokens include invalid UTF-8 and special tokens."""
     filtered, matcher, stream = StopFilter(stops, TOKENIZER.stream()), matcher_of(stops), TOKENIZER.stream()
     let_out = "".join(filtered.push([token_id]) for token_id in ids) + filtered.finish()
     before, has_stopped = text_before_stop(stream.push(ids), stops)
@@ -65,14 +65,14 @@ def test_filter_and_matcher_agree_on_any_tokens(ids: list[int], stops: list[str]
 
 
 def test_filter_cuts_before_a_stop_string_that_the_end_completes() -> None:
-    """A character cut off by the end becomes U+FFFD only then; it was let out although it was a stop string."""
+    """Regression: a character cut off by the end becomes U+FFFD; it was returned although it was a stop string."""
     half = next(token_id for token_id in range(TOKENIZER.vocab_size) if TOKENIZER.bytes_of([token_id]) == b"\xc3")
     filtered = StopFilter(["\ufffd"], TOKENIZER.stream())
     assert filtered.push([*TOKENIZER.encode("a"), half]) + filtered.finish() == "a"
 
 
 @given(TEXTS, STOPS)
-def test_matcher_tells_at_the_token_that_completes_a_stop_string(text: str, stops: list[str]) -> None:
+def test_matcher_reports_the_token_that_completes_a_stop_string(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode(text)
     matcher = matcher_of(stops)
     results = [matcher.push(token_id) for token_id in ids]
@@ -83,7 +83,7 @@ def test_matcher_tells_at_the_token_that_completes_a_stop_string(text: str, stop
 
 
 @given(TEXTS, STOPS)
-def test_filter_holds_back_no_more_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
+def test_filter_holds_back_only_text_that_can_become_a_stop_string(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode(text)
     whole = TOKENIZER.decode(ids)
     if text_before_stop(whole, stops)[1]:
@@ -93,7 +93,7 @@ def test_filter_holds_back_no_more_than_may_become_a_stop_string(text: str, stop
     assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_filter_passes_text_through_when_there_are_no_stop_strings() -> None:
+def test_filter_returns_text_unchanged_when_there_are_no_stop_strings() -> None:
     ids = TOKENIZER.encode("abä ab")
     filtered = StopFilter((), TOKENIZER.stream())
     assert "".join(filtered.push([token_id]) for token_id in ids) + filtered.finish() == "abä ab"
@@ -109,6 +109,6 @@ def test_check_stop_strings_refuses_too_many_and_wrong_lengths(stops: list[str],
     assert caught.value.field == "stop_strings"
 
 
-def test_check_stop_strings_takes_what_the_contract_allows() -> None:
+def test_check_stop_strings_accepts_everything_that_the_contract_allows() -> None:
     check_stop_strings([])
     check_stop_strings(["x" * 256, "\n"] * 8)

@@ -1,4 +1,4 @@
-"""Requests refused before they run: token ids outside the vocabulary of the source or of the target."""
+"""Refusal of requests before they run: token ids outside the vocabulary, and sources that are too long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(source: int, prefix: int) -> None:
     admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, limits_for(runner)))
 
 
-async def test_admission_refuses_a_source_that_is_predicted_not_to_fit_and_names_the_longest() -> None:
+async def test_admission_names_the_longest_source_when_one_is_predicted_not_to_fit() -> None:
     runner = FakeRunner(max_source_len=32)
     budget = EncodeBudget(max_bytes=1000, predict=lambda num_tokens, longest: 100 + 50 * num_tokens)  # 18 tokens
     limits = limits_of(runner, limits_for(runner, encode_budget=budget))
@@ -28,19 +28,19 @@ async def test_admission_refuses_a_source_that_is_predicted_not_to_fit_and_names
         admit(request_of("a", source_of(target_len=3, length=19)), OutputStream("a"), limits)
 
 
-async def test_admission_takes_every_id_of_either_vocabulary() -> None:
+async def test_admission_accepts_every_id_of_either_vocabulary() -> None:
     check(79, 63)
 
 
 @pytest.mark.parametrize(("source", "prefix", "field", "highest"), [(80, 0, "source", 79), (79, 64, "prefix", 63)])
-async def test_admission_names_the_vocabulary_of_the_side_that_an_id_is_outside_of(
+async def test_admission_names_the_vocabulary_when_an_id_is_outside_it(
     source: int, prefix: int, field: str, highest: int
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"{field} .*from 0 to {highest}"):
         check(source, prefix)
 
 
-async def test_cost_counts_every_row_at_the_length_that_is_asked_for() -> None:
+async def test_cost_counts_every_row_at_its_requested_length() -> None:
     def cost(**controls: object) -> int:
         params = SamplingParams(max_new_tokens=24, **controls)  # type: ignore[arg-type]
         runner = FakeRunner()

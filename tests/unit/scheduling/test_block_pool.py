@@ -9,14 +9,14 @@ from antiphon.service.engine.cache.block_pool import BlockPool, OutOfBlocks
 
 
 @given(num_tokens=st.integers(0, 10_000), block_size=st.integers(1, 64))
-def test_blocks_for_is_the_least_number_that_holds_the_tokens(num_tokens: int, block_size: int) -> None:
+def test_blocks_for_returns_the_least_number_that_holds_the_tokens(num_tokens: int, block_size: int) -> None:
     num_blocks = blocks_for(num_tokens, block_size)
     assert num_blocks * block_size >= num_tokens
     assert num_blocks == 0 or (num_blocks - 1) * block_size < num_tokens
 
 
 @given(total=st.integers(1, 40), sizes=st.lists(st.integers(0, 12), max_size=40), data=st.data())
-def test_block_pool_lends_each_block_once_and_loses_none(total: int, sizes: list[int], data: st.DataObject) -> None:
+def test_block_pool_allocates_each_block_once_and_loses_none(total: int, sizes: list[int], data: st.DataObject) -> None:
     pool = BlockPool(total, 16)
     lent: list[tuple[int, ...]] = []
     for size in sizes:

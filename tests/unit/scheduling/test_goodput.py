@@ -1,4 +1,4 @@
-"""Twice as many requests as can be served, on a clock of its own: what is answered in time stays near the best."""
+"""Load of twice the capacity on a simulated clock: the answers in time stay close to the best rate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def answered_per_second(loop: asyncio.AbstractEventLoop, within_s: float | None) -> float:
-    """Serve Poisson arrivals; the answers of the second half, in time for their deadlines if there are any."""
+    """Serve Poisson arrivals; return the rate of answers in the second half that met their deadlines, if any."""
     dice, bench = random.Random(0), Bench(loop)
     bench.runner.before_decode = lambda num_rows: bench.clock.advance(STEP_S)
     start_s = next_s = bench.clock()
@@ -51,6 +51,6 @@ def answered_per_second(loop: asyncio.AbstractEventLoop, within_s: float | None)
 
 def test_goodput_under_deadlines_stays_within_a_tenth_of_the_best(loop: asyncio.AbstractEventLoop) -> None:
     best = answered_per_second(loop, None)
-    assert best < 0.6 * RATE  # it is overloaded
+    assert best < 0.6 * RATE  # the load exceeds the capacity
     for within_s in (0.4, 1.0):
         assert answered_per_second(loop, within_s) >= 0.9 * best

@@ -1,4 +1,4 @@
-"""Limits of the queue as a client sees them: a refusal without response headers, with a retry delay."""
+"""Limits of the queue for clients: a refusal without response headers, with a retry delay."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.serving import Details, Serving, asking, asking_whole, details_of, re
 
 STEP_S = 0.1
 THIS_HOST = "ipv4:127.0.0.1"
-LENGTH = 5  # source tokens of everything that waits
+LENGTH = 5  # source tokens of every waiting request
 
 
 class Overload:
-    """Server with one row and steps of STEP_S, held before a step while requests wait."""
+    """Server with one row and steps of STEP_S, blocked before a step while requests wait."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -41,7 +41,7 @@ class Overload:
         runner.before_decode = self._pass
 
     async def hold(self) -> None:
-        """Start a request and hold it."""
+        """Start a request and block it."""
         self._is_open.clear()
         self.reached.clear()
         self.wait(1)
@@ -72,7 +72,7 @@ class Overload:
         self.clock.advance(STEP_S)
         self.reached.set()
         if not self._is_open.wait(timeout=60):
-            raise AssertionError("nobody opened")
+            raise AssertionError("the test did not open the gate")
 
 
 @contextlib.asynccontextmanager
@@ -103,7 +103,7 @@ async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
     return error, details
 
 
-async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
+async def test_request_is_refused_before_it_is_read_when_the_queue_is_full() -> None:
     """Its invalid source is not read: reading takes CPU time from running requests."""
     async with overload(EngineLimits(max_queued_requests=2)) as held:
         unread = asking(prefix_ids=pb.TokenIds(ids=(10**6,)))
@@ -187,8 +187,8 @@ async def test_a_batch_request_waits_behind_what_an_interactive_one_overtakes() 
         assert (await taken).outputs
 
 
-async def test_what_could_never_run_is_no_overload() -> None:
-    """A source that the workspace cannot hold, and a target that the pool cannot: the fields are named at once."""
+async def test_request_that_could_never_run_is_refused_as_invalid_and_not_as_overload() -> None:
+    """A source beyond the workspace and a target beyond the pool are refused at once with the names of the fields."""
     budget = EncodeBudget(max_bytes=100, predict=lambda num_tokens, longest: 10 * num_tokens)
     async with serving(EngineLimits(max_num_seqs=8, encode_budget=budget)) as served:
         error = await refusal(stub_of(served).GenerateUnary(asking_whole((9,) * 10)))
@@ -198,8 +198,8 @@ async def test_what_could_never_run_is_no_overload() -> None:
         assert (await stub_of(served).GenerateUnary(asking_whole((9,) * 9))).outputs
 
 
-async def test_preemption_is_not_seen_by_clients() -> None:
-    """Many streams over a pool of few blocks: the same answers as alone, in order, each once."""
+async def test_preemption_is_invisible_to_clients() -> None:
+    """Many streams over a pool of few blocks get the answers of each alone, in order and once."""
 
     def tight(runner: FakeRunner) -> None:
         runner.num_blocks = 10

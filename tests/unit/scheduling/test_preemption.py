@@ -1,4 +1,4 @@
-"""Requests that grow block by block: preemption when blocks run short, with the same answers as without."""
+"""Requests that grow block by block: preemption when blocks run short, without a change of the answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_until_preempted(bench: Bench) -> SequenceGroup:
     return group
 
 
-def test_preemption_takes_the_newest_and_lets_it_go_on_with_the_same_answer(loop: asyncio.AbstractEventLoop) -> None:
+def test_preempted_request_is_the_newest_and_continues_with_the_same_answer(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=14)
     groups = [bench.ask(long_request(name)) for name in ("a", "bb", "ccc")]
     newest = run_until_preempted(bench)
@@ -57,7 +57,7 @@ def test_preemption_takes_the_newest_and_lets_it_go_on_with_the_same_answer(loop
     assert bench.sample("preemptions_total") == len(bench.runner.encoded) - 1 >= 1
 
 
-def test_preemption_keeps_what_a_request_had_to_begin_with(loop: asyncio.AbstractEventLoop) -> None:
+def test_preemption_keeps_the_forced_token_and_the_prefix_of_a_request(loop: asyncio.AbstractEventLoop) -> None:
     """A forced first token is not forced a second time, and a prefix is fed before the produced tokens."""
     bench = Bench(loop, num_blocks=14)
     for name in ("a", "bb"):
@@ -93,7 +93,7 @@ def test_preemption_is_not_counted_as_another_admission(loop: asyncio.AbstractEv
     assert bench.sample("inter_token_latency_seconds_sum") == 7.0 * len(groups)
 
 
-def test_preemption_takes_the_batch_before_anything_interactive(loop: asyncio.AbstractEventLoop) -> None:
+def test_preemption_takes_batch_requests_before_interactive_ones(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=14)
     batch = bench.ask(long_request("batch", priority=Priority.BATCH))
     bench.step()
@@ -104,7 +104,9 @@ def test_preemption_takes_the_batch_before_anything_interactive(loop: asyncio.Ab
 
 
 @pytest.mark.parametrize("kind", ["beams", "samples"])
-def test_preemption_spares_requests_that_hold_all_they_need(loop: asyncio.AbstractEventLoop, kind: str) -> None:
+def test_preemption_spares_requests_that_have_all_the_blocks_they_need(
+    loop: asyncio.AbstractEventLoop, kind: str
+) -> None:
     params = {
         "beams": SamplingParams(max_new_tokens=18, beam_width=2),
         "samples": SamplingParams(max_new_tokens=18, temperature=1.0, num_return_sequences=2),
@@ -124,14 +126,14 @@ def test_preemption_spares_requests_that_hold_all_they_need(loop: asyncio.Abstra
     assert growing.state is SequenceState.FINISHED
 
 
-def test_a_target_to_be_scored_takes_its_blocks_at_once(loop: asyncio.AbstractEventLoop) -> None:
+def test_target_to_be_scored_reserves_its_blocks_at_once(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=16)
     group = bench.ask(scored(long_request("score", params=SamplingParams()), (5,) * 20))
     assert not group.grows
     assert group.num_blocks == group.max_blocks == 6
 
 
-def test_preemption_leaves_a_request_that_fills_the_pool_alone(loop: asyncio.AbstractEventLoop) -> None:
+def test_preemption_spares_a_single_request_that_fills_the_pool(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=7)
     group = bench.ask(long_request("a"))
     assert group.max_blocks == bench.pool.num_blocks
@@ -141,7 +143,7 @@ def test_preemption_leaves_a_request_that_fills_the_pool_alone(loop: asyncio.Abs
     assert bench.sample("preemptions_total") == 0
 
 
-def test_a_request_that_could_never_fit_is_refused_though_its_first_blocks_would(
+def test_request_that_could_never_fit_is_refused_although_its_first_blocks_would(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     bench = Bench(loop, num_blocks=6)
@@ -149,7 +151,7 @@ def test_a_request_that_could_never_fit_is_refused_though_its_first_blocks_would
         bench.ask(long_request("a"))
 
 
-def test_preempted_requests_go_on_before_new_ones_join(loop: asyncio.AbstractEventLoop) -> None:
+def test_preempted_requests_continue_before_new_ones_start(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=14)
     for name in ("a", "bb", "ccc"):
         bench.ask(long_request(name))
@@ -162,14 +164,14 @@ def test_preempted_requests_go_on_before_new_ones_join(loop: asyncio.AbstractEve
     assert bench.output(late).token_ids == expected(bench, late)[0]
 
 
-def test_new_requests_leave_the_blocks_that_running_ones_need_soon(loop: asyncio.AbstractEventLoop) -> None:
+def test_new_requests_leave_blocks_that_running_ones_need_soon(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=7)
     first = bench.ask(long_request("first"))
     while bench.pool.num_free > 2:
         bench.step()
     second = bench.ask(long_request("second"))
     assert second.num_blocks == 2 == bench.pool.num_free
-    assert LOOKAHEAD_STEPS >= BLOCK_SIZE  # so a row that is not in its last block needs one soon
+    assert LOOKAHEAD_STEPS >= BLOCK_SIZE  # so a row outside its last block needs one soon
     while first.state is not SequenceState.FINISHED:
         bench.step()
         assert second.state is SequenceState.WAITING
@@ -179,7 +181,7 @@ def test_new_requests_leave_the_blocks_that_running_ones_need_soon(loop: asyncio
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "time limit"])
-def test_a_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoop, how: str) -> None:
+def test_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoop, how: str) -> None:
     bench = Bench(loop, num_blocks=14)
     params = SamplingParams(max_new_tokens=20, num_logprobs=0, time_limit_s=5.0 if how == "time limit" else None)
     deadline_s = bench.clock() + 5.0 if how == "deadline" else None
@@ -198,7 +200,7 @@ def test_a_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventL
         "time limit": FinishReason.TIME_LIMIT,
     }
     assert (event.finish_reason, event.num_generated) == (reasons[how], len(produced))
-    if how != "deadline":  # an error comes alone
+    if how != "deadline":  # an error has no other events
         assert event.token_ids == produced == expected(bench, group)[0][: len(produced)]
     if how == "time limit":
         assert event.score == pytest.approx(sum(one.logprob for one in event.logprobs))
@@ -206,7 +208,7 @@ def test_a_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventL
     assert bench.pool.num_free == bench.pool.num_blocks
 
 
-def test_a_preempted_request_can_end_while_its_source_is_encoded_again(loop: asyncio.AbstractEventLoop) -> None:
+def test_preempted_request_can_end_while_its_source_is_encoded_again(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=14)
     for name in ("a", "bb"):
         bench.ask(long_request(name))
@@ -221,7 +223,7 @@ def test_a_preempted_request_can_end_while_its_source_is_encoded_again(loop: asy
     assert event.num_generated == len(produced) > 0
 
 
-def test_preemption_works_for_a_decoder_alone(loop: asyncio.AbstractEventLoop) -> None:
+def test_preemption_works_for_decoder_only_models(loop: asyncio.AbstractEventLoop) -> None:
     def prompt(name: str) -> Generate:
         made = request_of(name, (), params=SamplingParams(max_new_tokens=14, temperature=1.0, seed=len(name)))
         return dataclasses.replace(made, prefix_ids=(5,) * len(name), num_prompt_ids=1 + len(name))
@@ -238,7 +240,7 @@ def test_preemption_works_for_a_decoder_alone(loop: asyncio.AbstractEventLoop) -
 
 
 class ThirdFive:
-    """A stop matcher with a state: stops at the third token divisible by five."""
+    """Stop matcher with a state: stops at the third token divisible by five."""
 
     def __init__(self) -> None:
         self.left = 3
@@ -289,7 +291,7 @@ def num_generated(events: Iterable[TokenEvent]) -> int:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(9, 20), max_rows=st.integers(3, 8))
-def test_preempted_requests_of_a_random_crowd_get_the_answers_they_get_uninterrupted(
+def test_preempted_requests_of_a_random_crowd_get_their_uninterrupted_answers(
     seed: int, num_blocks: int, max_rows: int
 ) -> None:
     dice = random.Random(seed)
@@ -308,18 +310,18 @@ def test_preempted_requests_of_a_random_crowd_get_the_answers_they_get_uninterru
         alone = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
         for group in crowded.all:
             together = crowded.outputs(group)
-            twin = alone.ask(group.request)
+            same_alone = alone.ask(group.request)
             alone.finish()
             if together[-1].finish_reason is not FinishReason.CANCELLED:
-                uninterrupted = alone.outputs(twin)
+                uninterrupted = alone.outputs(same_alone)
                 assert [*map(seen, together)] == [*map(seen, uninterrupted)]
                 assert num_generated(together) == num_generated(uninterrupted)
         assert alone.sample("preemptions_total") == 0
 
 
 @pytest.mark.parametrize("num_blocks", [10, 14, 20])
-def test_a_crowd_of_long_requests_preempts_and_still_ends(loop: asyncio.AbstractEventLoop, num_blocks: int) -> None:
-    """The property above would hold of an engine that never preempts as well; of one that only does, nothing ends."""
+def test_crowd_of_long_requests_is_preempted_and_finishes(loop: asyncio.AbstractEventLoop, num_blocks: int) -> None:
+    """The test above would also pass for an engine that never preempts, and one that preempts too often never ends."""
     bench = Bench(loop, max_rows=8, num_blocks=num_blocks)
     groups = [bench.ask(long_request("a" * length)) for length in range(1, 13)]
     bench.finish()

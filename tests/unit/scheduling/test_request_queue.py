@@ -91,7 +91,7 @@ def test_request_queue_remove_returns_none_when_the_request_does_not_wait(waitin
     assert queue.remove("a") is None
 
 
-def test_request_queue_refuses_at_either_bound(waiting: Maker) -> None:
+def test_request_queue_refuses_at_either_limit(waiting: Maker) -> None:
     queue = queue_of(max_requests=2)
     queue.put(waiting("a"), 0.0)
     queue.put(waiting("b"), 0.0)
@@ -105,7 +105,7 @@ def test_request_queue_refuses_at_either_bound(waiting: Maker) -> None:
     assert queue.num_source_tokens == 10
 
 
-def test_request_queue_takes_a_source_above_its_bound_when_empty(waiting: Maker) -> None:
+def test_request_queue_accepts_a_source_above_its_limit_when_empty(waiting: Maker) -> None:
     queue = queue_of(max_source_tokens=10)
     queue.put(waiting("long", length=30), 0.0)
     with pytest.raises(QueueFull):
@@ -121,7 +121,7 @@ def test_request_queue_advises_to_retry_after_its_oldest_wait(waiting: Maker, wa
     assert refusal.value.retry_after_s == advice_s
 
 
-def test_request_queue_refuses_once_closed_and_keeps_what_waits(waiting: Maker) -> None:
+def test_request_queue_refuses_new_requests_and_keeps_waiting_ones_when_closed(waiting: Maker) -> None:
     queue = queue_of()
     queue.put(waiting("a"), 0.0)
     queue.close()
@@ -131,7 +131,7 @@ def test_request_queue_refuses_once_closed_and_keeps_what_waits(waiting: Maker) 
 
 
 @given(deadlines=st.lists(st.none() | st.integers(0, 50), max_size=30), data=st.data())
-def test_request_queue_expires_exactly_those_whose_deadline_has_come(
+def test_request_queue_expires_exactly_the_requests_whose_deadline_has_passed(
     deadlines: list[int | None], data: st.DataObject
 ) -> None:
     with closing(asyncio.new_event_loop()) as loop:
@@ -153,7 +153,7 @@ def test_request_queue_expires_exactly_those_whose_deadline_has_come(
             now_s += data.draw(st.integers(1, 20))
 
 
-def test_request_queue_loses_nothing_when_many_threads_put(waiting: Maker) -> None:
+def test_request_queue_loses_no_request_when_many_threads_put(waiting: Maker) -> None:
     queue = queue_of(max_requests=10_000, max_source_tokens=10**6)
     sequences = [[waiting(f"{thread}-{i}") for i in range(200)] for thread in range(4)]
 
@@ -176,7 +176,7 @@ def test_request_queue_loses_nothing_when_many_threads_put(waiting: Maker) -> No
 
 
 def drain(queue: RequestQueue, now_s: float = 0.0) -> list[str]:
-    """Serve all that wait, one by one, as the engine would."""
+    """Serve all waiting requests one by one, like the engine."""
     served = []
     while found := queue.peek(1):
         assert queue.take(found[0].request_id, now_s) is found[0]
@@ -188,7 +188,7 @@ def drain(queue: RequestQueue, now_s: float = 0.0) -> list[str]:
     arrivals=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 30), st.booleans()), max_size=60),
     counts=st.lists(st.integers(1, 9), min_size=60, max_size=60),
 )
-def test_request_queue_serves_in_the_order_that_it_shows(
+def test_request_queue_serves_in_the_order_of_peek(
     arrivals: list[tuple[int, bool, int, bool]], counts: list[int]
 ) -> None:
     """`peek` returns the order of service; requests of one client and priority keep their order."""
@@ -212,8 +212,8 @@ def test_request_queue_serves_in_the_order_that_it_shows(
 
 
 @given(lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=30), min_size=2, max_size=5), data=st.data())
-def test_request_queue_serves_clients_alike_while_they_wait(lengths: list[list[int]], data: st.DataObject) -> None:
-    """While two clients wait all the time, their served costs differ by less than one request of each."""
+def test_request_queue_serves_waiting_clients_equally(lengths: list[list[int]], data: st.DataObject) -> None:
+    """While two clients always have waiting requests, their served costs differ by less than one request of each."""
     with closing(asyncio.new_event_loop()) as loop:
         queue, make = queue_of(max_requests=999, max_source_tokens=99_999), Maker(loop)
         names_left = [(client, index) for client, own in enumerate(lengths) for index in range(len(own))]
@@ -230,7 +230,7 @@ def test_request_queue_serves_clients_alike_while_they_wait(lengths: list[list[i
             assert all(abs(served[a] - served[b]) <= 2 * largest for a in backlogged for b in backlogged)
 
 
-def test_request_queue_weighs_requests_by_what_they_cost(waiting: Maker) -> None:
+def test_request_queue_weighs_requests_by_their_cost(waiting: Maker) -> None:
     queue = queue_of(max_requests=999, max_source_tokens=9999)
     for index in range(20):
         queue.put(waiting(f"long {index}", length=30, client="long"), 0.0)
@@ -242,7 +242,7 @@ def test_request_queue_weighs_requests_by_what_they_cost(waiting: Maker) -> None
     assert abs(num_long * long - (60 - num_long) * short) <= long + short
 
 
-def test_request_queue_remembers_what_a_client_was_served_while_others_wait(waiting: Maker) -> None:
+def test_request_queue_remembers_the_served_cost_of_a_client_while_others_wait(waiting: Maker) -> None:
     queue = queue_of(max_requests=99, max_source_tokens=999)
     for index in range(4):
         queue.put(waiting(f"steady {index}", client="steady"), 0.0)
@@ -262,7 +262,7 @@ def test_request_queue_serves_a_single_request_of_another_client_before_a_thousa
     assert "single" in names(queue.peek(2))
 
 
-def test_request_queue_charges_nothing_for_what_is_cancelled(waiting: Maker) -> None:
+def test_request_queue_charges_nothing_for_cancelled_requests(waiting: Maker) -> None:
     queue = queue_of(max_requests=99, max_source_tokens=999)
     for name in ("a1", "b1", "a2", "b2", "a3"):
         queue.put(waiting(name, client=name[0]), 0.0)
@@ -272,9 +272,7 @@ def test_request_queue_charges_nothing_for_what_is_cancelled(waiting: Maker) -> 
 
 
 @pytest.mark.parametrize("num_interactive", [20, 200])
-def test_request_queue_serves_interactive_first_and_keeps_a_share_for_the_batch(
-    waiting: Maker, num_interactive: int
-) -> None:
+def test_request_queue_serves_interactive_first_and_a_share_of_batch(waiting: Maker, num_interactive: int) -> None:
     queue = queue_of(max_requests=999, max_source_tokens=9999)
     for index in range(30):
         queue.put(waiting(f"batch {index}", priority=Priority.BATCH), 0.0)
@@ -287,7 +285,7 @@ def test_request_queue_serves_interactive_first_and_keeps_a_share_for_the_batch(
     assert num_batch == (num_interactive - 1) // INTERACTIVE_SHARE
 
 
-def test_request_queue_owes_the_batch_nothing_for_when_none_waited(waiting: Maker) -> None:
+def test_request_queue_saves_no_batch_share_from_times_without_batch_requests(waiting: Maker) -> None:
     queue = queue_of(max_requests=999, max_source_tokens=9999)
     for index in range(50):
         queue.put(waiting(f"interactive {index}"), 0.0)
@@ -297,7 +295,7 @@ def test_request_queue_owes_the_batch_nothing_for_when_none_waited(waiting: Make
     assert drain(queue).index("batch") == INTERACTIVE_SHARE
 
 
-def test_request_queue_keeps_room_for_other_clients(waiting: Maker) -> None:
+def test_request_queue_reserves_room_for_other_clients(waiting: Maker) -> None:
     queue = queue_of(max_requests=100, max_source_tokens=9999)
     for index in range(75):
         queue.put(waiting(f"greedy {index}", client="greedy"), 0.0)
@@ -322,7 +320,7 @@ def test_request_queue_counts_a_client_of_both_priorities_once(waiting: Maker) -
         queue.put(waiting("mine 51", client="mine"), 0.0)
 
 
-def test_request_queue_keeps_source_tokens_for_other_clients(waiting: Maker) -> None:
+def test_request_queue_reserves_source_tokens_for_other_clients(waiting: Maker) -> None:
     queue = queue_of(max_requests=100, max_source_tokens=100)
     queue.put(waiting("a", length=70, client="greedy"), 0.0)
     with pytest.raises(QueueFull, match="client"):
@@ -331,7 +329,7 @@ def test_request_queue_keeps_source_tokens_for_other_clients(waiting: Maker) -> 
 
 
 def busy_queue(waiting: Maker, *, seconds_each: float, count: int = 40, **limits: float) -> tuple[RequestQueue, float]:
-    """A queue that has been drained for long enough at a request each so many seconds, and is empty; and the time."""
+    """Return an empty queue that was drained at one request in `seconds_each` for long enough, and the time."""
     queue, now_s = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=limits.get("max_wait_s")), 0.0
     for index in range(count):
         queue.put(waiting(f"past {index}"), 0.0)
@@ -341,18 +339,18 @@ def busy_queue(waiting: Maker, *, seconds_each: float, count: int = 40, **limits
     return queue, now_s
 
 
-def test_request_queue_refuses_by_time_and_says_how_long_it_would_take(waiting: Maker) -> None:
+def test_request_queue_refuses_by_expected_wait_and_reports_it(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1, max_wait_s=2.0)
     for index in range(20):
         queue.put(waiting(str(index)), now_s)
     assert queue.expected_wait_s(now_s) == pytest.approx(2.0, rel=0.05)
-    queue.put(waiting("last"), now_s)  # about the bound
+    queue.put(waiting("last"), now_s)  # close to the limit
     with pytest.raises(QueueFull, match="wait") as refusal:
         queue.put(waiting("refused"), now_s)
     assert refusal.value.retry_after_s == pytest.approx(2.1, rel=0.05)
 
 
-def test_request_queue_refuses_a_deadline_that_would_come_before_the_turn(waiting: Maker) -> None:
+def test_request_queue_refuses_a_deadline_before_the_expected_start(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
     for index in range(20):  # two seconds
         queue.put(waiting(str(index)), now_s)
@@ -361,26 +359,26 @@ def test_request_queue_refuses_a_deadline_that_would_come_before_the_turn(waitin
     with pytest.raises(DeadlineExceeded):
         queue.put(waiting("too close", deadline_s=now_s + 2.1), now_s)
     queue.put(waiting("with time to spare", deadline_s=now_s + 3.0), now_s)
-    queue.put(waiting("other", deadline_s=now_s + 0.5, client="other"), now_s)  # its turn comes at once
+    queue.put(waiting("other", deadline_s=now_s + 0.5, client="other"), now_s)  # it starts at once
 
 
-def test_request_queue_refuses_a_deadline_that_would_come_before_the_end_of_the_answer(waiting: Maker) -> None:
+def test_request_queue_refuses_a_deadline_before_the_expected_end_of_the_answer(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
     for index in range(5):
         queue.put(waiting(str(index)), now_s)
     queue.put(waiting("before", deadline_s=now_s + 1.2), now_s)
     for _ in range(MIN_DEPARTURES):
-        queue.answered(1.0, 2)  # half a second a token: three tokens, were they usual, 1.5 seconds
+        queue.answered(1.0, 2)  # 0.5 s a token, so 1.5 s for three tokens
     with pytest.raises(DeadlineExceeded, match="and take 1 s"):
         queue.put(waiting("hopeless", deadline_s=now_s + 1.2), now_s)
     queue.put(waiting("patient", deadline_s=now_s + 3.0), now_s)
     empty, now_s = busy_queue(waiting, seconds_each=0.1)
     for _ in range(MIN_DEPARTURES):
         empty.answered(100.0, 1)
-    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # the queue is empty, which takes every request
+    empty.put(waiting("a", deadline_s=now_s + 0.1), now_s)  # an empty queue accepts every request
 
 
-def test_answer_pace_follows_a_change_and_claims_no_more_than_the_usual_length() -> None:
+def test_answer_pace_follows_a_change_and_assumes_at_most_the_usual_length() -> None:
     pace = AnswerPace()
     for _ in range(MIN_DEPARTURES - 1):
         pace.answered(1.0, 10)
@@ -393,7 +391,7 @@ def test_answer_pace_follows_a_change_and_claims_no_more_than_the_usual_length()
     assert pace.seconds(500) == pytest.approx(4.0, rel=0.01)
 
 
-def test_request_queue_claims_nothing_without_evidence(waiting: Maker) -> None:
+def test_request_queue_estimates_no_wait_without_measurements(waiting: Maker) -> None:
     fresh = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=0.001)
     for index in range(50):
         fresh.put(waiting(str(index), deadline_s=1e-9), 0.0)
@@ -405,8 +403,8 @@ def test_request_queue_claims_nothing_without_evidence(waiting: Maker) -> None:
             queue.put(waiting(str(index), deadline_s=time_s + 1e-9), time_s)
 
 
-def test_request_queue_learns_nothing_from_requests_that_find_it_idle(waiting: Maker) -> None:
-    """Each waits for a slow step, alone: that is no rate at which a queue drains."""
+def test_request_queue_measures_no_rate_from_requests_that_find_it_idle(waiting: Maker) -> None:
+    """Each waits alone for a slow step, which gives no rate of a queue."""
     queue = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=0.001)
     for index in range(100):
         queue.put(waiting(f"past {index}"), index * 10.0)
@@ -415,12 +413,12 @@ def test_request_queue_learns_nothing_from_requests_that_find_it_idle(waiting: M
     queue.put(waiting("second", deadline_s=1000.1), 1000.0)
 
 
-def test_request_queue_takes_anything_when_empty_however_slow_it_was(waiting: Maker) -> None:
+def test_request_queue_accepts_any_request_when_empty_at_any_measured_rate(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=10.0, max_wait_s=0.001)
     queue.put(waiting("a", deadline_s=now_s + 0.01), now_s)
 
 
-def test_request_queue_expects_longer_the_longer_nothing_leaves(waiting: Maker) -> None:
+def test_request_queue_expects_a_longer_wait_while_no_request_leaves(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
     for index in range(20):
         queue.put(waiting(str(index)), now_s)
@@ -430,7 +428,7 @@ def test_request_queue_expects_longer_the_longer_nothing_leaves(waiting: Maker) 
     assert waits_s[-1] > 1000
 
 
-def test_request_queue_lets_preempted_ones_go_first(waiting: Maker) -> None:
+def test_request_queue_serves_preempted_requests_first(waiting: Maker) -> None:
     queue = queue_of(max_requests=2)
     queue.put(waiting("a"), 0.0)
     queue.put(waiting("b"), 0.0)
@@ -447,7 +445,7 @@ def test_request_queue_lets_preempted_ones_go_first(waiting: Maker) -> None:
     assert queue.num_preempted == len(queue) == queue.num_source_tokens == 0
 
 
-def test_request_queue_counts_a_preempted_request_once_in_what_it_serves(waiting: Maker) -> None:
+def test_request_queue_counts_the_cost_of_a_preempted_request_once(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
     for index in range(20):
         queue.put(waiting(str(index)), now_s)

@@ -21,8 +21,8 @@ from tests.unit.engine.step_bench import Bench, expected
 from tests.unit.scheduling.test_preemption import random_request, seen
 
 ROWS = 16
-BLOCKS = ROWS * 16  # of the longest rows of the fake model: no request waits for blocks
-START_STEPS = PATIENCE_STEPS + 2  # steps within which another caller has begun
+BLOCKS = ROWS * 16  # enough for the longest rows of the fake model, so that no request waits for blocks
+START_STEPS = PATIENCE_STEPS + 2  # maximum number of steps until another caller has started
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def rows_of(bench: Bench, client: str) -> int:
 
 
 def steps_until_begun(bench: Bench, group: SequenceGroup, limit: int = 200) -> int:
-    """Steps after which a group has its first token."""
+    """Return the number of steps until a group has its first token."""
     for step in range(1, limit):
         bench.step()
         if group.first_token_s is not None:
@@ -62,7 +62,7 @@ def answers(events: tuple[TokenEvent, ...]) -> list[tuple[object, ...]]:
     return [*map(seen, events)]
 
 
-def test_another_caller_begins_within_a_few_steps_beside_a_request_that_holds_every_row(
+def test_other_caller_starts_within_a_few_steps_when_one_request_has_every_row(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
@@ -77,7 +77,7 @@ def test_another_caller_begins_within_a_few_steps_beside_a_request_that_holds_ev
     assert len(bench.outputs(many)) == ROWS
 
 
-def test_another_caller_begins_within_a_few_steps_beside_many_requests_of_one_caller(
+def test_other_caller_starts_within_a_few_steps_beside_many_requests_of_one_caller(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS)
@@ -91,7 +91,7 @@ def test_another_caller_begins_within_a_few_steps_beside_many_requests_of_one_ca
         assert bench.output(group).token_ids == expected(bench, group)[0]
 
 
-def test_a_caller_keeps_every_row_while_nobody_else_waits(loop: asyncio.AbstractEventLoop) -> None:
+def test_caller_keeps_every_row_while_no_other_caller_waits(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS)
     for index in range(3):
         bench.ask(samples_of(f"many {index}", ROWS))
@@ -100,7 +100,7 @@ def test_a_caller_keeps_every_row_while_nobody_else_waits(loop: asyncio.Abstract
     assert max(bench.runner.decoded_rows) == ROWS
 
 
-def test_two_callers_of_many_samples_come_to_hold_half_of_the_rows_each(loop: asyncio.AbstractEventLoop) -> None:
+def test_two_callers_of_many_samples_get_half_of_the_rows_each(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     first = bench.ask(samples_of("first", ROWS, client="first"))
     bench.step()
@@ -113,7 +113,9 @@ def test_two_callers_of_many_samples_come_to_hold_half_of_the_rows_each(loop: as
     bench.finish()
 
 
-def test_rows_are_taken_once_for_a_caller_that_asks_again_and_again(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_are_taken_only_once_for_a_caller_that_sends_request_after_request(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     bench.ask(samples_of("many", ROWS))
     bench.step()
@@ -126,7 +128,7 @@ def test_rows_are_taken_once_for_a_caller_that_asks_again_and_again(loop: asynci
     bench.finish()
 
 
-def test_a_row_that_was_taken_comes_back_when_the_other_caller_is_gone(loop: asyncio.AbstractEventLoop) -> None:
+def test_row_is_returned_when_the_other_caller_has_left(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=4, num_blocks=160, reads_history=True, max_target_len=120)
     many = bench.ask(samples_of("many", 4, length=100))
     bench.step()
@@ -139,7 +141,7 @@ def test_a_row_that_was_taken_comes_back_when_the_other_caller_is_gone(loop: asy
     bench.finish()
 
 
-def test_rows_that_end_by_themselves_are_not_taken(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_that_end_soon_are_not_taken(loop: asyncio.AbstractEventLoop) -> None:
     """The next caller waits for one of the short answers to end."""
     bench = Bench(loop, max_rows=4, num_blocks=64)
     for index in range(12):
@@ -152,7 +154,7 @@ def test_rows_that_end_by_themselves_are_not_taken(loop: asyncio.AbstractEventLo
     assert bench.sample("preemptions_total") == 0
 
 
-def test_samples_run_in_turns_where_fewer_rows_are_free(loop: asyncio.AbstractEventLoop) -> None:
+def test_samples_run_one_after_the_other_when_fewer_rows_are_free(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=4, num_blocks=64, reads_history=True)
     bench.ask(short_of("long", length=20))
     bench.step()
@@ -163,13 +165,13 @@ def test_samples_run_in_turns_where_fewer_rows_are_free(loop: asyncio.AbstractEv
     events = bench.outputs(many)
     assert [len(event.token_ids) for event in events] == [8] * 4
     alone = Bench(loop, max_rows=4, num_blocks=64, reads_history=True)
-    twin = alone.ask(many.request)
+    same_alone = alone.ask(many.request)
     alone.finish()
-    assert answers(events) == answers(alone.outputs(twin))
+    assert answers(events) == answers(alone.outputs(same_alone))
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "time limit"])
-def test_a_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio.AbstractEventLoop, how: str) -> None:
+def test_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio.AbstractEventLoop, how: str) -> None:
     bench = Bench(loop, max_rows=4, num_blocks=64, reads_history=True)
     made = samples_of("many", 4)
     limit_s = 5.0 if how == "time limit" else None
@@ -197,7 +199,7 @@ def test_a_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio
 
 
 def test_beams_of_one_caller_leave_a_row_to_others(loop: asyncio.AbstractEventLoop) -> None:
-    """Beams keep their rows, so the rows that they may hold are bounded in advance."""
+    """Beams keep their rows, so their number of rows is bounded in advance."""
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     params = SamplingParams(max_new_tokens=30, beam_width=4)
     searches = [
@@ -213,7 +215,7 @@ def test_beams_of_one_caller_leave_a_row_to_others(loop: asyncio.AbstractEventLo
     assert bench.sample("preemptions_total") == 0
 
 
-def test_a_search_as_wide_as_all_rows_still_runs(loop: asyncio.AbstractEventLoop) -> None:
+def test_beam_search_as_wide_as_all_rows_runs(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=128, reads_history=True)
     params = SamplingParams(max_new_tokens=5, beam_width=8)
     wide = bench.ask(request_of("wide", source_of(target_len=5), params=params))
@@ -221,8 +223,8 @@ def test_a_search_as_wide_as_all_rows_still_runs(loop: asyncio.AbstractEventLoop
     assert bench.outputs(wide)[0].error is None
 
 
-def test_blocks_are_taken_from_a_caller_that_holds_most_of_them(loop: asyncio.AbstractEventLoop) -> None:
-    """Free rows are of no use to a caller for whom no blocks are left."""
+def test_blocks_are_taken_from_the_caller_with_the_most_blocks(loop: asyncio.AbstractEventLoop) -> None:
+    """Free rows do not help a caller if no blocks are left."""
     bench = Bench(loop, max_rows=ROWS, num_blocks=40, reads_history=True)
     many = bench.ask(samples_of("many", 4))
     bench.step()
@@ -235,7 +237,7 @@ def test_blocks_are_taken_from_a_caller_that_holds_most_of_them(loop: asyncio.Ab
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), max_rows=st.integers(4, 10), num_blocks=st.sampled_from([24, 60, 160]))
-def test_requests_of_a_random_crowd_of_callers_get_the_answers_they_get_alone(
+def test_requests_of_a_random_crowd_of_callers_get_the_answers_of_each_alone(
     seed: int, max_rows: int, num_blocks: int
 ) -> None:
     dice = random.Random(seed)
@@ -262,7 +264,7 @@ def test_requests_of_a_random_crowd_of_callers_get_the_answers_they_get_alone(
         for group in crowded.all:
             together = crowded.outputs(group)
             assert sum(event.is_last for event in together) == 1
-            twin = alone.ask(group.request)
+            same_alone = alone.ask(group.request)
             alone.finish()
             if all(event.finish_reason is not FinishReason.CANCELLED for event in together):
-                assert answers(together) == answers(alone.outputs(twin))
+                assert answers(together) == answers(alone.outputs(same_alone))

@@ -43,7 +43,7 @@ def limits(max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> EngineLi
     return EngineLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
-def test_scheduler_admits_in_order_of_arrival_whatever_the_lengths() -> None:
+def test_scheduler_admits_in_order_of_arrival_for_any_lengths() -> None:
     assert admitted(schedule(items(5, 3, 5, 3, 9), num_running=2, num_free_blocks=50, limits=limits())) == [
         0,
         1,
@@ -62,17 +62,17 @@ def test_scheduler_stops_at_the_token_budget() -> None:
     assert admitted(schedule(items(40, 60, 1), num_running=0, num_free_blocks=50, limits=limits())) == [0, 1]
 
 
-def test_scheduler_prefills_a_sequence_longer_than_the_budget_alone() -> None:
+def test_scheduler_prefills_a_sequence_alone_when_it_is_longer_than_the_budget() -> None:
     assert admitted(schedule(items(500, 1), num_running=0, num_free_blocks=50, limits=limits())) == [0]
     assert admitted(schedule(items(1, 500), num_running=0, num_free_blocks=50, limits=limits())) == [0]
 
 
-def test_scheduler_lets_none_overtake_one_that_waits_for_blocks() -> None:
+def test_scheduler_lets_no_request_overtake_one_that_waits_for_blocks() -> None:
     waiting = [Item(0, 3, 2), Item(1, 3, 9), Item(2, 3, 1)]
     assert admitted(schedule(waiting, num_running=0, num_free_blocks=10, limits=limits())) == [0]
 
 
-def test_scheduler_takes_all_rows_of_a_request_or_none() -> None:
+def test_scheduler_admits_all_rows_of_a_request_or_none() -> None:
     waiting = [Item(0, 3, num_rows=4), Item(1, 3, num_rows=0), Item(2, 3, num_rows=3), Item(3, 3)]
     assert admitted(schedule(waiting, num_running=2, num_free_blocks=50, limits=limits())) == [0, 1]
     assert admitted(schedule(waiting, num_running=0, num_free_blocks=50, limits=limits())) == [0, 1, 2, 3]
@@ -80,23 +80,23 @@ def test_scheduler_takes_all_rows_of_a_request_or_none() -> None:
 
 
 def quadratic(max_bytes: int) -> EncodeBudget:
-    """As a graph that pads every source to the longest and holds its scores."""
+    """Return the workspace of a graph that pads every source to the longest and stores the scores."""
     return EncodeBudget(max_bytes=max_bytes, predict=lambda num_tokens, longest: 100 + num_tokens * (2 + longest))
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), max_bytes=st.integers(0, 4000))
-def test_scheduler_encodes_no_more_together_than_is_predicted_to_fit(lengths: list[int], max_bytes: int) -> None:
+def test_scheduler_encodes_together_only_sources_that_are_predicted_to_fit(lengths: list[int], max_bytes: int) -> None:
     budget = quadratic(max_bytes)
     bounds = EngineLimits(max_num_seqs=64, max_num_batched_tokens=10_000, encode_budget=budget)
     taken = len(schedule(items(*lengths), num_running=0, num_free_blocks=99, limits=bounds).joining)
-    assert taken >= 1  # admission took it, so it runs alone
+    assert taken >= 1  # admission accepted it, so it runs alone
     assert taken == 1 or budget.predict(sum(lengths[:taken]), max(lengths[:taken])) <= max_bytes
     if taken < len(lengths):
         assert budget.predict(sum(lengths[: taken + 1]), max(lengths[: taken + 1])) > max_bytes
 
 
 @given(max_bytes=st.integers(0, 4000), longest=st.integers(1, 80))
-def test_encode_budget_knows_its_longest_source(max_bytes: int, longest: int) -> None:
+def test_encode_budget_computes_its_longest_source(max_bytes: int, longest: int) -> None:
     budget = quadratic(max_bytes)
     fitting = [length for length in range(1, longest + 1) if budget.fits(length, length)]
     assert budget.longest_source(longest) == len(fitting)

@@ -45,12 +45,12 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
-async def test_every_token_of_the_file_is_taken_and_names_the_caller(tokens: Path) -> None:
+async def test_every_token_of_the_file_is_accepted_and_names_the_caller(tokens: Path) -> None:
     async with serving(auth_tokens_file=tokens) as served:
         for token in (ALICE, BOB):
             async with AsyncClient(served.target, connection=Connection(token=token)) as client:
                 await client.generate_text(SOURCE)
-        # Any case of the scheme, which HTTP leaves open.
+        # HTTP allows any case of the scheme.
         await stub_of(served).GetModel(pb.GetModelRequest(), metadata=(("authorization", f"bEARER {BOB}"),))
         await served.settled()
         assert [call.caller for call in served.ended] == ["alice", "bob", "bob"]
@@ -81,7 +81,7 @@ async def test_call_without_a_token_is_refused(metadata: Any, reason: str, chall
             trailers = dict(error.trailing_metadata())
             assert trailers["www-authenticate"] == challenge
             assert trailers["x-request-id"]
-    labels = {"model_name": "", "reason": reason}  # counted once told, so perhaps only as the server ends
+    labels = {"model_name": "", "reason": reason}  # counted after the client has the status
     assert served.registry.get_sample_value("antiphon_requests_refused_total", labels) == 2
 
 
@@ -104,7 +104,7 @@ async def _health_of(served: Serving) -> int:
     return int((await make(b"")).status)
 
 
-async def test_everything_but_the_health_check_asks_for_a_token(tokens: Path) -> None:
+async def test_every_method_except_the_health_check_requires_a_token(tokens: Path) -> None:
     async with serving(auth_tokens_file=tokens) as served:
         assert await _health_of(served) == health_pb2.HealthCheckResponse.SERVING
         for method, make in _methods_of_every_kind(served.channel).items():
@@ -119,7 +119,7 @@ async def test_everything_but_the_health_check_asks_for_a_token(tokens: Path) ->
     assert known == len(_methods_of_every_kind(served.channel))
 
 
-async def test_reflection_answers_who_has_a_token(tokens: Path) -> None:
+async def test_reflection_answers_a_client_with_a_token(tokens: Path) -> None:
     async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
 
@@ -176,7 +176,7 @@ async def test_tokens_are_read_again_when_the_file_changes(tokens: Path, caplog:
     "line",
     ["alice", "alice:", "alice:secret", ":" + "0" * 64, "alice:" + "0" * 63, "alice:" + "g" * 64, "a b:" + "0" * 64],
 )
-def test_line_that_is_no_token_is_refused_by_its_number_and_not_shown(line: str, tmp_path: Path) -> None:
+def test_line_that_is_not_a_token_is_refused_by_its_number_and_not_quoted(line: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# the first line\n" + line + "\n")
     with pytest.raises(FileProblem) as caught:
@@ -188,7 +188,7 @@ names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 
 
 @given(st.dictionaries(st.text(min_size=1), names, max_size=8), st.text())
-def test_owner_is_whoever_has_the_token(owners: dict[str, str], stranger: str) -> None:
+def test_owner_of_a_token_is_the_name_of_its_entry(owners: dict[str, str], stranger: str) -> None:
     held = [
         Token(name, hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest())
         for token, name in owners.items()
@@ -205,7 +205,7 @@ def _can_travel(token: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in token)
 
 
-def test_every_entry_is_compared_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_entry_is_compared_with_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     import hmac
 
     compared: list[bytes] = []
@@ -223,7 +223,7 @@ def test_every_entry_is_compared_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
         assert compared == [token.digest for token in held]
 
 
-async def test_proxy_names_the_caller_only_where_it_is_trusted(tokens: Path) -> None:
+async def test_proxy_names_the_caller_only_when_it_is_trusted(tokens: Path) -> None:
     named = (("x-client", "tenant-1"),)
     async with serving(caller_metadata_key="x-client", auth_tokens_file=tokens) as served:
         stub = stub_of(served)
@@ -251,7 +251,7 @@ async def test_calls_beyond_the_limit_are_refused_with_pushback_and_health_is_no
         assert await _health_of(served) == health_pb2.HealthCheckResponse.SERVING
         gates[0].open()
         await running
-        for _ in range(3):  # none is left counted
+        for _ in range(3):  # the count is zero again
             await stub.GetModel(pb.GetModelRequest())
 
 
@@ -288,7 +288,7 @@ async def test_response_beyond_the_limit_is_not_sent() -> None:
 
 async def test_connections_beyond_the_limit_are_closed() -> None:
     def connect(served: Serving) -> AsyncClient:
-        # Metadata tells one client's connection from another's, which gRPC would share.
+        # Different metadata prevent gRPC from sharing one connection between clients.
         return AsyncClient(served.target, connection=Connection(retry=ONCE, keepalive_s=10.0 + len(clients)))
 
     clients: list[AsyncClient] = []
@@ -305,13 +305,13 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
             await client.close()
 
 
-async def test_old_connection_ends_without_its_calls() -> None:
+async def test_old_connection_is_closed_and_its_calls_continue() -> None:
     gates: list[Gate] = []
     async with serving(prepare=lambda runner: gates.append(Gate(runner)), max_connection_age_s=1.0) as served:
         stub = stub_of(served)
         running = asyncio.ensure_future(_text_of(stub.Generate(asking())))
         await asyncio.to_thread(gates[0].reached.wait)
-        await served.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)  # told to go
+        await served.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)  # the server has sent GOAWAY
         gates[0].open()
         assert await running == await _text_of(stub.Generate(asking())) != ""
 
@@ -359,21 +359,21 @@ CA_AND_PAIR: dict[str, Any] = {"tls_cert": Path("c"), "tls_key": Path("k")}
         ),
     ],
 )
-def test_open_ports_are_warned_of(settings: dict[str, Any], expected: list[str]) -> None:
+def test_ports_without_access_control_cause_a_warning(settings: dict[str, Any], expected: list[str]) -> None:
     found = list(access.warnings_of(ServerConfig(**settings)))
     assert [bool(re.match(re.escape(start), one)) for start, one in zip(expected, found, strict=True)] == [True] * len(
         expected
     )
 
 
-def test_token_file_that_others_may_read_is_warned_of(tokens: Path) -> None:
+def test_token_file_that_others_can_read_causes_a_warning(tokens: Path) -> None:
     assert not list(access.warnings_of(ServerConfig(auth_tokens_file=tokens)))
     tokens.chmod(0o644)
     (warning,) = access.warnings_of(ServerConfig(auth_tokens_file=tokens))
     assert str(tokens) in warning
 
 
-def test_ports_listen_on_loopback_unless_asked() -> None:
+def test_ports_listen_on_loopback_by_default() -> None:
     config = ServerConfig()
     hosts = (config.host, config.metrics_host, config.admin_host, config.probe_host)
     assert [access.is_loopback(host) for host in hosts] == [True] * 4

@@ -75,7 +75,7 @@ async def test_unfinished_handshakes_are_ended(open_one: Any, settings: dict[str
             writer.close()
 
 
-async def test_client_that_says_nothing_after_its_handshake_is_disconnected(
+async def test_client_is_disconnected_when_it_sends_nothing_after_its_handshake(
     authority: Authority, settings: dict[str, Any]
 ) -> None:
     client = authority.client("somebody")
@@ -93,7 +93,7 @@ async def read_to_the_end(reader: asyncio.StreamReader) -> None:
         await reader.read()
 
 
-async def test_client_certificates_that_are_wrong_are_refused_and_others_are_served(
+async def test_wrong_client_certificates_are_refused_and_valid_ones_are_served(
     authority: Authority, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)

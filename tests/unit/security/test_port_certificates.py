@@ -37,7 +37,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Followed:
-    """A pair of files and what follows it. failed: a renewal has failed."""
+    """Pair of files and the objects that watch it. failed: set when a renewal has failed."""
 
     def __init__(self, authority: Authority) -> None:
         self.pair = authority.server()
@@ -50,7 +50,7 @@ class Followed:
 
 
 class Port:
-    """A TLS port that is not gRPC's, and asks for certificates as gRPC does. Begins handshakes, and ends none.
+    """TLS port without gRPC that requests certificates like gRPC. It begins handshakes and ends none.
 
     takes: for each connection, whether it received new certificates. connections: the server's ends.
     """
@@ -135,7 +135,7 @@ async def test_guard_connects_before_certificates_are_offered_and_stays(authorit
         assert not is_open(guard)
 
 
-async def test_nothing_is_offered_where_another_certificate_is_shown(authority: Authority) -> None:
+async def test_nothing_is_offered_when_the_port_presents_another_certificate(authority: Authority) -> None:
     followed, stranger = Followed(authority), Followed(authority)
     renew(followed.pair, authority.server())
     context = stranger.reloading.current().https
@@ -145,11 +145,11 @@ async def test_nothing_is_offered_where_another_certificate_is_shown(authority: 
         await followed.certificates.close()
 
 
-async def test_nothing_is_offered_where_the_port_does_not_answer(
+async def test_nothing_is_offered_when_the_port_does_not_answer(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed = Followed(authority)
-    with socket.socket() as silent:  # bound, so that nobody else takes the port, and not listening
+    with socket.socket() as silent:  # bound, so that no other process takes the port, and not listening
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         followed.certificates.follow("127.0.0.1", port)
@@ -160,7 +160,7 @@ async def test_nothing_is_offered_where_the_port_does_not_answer(
     assert f"port {port} keeps its certificate and tries again: Connection refused" in caplog.messages
 
 
-async def test_certificates_that_the_port_does_not_take_are_offered_again(authority: Authority) -> None:
+async def test_certificates_are_offered_again_when_the_port_did_not_present_them(authority: Authority) -> None:
     followed = Followed(authority)
     old = followed.reloading.current()
     renew(followed.pair, authority.server())
@@ -172,7 +172,7 @@ async def test_certificates_that_the_port_does_not_take_are_offered_again(author
         await followed.certificates.close()
 
 
-def test_offer_is_taken_once_and_only_while_the_guard_is_young(authority: Authority) -> None:
+def test_offer_is_accepted_once_and_only_until_the_guard_expires(authority: Authority) -> None:
     new = Followed(authority).reloading.current().grpc
     offer = _Offer()
     assert offer.take() is None
@@ -208,7 +208,7 @@ def can_listen(host: str) -> bool:
         ("::", ["::1", "127.0.0.1"]),
     ],
 )
-async def test_every_address_of_a_host_shows_the_new_certificate(
+async def test_every_address_of_a_host_presents_the_new_certificate(
     host: str, addresses: list[str], authority: Authority
 ) -> None:
     if ":" in host and not can_listen("::1"):
@@ -229,7 +229,7 @@ async def is_shown(address: str, port: int, pair: Pair) -> None:
             pass
 
 
-async def test_renewal_waits_until_the_port_takes_connections(
+async def test_renewal_waits_until_the_port_accepts_connections(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "antiphon")

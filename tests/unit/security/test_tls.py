@@ -70,7 +70,7 @@ async def test_client_refuses_a_server_of_another_authority(authority: Authority
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_client_certificate_is_demanded_and_names_the_caller(authority: Authority, tmp_path: Path) -> None:
+async def test_client_certificate_is_required_and_names_the_caller(authority: Authority, tmp_path: Path) -> None:
     pair, stranger = authority.server(), Authority(tmp_path, "stranger")
     async with serving(tls_cert=pair.cert, tls_key=pair.key, tls_client_ca=authority.file) as served:
         for connection in (trusting(authority, retry=ONCE), trusting(authority, stranger.client("a"), retry=ONCE)):
@@ -87,7 +87,7 @@ async def test_client_certificate_is_demanded_and_names_the_caller(authority: Au
         assert [call.caller for call in served.ended] == list(names)
 
 
-async def test_renewed_pair_is_shown_to_new_connections_and_running_streams_go_on(authority: Authority) -> None:
+async def test_renewed_pair_is_presented_to_new_connections_and_running_streams_continue(authority: Authority) -> None:
     pair, old, new = authority.server(), authority.server(), authority.server()
     renew(pair, old)
     gates: list[Gate] = []
@@ -105,7 +105,9 @@ async def test_renewed_pair_is_shown_to_new_connections_and_running_streams_go_o
         assert served.registry.get_sample_value("antiphon_tls_reloads_total", {"result": "ok"}) == 1
 
 
-async def test_broken_pair_leaves_the_old_one_in_use(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+async def test_old_pair_stays_in_use_when_the_new_one_is_broken(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     pair, other = authority.server(), authority.server()
     before = as_pem(pair)
     async with serving(tls_cert=pair.cert, tls_key=pair.key) as served:
@@ -120,7 +122,7 @@ async def test_broken_pair_leaves_the_old_one_in_use(authority: Authority, caplo
         await is_shown(served, other)
 
 
-async def test_swapped_symlink_is_a_renewal(authority: Authority, tmp_path: Path) -> None:
+async def test_replaced_symlink_renews_the_pair(authority: Authority, tmp_path: Path) -> None:
     """Renew the files as Kubernetes renews a secret: the files do not change, but their folder is replaced."""
     old, new = authority.server(), authority.server()
     for name, pair in (("old", old), ("new", new)):
@@ -175,7 +177,7 @@ def test_file_without_authorities_is_refused(authority: Authority) -> None:
         read_certificates(TlsFiles(cert=pair.cert, key=pair.key, client_ca=pair.key))
 
 
-def test_expiry_is_the_certificates_own(authority: Authority) -> None:
+def test_expiry_equals_that_of_the_certificate(authority: Authority) -> None:
     from cryptography import x509
 
     pair = authority.server()
@@ -226,7 +228,7 @@ def test_metrics_over_https_follow_the_renewed_pair(authority: Authority) -> Non
         (("--max-connection-age-grace-s=9",), "max_connection_age_grace_s is set and max_connection_age_s is not"),
     ],
 )
-def test_server_does_not_start_with_access_that_cannot_be_guarded(
+def test_server_does_not_start_with_invalid_access_settings(
     flags: tuple[str, ...], message: str, authority: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair = authority.server()

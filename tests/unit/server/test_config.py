@@ -24,7 +24,7 @@ def load(*flags: str) -> ServerConfig:
     return load_config(parser.parse_args(flags))
 
 
-def test_load_config_takes_defaults_when_nothing_is_given() -> None:
+def test_load_config_uses_defaults_when_nothing_is_set() -> None:
     assert load().port == 50051
     assert load().bundle == config.SHIPPED_BUNDLE
 
@@ -46,7 +46,7 @@ def test_load_config_prefers_config_flag_to_its_variable(tmp_path: Path, monkeyp
     assert load("--config", str(chosen)).port == 7
 
 
-def test_load_config_takes_bundle_by_position() -> None:
+def test_load_config_reads_bundle_from_the_positional_argument() -> None:
     assert load("some/where").bundle == Path("some/where")
 
 
@@ -135,7 +135,7 @@ def test_server_config_is_frozen() -> None:
         load().port = 1
 
 
-def test_load_config_ignores_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_config_ignores_variables_that_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes sets ANTIPHON_SERVICE_HOST in every pod beside a Service named antiphon."""
     monkeypatch.setenv("ANTIPHON_SERVICE_HOST", "10.0.0.1")
     assert load().host == "127.0.0.1"

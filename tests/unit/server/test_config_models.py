@@ -35,7 +35,7 @@ def toml(tmp_path: Path) -> Path:
     return file
 
 
-def test_bare_settings_plan_the_bundle_under_its_own_name() -> None:
+def test_settings_without_models_plan_the_bundle_under_its_own_name() -> None:
     (plan,) = load("some/where", "--max-num-seqs", "3").plans
     assert (plan.name, plan.path, plan.limits.max_num_seqs) == (None, Path("some/where"), 3)
 
@@ -45,7 +45,7 @@ def test_model_flags_plan_each_model_in_the_order_given() -> None:
     assert [(plan.name, plan.path, plan.threads) for plan in plans] == [("z", Path("/z"), 3), ("a", Path("rel/a=b"), 3)]
 
 
-def test_models_of_toml_take_their_own_limits_and_else_the_servers(toml: Path) -> None:
+def test_models_of_toml_use_their_own_limits_or_those_of_the_server(toml: Path) -> None:
     de, fr = load("--config", str(toml)).plans
     assert (de.limits.max_num_seqs, de.limits.kv_cache_blocks, de.threads) == (8, 100, 2)
     assert (fr.name, fr.limits.max_num_seqs, fr.limits.kv_cache_blocks, fr.threads) == ("fr-1.5", 32, None, 2)
@@ -97,7 +97,9 @@ def test_to_toml_reads_models_back(toml: Path, tmp_path: Path) -> None:
         (["--memory-limit-bytes", "0"], r"memory_limit_bytes .* is '0'; it must be a whole number from 1 to"),
     ],
 )
-def test_load_config_names_what_is_wrong_with_models_and_their_neighbours(flags: list[str], message: str) -> None:
+def test_load_config_names_the_setting_when_models_or_related_settings_are_wrong(
+    flags: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*flags)
 

@@ -125,7 +125,7 @@ async def test_unload_lets_a_running_request_finish_and_refuses_new_ones(host: H
     assert await unloading
 
 
-async def test_unload_ends_what_runs_beyond_its_grace(host: Host) -> None:
+async def test_unload_ends_requests_that_run_longer_than_its_grace(host: Host) -> None:
     served = await host.control.load(plan("second"))
     stream = ask(served, max_new_tokens=200)
     await anext(stream)
@@ -134,7 +134,7 @@ async def test_unload_ends_what_runs_beyond_its_grace(host: Host) -> None:
     assert isinstance(events[-1].error, Unavailable)
 
 
-async def test_a_failed_load_leaves_nothing(host: Host, tmp_path: Path) -> None:
+async def test_failed_load_leaves_no_state(host: Host, tmp_path: Path) -> None:
     shutil.copytree(SHIPPED_BUNDLE, tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").unlink()
     (tmp_path / "other").mkdir()
@@ -158,18 +158,18 @@ async def test_a_failed_load_leaves_nothing(host: Host, tmp_path: Path) -> None:
     assert host.state() == before
 
 
-async def test_a_load_is_finished_though_nobody_waits_for_it(host: Host) -> None:
+async def test_load_is_finished_when_its_caller_has_left(host: Host) -> None:
     loading = asyncio.ensure_future(host.control.load(plan("second")))
     await asyncio.sleep(0)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    assert await host.control.unload("first", 5)  # waits its turn
+    assert await host.control.unload("first", 5)  # waits for its turn
     assert host.names == ["second"]
     assert host.control.models.find("").name == "second"
 
 
-async def test_loads_of_one_name_are_one_after_the_other(host: Host) -> None:
+async def test_loads_of_one_name_run_one_after_the_other(host: Host) -> None:
     results = await asyncio.gather(*(host.control.load(plan("second")) for _ in range(3)), return_exceptions=True)
     assert sorted(type(result).__name__ for result in results) == ["ModelExists", "ModelExists", "Served"]
 

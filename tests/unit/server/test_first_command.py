@@ -29,9 +29,9 @@ def model(architecture: pb.Architecture.ValueType, *tasks: pb.Task.ValueType, ma
         (model(pb.ARCHITECTURE_ENCODER), "models list --target 127.0.0.1:1"),
     ],
 )
-def test_first_command_is_one_that_the_model_can_do(served: pb.Model, expected: str) -> None:
+def test_first_command_matches_the_abilities_of_the_model(served: pb.Model, expected: str) -> None:
     assert first_command(served, TARGET) == expected
 
 
-def test_first_command_names_no_target_where_it_is_the_default() -> None:
+def test_first_command_omits_the_target_when_it_is_the_default() -> None:
     assert first_command(model(pb.ARCHITECTURE_ENCODER), "") == "models list"

@@ -23,7 +23,7 @@ class Heap:
         self.free = 0
 
 
-async def test_memory_freed_long_after_it_has_grown_is_given_back_as_well() -> None:
+async def test_heap_is_trimmed_when_memory_is_freed_long_after_it_grew() -> None:
     """Calls held their answers for 30 s after memory had stopped growing, and that memory stayed resident."""
     heap = Heap()
     freeing = FreeMemory(heap.resident, heap.trim)
@@ -37,7 +37,7 @@ async def test_memory_freed_long_after_it_has_grown_is_given_back_as_well() -> N
     assert heap.resident() == 100 * MB
 
 
-async def test_a_server_at_rest_is_trimmed_ever_less_often() -> None:
+async def test_heap_is_trimmed_less_and_less_often_when_the_server_is_idle() -> None:
     heap = Heap()
     freeing = FreeMemory(heap.resident, heap.trim)
     numbers = []
@@ -50,7 +50,7 @@ async def test_a_server_at_rest_is_trimmed_ever_less_often() -> None:
     assert numbers[-1] <= 4
 
 
-async def test_growth_is_answered_at_the_next_look() -> None:
+async def test_heap_is_trimmed_at_the_next_check_after_growth() -> None:
     heap = Heap()
     freeing = FreeMemory(heap.resident, heap.trim)
     for _ in range(200):
@@ -61,7 +61,7 @@ async def test_growth_is_answered_at_the_next_look() -> None:
     assert heap.num_trims == before + 1
 
 
-async def test_without_glibc_nothing_is_done() -> None:
+async def test_heap_is_not_trimmed_without_glibc() -> None:
     heap = Heap()
     heap.free = 50 * MB
     await FreeMemory(heap.resident, None).look()

@@ -34,7 +34,7 @@ def out_of_band(served: Serving, **fields: Any) -> Any:
 
 
 async def hold_two(served: Serving) -> tuple[Gate, list[Any]]:
-    """Two requests: one runs and is held, one waits."""
+    """Start two requests: one runs and is blocked, one waits."""
     gate = Gate(served.runner)
     calls = [stub_of(served).GenerateUnary(asking_whole()) for _ in range(2)]
     await asyncio.to_thread(gate.reached.wait)
@@ -43,7 +43,7 @@ async def hold_two(served: Serving) -> tuple[Gate, list[Any]]:
     return gate, calls
 
 
-async def test_report_says_what_the_engine_holds() -> None:
+async def test_report_contains_the_state_of_the_engine() -> None:
     clock = FakeClock()
     async with serving(EngineLimits(max_num_seqs=1)) as served:
         reports = LoadReports(served.calls.models, clock=clock)
@@ -82,7 +82,7 @@ def test_rates_are_those_of_the_recent_past() -> None:
     assert later.rps_fractional == pytest.approx(steady.rps_fractional / 2)
 
 
-async def test_every_rpc_ends_with_a_report_whether_it_succeeds_or_not() -> None:
+async def test_every_rpc_ends_with_a_report_on_success_and_on_failure() -> None:
     async with serving() as served, tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
         stub: Any = InferenceServiceStub(channel)
         oip: Any = GRPCInferenceServiceStub(channel)
@@ -102,7 +102,7 @@ async def test_trailer_holds_the_gauges_of_the_moment() -> None:
         gate, calls = await hold_two(served)
         async with tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
             stub: Any = InferenceServiceStub(channel)
-            # What was reported at most 100 ms ago is reported again: ask until it is newer than the two.
+            # A report is reused for 100 ms, so the test repeats the call until the report is newer than both requests.
             async with asyncio.timeout(60):
                 while True:
                     await stub.Tokenize(pb.TokenizeRequest(text="x"))
@@ -114,23 +114,23 @@ async def test_trailer_holds_the_gauges_of_the_moment() -> None:
     assert (found.named_metrics["num_requests_running"], found.named_metrics["num_requests_waiting"]) == (1, 1)
 
 
-async def test_reports_come_out_of_band_and_no_faster_than_allowed() -> None:
+async def test_reports_are_sent_out_of_band_no_more_often_than_allowed() -> None:
     async with serving(load_report_interval_s=0.1) as served:
         clock = asyncio.get_running_loop().time
         start_s = clock()
         call = out_of_band(served, report_interval=Duration(nanos=1))
         first, _, third = [await call.read() for _ in range(3)]
         took_s = clock() - start_s
-        await asyncio.wait_for(served.calls.wait_until_idle(), 60)  # it holds up no drain
+        await asyncio.wait_for(served.calls.wait_until_idle(), 60)  # the stream does not delay the drain
         call.cancel()
         error = await refusal(out_of_band(served, report_interval=Duration(seconds=-1)))
-    assert took_s >= 0.15  # two intervals, one of which may have begun before
+    assert took_s >= 0.15  # two intervals, one of which can have begun before
     assert "num_requests_running" in first.named_metrics
     assert third.rps_fractional >= 0
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_no_report_where_they_are_off() -> None:
+async def test_no_report_is_sent_when_reports_are_off() -> None:
     async with serving(load_reports="off") as served:
         async with tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
             stub: Any = InferenceServiceStub(channel)

@@ -28,7 +28,7 @@ MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)
         ("unread", "", 4096 * 1024),
     ],
 )
-def test_memory_is_the_containers_or_the_machines_whichever_is_less(
+def test_memory_is_the_lower_of_the_limits_of_container_and_machine(
     tmp_path: Path, name: str, content: str, expected: int
 ) -> None:
     (tmp_path / "memory").mkdir()
@@ -38,12 +38,12 @@ def test_memory_is_the_containers_or_the_machines_whichever_is_less(
     assert memory_bytes(tmp_path, meminfo) == expected
 
 
-def test_memory_is_unknown_where_nothing_tells(tmp_path: Path) -> None:
+def test_memory_is_unknown_when_nothing_reports_it(tmp_path: Path) -> None:
     assert memory_bytes(tmp_path, tmp_path / "meminfo") is None
 
 
 @pytest.mark.parametrize(("available_bytes", "is_warned"), [(None, False), (1120, False), (1119, True), (120, True)])
-def test_models_that_fill_the_machine_are_warned_of(
+def test_models_that_fill_the_machine_cause_a_warning(
     caplog: pytest.LogCaptureFixture, available_bytes: int | None, *, is_warned: bool
 ) -> None:
     check_memory({"m": MODEL}, available_bytes)
@@ -67,13 +67,13 @@ NO_LIMIT = resource.RLIM_INFINITY
         ((100, 1000), 937, 0, 1000, 936, True),
         ((100, 1000), 800, 128, 1000, 808, False),
         ((100, 100), 10, 0, 100, 36, False),
-        ((100, 100), 1000, 128, 100, 25, True),  # a quarter of them, where the others would take all
+        ((100, 100), 1000, 128, 100, 25, True),  # a quarter, because the other files would use all
         ((1000, NO_LIMIT), 10, 0, 1_000_000, 999_936, False),
         ((1000, NO_LIMIT), 2_000_000, 0, 2_000_064, 2_000_000, False),
         ((NO_LIMIT, NO_LIMIT), 10, 0, NO_LIMIT, None, False),
     ],
 )
-def test_open_files_are_allowed_as_far_as_possible_and_some_kept_from_connections(
+def test_limit_of_open_files_is_raised_and_some_are_reserved(
     limits: tuple[int, int],
     num_connections: int,
     num_others: int,
@@ -92,7 +92,7 @@ def test_open_files_are_allowed_as_far_as_possible_and_some_kept_from_connection
     assert len(caplog.records) == is_warned
 
 
-def test_a_port_that_is_full_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_port_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock, num_files = FakeClock(), [30]
     watch = ConnectionWatch(10, lambda: num_files[0], clock)
     for num_open, is_full, num_warnings in (

@@ -56,14 +56,14 @@ def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, nu
     assert need.block_bytes == runner.cache[0].nbytes
 
 
-def test_need_counts_graphs_and_the_weights_that_they_share_once() -> None:
+def test_need_counts_graphs_and_counts_shared_weights_once() -> None:
     bundle = load_bundle(SHIPPED_BUNDLE)
     files = ("encoder.native.int8.onnx", "decoder.native.int8.onnx", "explain.int8.onnx", "weights.native.int8.bin")
     need = need_of(bundle, bundle.graph_set(), limits())
     assert need.memory.weight_bytes == sum((SHIPPED_BUNDLE / name).stat().st_size for name in files)
 
 
-def test_need_takes_the_workspace_from_the_limit_the_profile_or_the_default(tmp_path: Path) -> None:
+def test_need_uses_the_workspace_of_the_limit_the_profile_or_the_default(tmp_path: Path) -> None:
     bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()))
     fit = MemoryFit(a=1000, b=10, c=0, residual=0, exponent=1, max_len=40, max_rows=4)
     profile = MemoryProfile(fits={"native-float32": fit}, machine="none")
@@ -74,7 +74,7 @@ def test_need_takes_the_workspace_from_the_limit_the_profile_or_the_default(tmp_
 
     assert workspace(bundle) == DEFAULT_WORKSPACE_BYTES
     assert workspace(measured, max_num_batched_tokens=64) == 1000 + 10 * 64
-    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source is taken all the same
+    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source counts in any case
     assert workspace(measured, workspace_limit_bytes=77) == 77
 
 
@@ -84,7 +84,7 @@ def shipped() -> Bundle:
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 3_000_000])
-def test_encode_budget_predicts_as_the_runner_reports(shipped: Bundle, limit_bytes: int | None) -> None:
+def test_encode_budget_predicts_the_values_that_the_runner_reports(shipped: Bundle, limit_bytes: int | None) -> None:
     """The longest batch and the longest source that are predicted to fit run within the limit."""
     budget = encode_budget(shipped, shipped.graph_set(), limits(workspace_limit_bytes=limit_bytes))
     assert budget is not None
@@ -103,7 +103,7 @@ def test_encode_budget_predicts_as_the_runner_reports(shipped: Bundle, limit_byt
             assert predicted == budget.predict(count * length, length)
 
 
-def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
+def test_workspace_is_refused_at_start_when_it_is_too_small_for_any_source() -> None:
     shared = Shared(
         families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
     )
@@ -111,7 +111,7 @@ def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
         load(shipped_plan(workspace_limit_bytes=1000), shared)
 
 
-def test_the_description_names_the_longest_source_that_fits_the_workspace() -> None:
+def test_description_contains_the_longest_source_that_fits_the_workspace() -> None:
     shared = Shared(
         families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
     )
@@ -129,7 +129,7 @@ def need(weights: int, cache_blocks: int, workspace: int, block_bytes: int = 10)
     return Need(memory=memory, num_blocks=cache_blocks, block_bytes=block_bytes, fewest_blocks=4)
 
 
-def test_budget_refusal_gives_every_part_and_the_blocks_that_would_fit() -> None:
+def test_budget_refusal_lists_every_part_and_the_number_of_blocks_that_would_fit() -> None:
     budget = MemoryBudget(1000)
     budget.take("first", need(100, 20, 50))
     with pytest.raises(OverBudget) as caught:
@@ -143,7 +143,7 @@ def test_budget_refusal_gives_every_part_and_the_blocks_that_would_fit() -> None
     assert sum(memory.total_bytes for memory in budget.held.values()) == 1000
 
 
-def test_budget_refusal_offers_no_cache_that_could_not_be() -> None:
+def test_budget_refusal_suggests_no_cache_when_none_would_fit() -> None:
     budget = MemoryBudget(269)
     with pytest.raises(OverBudget, match="kv_cache_blocks from 70, though 4, the fewest, would not fit either"):
         budget.take("one", need(200, 70, 30))
@@ -154,7 +154,7 @@ def test_budget_refusal_offers_no_cache_that_could_not_be() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 400)), max_size=20))
-def test_budget_never_holds_more_than_its_limit(steps: list[tuple[str, bool, int]]) -> None:
+def test_budget_never_admits_more_than_its_limit(steps: list[tuple[str, bool, int]]) -> None:
     budget, held = MemoryBudget(1000), dict[str, int]()
     for name, is_taken, size in steps:
         if not is_taken:
@@ -172,7 +172,7 @@ def test_budget_never_holds_more_than_its_limit(steps: list[tuple[str, bool, int
     assert {name: memory.total_bytes for name, memory in budget.held.items()} == held
 
 
-def test_no_budget_counts_and_refuses_nothing() -> None:
+def test_absent_budget_refuses_nothing() -> None:
     budget = MemoryBudget(None)
     budget.take("one", need(1 << 60, 0, 0))
     assert set(budget.held) == {"one"}

@@ -32,14 +32,14 @@ HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", lab
         (FakeRunner(has_encoder=False, num_blocks=3), 3),
     ],
 )
-def test_warm_up_fills_every_row_that_fits(runner: FakeRunner, num_rows: int) -> None:
-    """The fake model raises where its contract is not kept."""
+def test_warm_up_runs_every_row_that_fits(runner: FakeRunner, num_rows: int) -> None:
+    """The fake model raises if its contract is broken."""
     warm_up(runner)
     assert runner.decoded_rows == [num_rows]
     assert [len(sources) for sources in runner.encoded] == ([1, num_rows] if runner.has_encoder else [])
 
 
-def test_warm_up_runs_every_head_of_an_encoder_alone() -> None:
+def test_warm_up_runs_every_head_of_an_encoder_only_model() -> None:
     runner, asked = FakeRunner(has_decoder=False, heads=HEADS), []
     run_head = runner.run_head
 

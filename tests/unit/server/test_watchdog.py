@@ -55,7 +55,7 @@ class Bench:
         return stream
 
     def status(self, name: str) -> int:
-        servicer: Any = self._health  # its Check would need a server
+        servicer: Any = self._health  # its RPC Check would need a server
         return int(servicer._server_status[name])
 
     def sample(self, name: str) -> float | None:
@@ -88,7 +88,7 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     assert bench.sample("engine_stuck") == 1
     assert bench.sample("engine_last_step_age_seconds") == pytest.approx(TIMEOUT_S + 0.1)
     (report,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert "in _pass" in report.getMessage()  # where the thread is
+    assert "in _pass" in report.getMessage()  # the stack of the hung thread
     bench.gate.open()
     await stream.collect()
     assert await asyncio.to_thread(bench.engine.drain, 30)
@@ -97,13 +97,13 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     assert bench.sample("engine_stuck") == 0
 
 
-async def test_watchdog_lets_an_idle_engine_be(bench: Bench) -> None:
+async def test_watchdog_reports_an_idle_engine_as_healthy(bench: Bench) -> None:
     bench.clock.advance(100 * TIMEOUT_S)
     await bench.watchdog.look()
     assert bench.status(LIVENESS) == SERVING
 
 
-def test_heartbeat_counts_from_the_work_that_nobody_begins() -> None:
+def test_heartbeat_age_counts_from_the_oldest_work_that_has_not_begun() -> None:
     clock = FakeClock()
     heartbeat = Heartbeat(clock)
     clock.advance(5.0)
@@ -119,7 +119,7 @@ def test_heartbeat_counts_from_the_work_that_nobody_begins() -> None:
     assert heartbeat.busy_s == 0.0
 
 
-async def test_probes_leave_liveness_alone_when_the_server_leaves(bench: Bench) -> None:
+async def test_liveness_stays_serving_when_the_server_drains(bench: Bench) -> None:
     await bench.probes.announce("m", SERVING)
     assert (bench.status(""), bench.status("service/m")) == (SERVING, SERVING)
     await bench.probes.leave()
@@ -128,7 +128,7 @@ async def test_probes_leave_liveness_alone_when_the_server_leaves(bench: Bench) 
     assert bench.status(LIVENESS) == SERVING
 
 
-async def test_work_beside_that_ends_by_a_fault_is_not_overlooked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_background_task_that_fails_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise RuntimeError("a bug")
 
@@ -138,7 +138,7 @@ async def test_work_beside_that_ends_by_a_fault_is_not_overlooked(caplog: pytest
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
-async def test_loop_lag_grows_while_the_loop_does_not_come_by() -> None:
+async def test_loop_lag_grows_while_the_loop_is_blocked() -> None:
     clock = FakeClock()
     lag = LoopLag(clock)
     async with running_in_background(lag.run()):

@@ -1,4 +1,4 @@
-"""The autoscaler's algorithm, by the examples of Kubernetes' own documentation."""
+"""The autoscaler's algorithm, tested with the examples of Kubernetes' documentation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ANY = Rules(window_s=0, select="Max", policies=(Policy(kind="Percent", value=10_
 
 
 @pytest.mark.parametrize(("current", "value", "target", "expected"), RATIOS)
-def test_desired_replicas_are_those_of_the_documented_formula(
+def test_desired_replicas_follow_the_documented_formula(
     current: int, value: float, target: float, expected: int
 ) -> None:
     assert desired_by_ratio(current, value, target) == expected
     assert desired_by_average(current, current * value, target) == expected
 
 
-def test_scaling_down_takes_what_the_documented_policies_allow() -> None:
+def test_scaling_down_is_limited_by_the_documented_policies() -> None:
     """80 replicas to 10 by at most 4 pods or 10 % a minute: 8, 8 (7.2 rounded up), ... and 4 at a time below 40."""
     policies = (Policy(kind="Pods", value=4, period_s=60), Policy(kind="Percent", value=10, period_s=60))
     down = Rules(window_s=0, select="Max", policies=policies)
@@ -44,8 +44,8 @@ def test_scaling_down_takes_what_the_documented_policies_allow() -> None:
     assert counts[-1] == 10
 
 
-def test_policies_hold_over_their_whole_period() -> None:
-    """Within one minute no more than it allows, however often the controller looks."""
+def test_policies_limit_changes_over_their_whole_period() -> None:
+    """A policy limits the changes of one minute at any interval of the controller."""
     up = Rules(window_s=0, select="Max", policies=(Policy(kind="Pods", value=4, period_s=60),))
     scaler = Autoscaler(Scaling(min_replicas=1, max_replicas=100, up=up))
     current, at = 2, {}
@@ -55,7 +55,7 @@ def test_policies_hold_over_their_whole_period() -> None:
     assert [at[0.0], at[45.0], at[60.0], at[105.0], at[120.0]] == [6, 6, 10, 10, 14]
 
 
-def test_select_min_takes_the_policy_that_changes_least() -> None:
+def test_select_min_uses_the_policy_that_changes_least() -> None:
     policies = (Policy(kind="Pods", value=1, period_s=60), Policy(kind="Percent", value=50, period_s=60))
     slow = Rules(window_s=0, select="Min", policies=policies)
     assert Autoscaler(Scaling(min_replicas=1, max_replicas=99, up=slow, down=slow)).decide(0, 20, [99]) == 21
@@ -67,8 +67,8 @@ def test_disabled_direction_changes_nothing() -> None:
     assert Autoscaler(Scaling(min_replicas=1, max_replicas=9, down=none)).decide(0, 5, [1]) == 5
 
 
-def test_stabilised_scaling_down_follows_the_most_that_was_wanted_in_the_window() -> None:
-    """A dip shorter than the window is not followed; a lasting one is, once the window has passed."""
+def test_stabilised_scaling_down_follows_the_largest_recommendation_in_the_window() -> None:
+    """A dip shorter than the window has no effect; a longer one has, after the window."""
     down = Rules(window_s=300, select="Max", policies=ANY.policies)
     scaler = Autoscaler(Scaling(min_replicas=1, max_replicas=20, up=ANY, down=down))
     current, counts = 10, {}
@@ -80,7 +80,7 @@ def test_stabilised_scaling_down_follows_the_most_that_was_wanted_in_the_window(
     assert counts[450.0] == 2
 
 
-def test_the_metric_that_wants_most_decides_within_the_bounds() -> None:
+def test_metric_with_the_largest_recommendation_decides_within_the_bounds() -> None:
     scaler = Autoscaler(Scaling(min_replicas=2, max_replicas=6, up=ANY, down=ANY))
     assert scaler.decide(0, 3, [1, 5]) == 5
     assert scaler.decide(15, 5, [9, 1]) == 6

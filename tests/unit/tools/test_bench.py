@@ -66,12 +66,12 @@ def test_compare_takes_medians_of_rates_and_of_the_ratios_of_pairs() -> None:
     assert finding.baseline is None
 
 
-def test_compare_calls_the_other_side_ctranslate2_only_where_it_is() -> None:
+def test_compare_calls_the_baseline_ctranslate2_only_when_it_is() -> None:
     (finding,) = compare(OURS, [(speed(100), speed(50))])
     assert (finding.ctranslate2, finding.baseline, finding.equal_outputs) == (None, 50.0, None)
 
 
-def test_compare_adds_cpu_seconds_where_both_sides_know_theirs() -> None:
+def test_compare_adds_cpu_seconds_when_both_sides_measured_them() -> None:
     assert [(f.unit, f.ratio) for f in compare(OURS, [(speed(100, 0.5), speed(100, 1.0))])] == [
         ("tokens/s", 1.0),
         ("tokens/CPU s", 2.0),
@@ -79,7 +79,7 @@ def test_compare_adds_cpu_seconds_where_both_sides_know_theirs() -> None:
     assert len(compare(OURS, [(speed(100), speed(100, 1.0))])) == 1
 
 
-def test_ratio_is_absent_where_the_other_side_reached_nothing() -> None:
+def test_ratio_is_absent_when_the_baseline_measured_nothing() -> None:
     assert BESIDE_CTRANSLATE2.finding([(5.0, 0.0), (6.0, 0.0)], "requests/s").ratio is None
 
 
@@ -87,7 +87,7 @@ def test_share_equal_counts_whole_targets() -> None:
     assert share_equal([[1, 2], [3], [], [4]], [[1, 2], [3, 4], [], [5]]) == 0.5
 
 
-def test_table_aligns_columns_and_leaves_out_what_there_is_not() -> None:
+def test_table_aligns_columns_and_omits_absent_values() -> None:
     findings = [
         Finding(name="engine", case="sentences", rows=32, antiphon=12345.6, baseline=50.0, ratio=1.5, unit="tokens/s"),
         Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
@@ -102,7 +102,7 @@ def test_table_aligns_columns_and_leaves_out_what_there_is_not() -> None:
     assert lines[0].index("unit") == lines[1].index("tokens/s") == lines[2].rindex("s")
 
 
-def test_json_names_machine_and_commit_and_holds_every_finding() -> None:
+def test_json_contains_machine_commit_and_every_finding() -> None:
     findings = [
         Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
         BESIDE_CTRANSLATE2.finding([(200.0, 100.0)], "tokens/s"),
@@ -117,7 +117,7 @@ def test_json_names_machine_and_commit_and_holds_every_finding() -> None:
     assert (compared["ctranslate2"], compared["ratio"], compared["equal_outputs"]) == (100.0, 2.0, 0.5)
 
 
-def test_texts_repeat_until_there_are_enough() -> None:
+def test_texts_are_repeated_up_to_the_requested_number() -> None:
     corpus = everyday()
     assert sorted(repeat(corpus.texts, 2 * len(EVERYDAY))) == sorted(EVERYDAY * 2)
     assert repeat(corpus.texts, 3) == list(corpus.texts[:3])
@@ -135,7 +135,7 @@ def test_corpus_keeps_references_beside_sources_and_skips_blank_lines(tmp_path: 
     assert read_corpus(source, None).references is None
 
 
-def test_corpus_refuses_references_of_another_number(tmp_path: Path) -> None:
+def test_corpus_refuses_references_when_their_number_differs(tmp_path: Path) -> None:
     source, reference = tmp_path / "lines.en", tmp_path / "lines.de"
     source.write_text("One.\nTwo.\n", encoding="utf-8")
     reference.write_text("Eins.\n", encoding="utf-8")
@@ -143,7 +143,7 @@ def test_corpus_refuses_references_of_another_number(tmp_path: Path) -> None:
         read_corpus(source, reference)
 
 
-def test_held_out_names_what_the_recipe_misses(tmp_path: Path) -> None:
+def test_held_out_names_the_missing_part_of_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"--recipe nothing: .*tatoeba-en-de"):
         held_out("nothing", tmp_path)
     with pytest.raises(BenchError, match=r"--recipe tatoeba-en-de: .*pairs\.en-de\.tsv\.gz is missing"):
@@ -158,7 +158,7 @@ def test_tokenize_names_the_text_that_is_too_long() -> None:
         tokenize(["the cat", "the mat on the mat"], tokenizer, text, 4)
 
 
-def test_alternate_changes_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternate_changes_which_side_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("antiphon.service.tools.bench.timing.SETTLE_S", 0.0)
     order: list[str] = []
 
@@ -170,7 +170,7 @@ def test_alternate_changes_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert order == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
 
 
-async def test_offer_counts_waits_from_the_scheduled_time_and_gives_up_in_the_end() -> None:
+async def test_offer_measures_waits_from_the_scheduled_time_and_gives_up_at_its_limit() -> None:
     asked: list[int] = []
 
     async def ask(index: int) -> float:
@@ -186,7 +186,7 @@ async def test_offer_counts_waits_from_the_scheduled_time_and_gives_up_in_the_en
 
 
 class Machine:
-    """Doubles numbers, once opened; remembers the batches it was given."""
+    """Doubles numbers after it was opened; stores its batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -201,7 +201,7 @@ class Machine:
         return [2 * item for item in batch]
 
 
-async def test_batcher_collects_what_comes_within_the_window() -> None:
+async def test_batcher_collects_requests_that_arrive_within_its_window() -> None:
     machine = Machine()
     machine.opened.set()
     async with Batcher(machine.run, BatcherConfig(workers=1, max_batch=8, window_s=0.05)) as batcher:
@@ -230,17 +230,17 @@ async def test_batcher_lets_batches_grow_while_every_worker_is_busy() -> None:
     assert machine.batches == [[0], [1, 3]]
 
 
-async def test_batcher_hands_a_fault_to_every_request_of_its_batch() -> None:
+async def test_batcher_reports_a_fault_to_every_request_of_its_batch() -> None:
     def fail(batch: Sequence[int]) -> list[int]:
         raise BenchFailure("broken")
 
     async with Batcher(fail, BatcherConfig(workers=2, max_batch=8, window_s=0.0)) as batcher:
-        for _ in range(3):  # more faults than workers: each is free again
+        for _ in range(3):  # more faults than workers, so each worker must be free again
             with pytest.raises(BenchFailure, match="broken"):
                 await batcher.ask(1)
 
 
-def test_ctranslate2_is_tried_with_every_layout_of_the_same_threads() -> None:
+def test_ctranslate2_candidates_have_every_layout_of_the_same_threads() -> None:
     assert layouts(4) == [(4, 1), (2, 2), (1, 4)]
     tried = decode_candidates(8, 2, mean_len=6.0)
     assert {(held.workers, held.threads, held.max_batch_size) for held in tried if held.batch_type == "examples"} == {
@@ -252,14 +252,14 @@ def test_ctranslate2_is_tried_with_every_layout_of_the_same_threads() -> None:
     assert not any(held.batch_type == "tokens" for held in decode_candidates(8, 2, mean_len=None))
 
 
-def test_ctranslate2_gets_one_source_at_a_time_at_one_row() -> None:
+def test_ctranslate2_candidates_have_batches_of_one_source_when_rows_is_one() -> None:
     assert decode_candidates(1, 2, mean_len=6.0) == [
         CTranslate2Settings(workers=2, threads=1, max_batch_size=1, is_lone=True),
         CTranslate2Settings(workers=1, threads=2, max_batch_size=1, is_lone=True),
     ]
 
 
-def test_ctranslate2_is_tried_with_small_batches_when_encoding() -> None:
+def test_ctranslate2_candidates_include_small_batches_when_encoding() -> None:
     tried = encode_candidates(4, 1, [5, 20, 7, 9])
     assert [held.max_batch_size for held in tried if held.batch_type == "examples"] == [4, 2, 1]
     assert [held.max_batch_size for held in tried if held.batch_type == "tokens"] == [40, 20]
@@ -282,7 +282,7 @@ def test_profile_sums_node_runs_by_operator() -> None:
     rows=st.integers(1, 8),
     max_new_tokens=st.integers(1, 16),
 )
-def test_static_batches_and_the_engine_give_what_each_source_gives_alone(
+def test_static_batches_and_the_engine_give_the_outputs_of_each_source_alone(
     shapes: list[tuple[int, int]], rows: int, max_new_tokens: int
 ) -> None:
     runner = FakeRunner()
@@ -316,7 +316,7 @@ def test_static_batches_and_the_engine_give_what_each_source_gives_alone(
         (["missing-bundle"], "missing-bundle"),
     ],
 )
-def test_command_names_what_it_cannot_use(
+def test_command_names_the_argument_that_it_cannot_use(
     flags: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`antiphon simulate`: the shipped ScaledObject is read as it is, a fleet follows it, and wrong input is named."""
+"""`antiphon simulate`: it reads the shipped ScaledObject, scales a fleet by it, and names wrong input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_shipped_scaled_object_is_read_field_by_field() -> None:
     assert targets == {one["name"]: float(one["metadata"]["threshold"]) for one in spec["triggers"]}
 
 
-def test_every_request_is_accounted_for_and_replica_seconds_add_up() -> None:
+def test_every_request_is_counted_and_replica_seconds_add_up() -> None:
     traffic = _steady(20.0, 1.0)
     static = _run(traffic, None, 3)
     expected = 20.0 * traffic.duration_s
@@ -63,18 +63,18 @@ def test_every_request_is_accounted_for_and_replica_seconds_add_up() -> None:
     assert all(wait_s >= 0 for wait_s in static.answers.wait_s)
 
 
-def test_fleet_grows_until_nothing_waits_any_more() -> None:
-    """Six times what one can do: one replica refuses most of it for ever, a scaled fleet little of it."""
+def test_fleet_grows_until_no_request_waits() -> None:
+    """At six times the capacity of one replica, one replica refuses most requests, and a scaled fleet few."""
     traffic = _steady(6 * CURVE.highest_per_s, 0.5)
     alone, scaled = _run(traffic, None, 1), _run(traffic, (Trigger(metric="waiting", target=5),), 1)
     assert len(alone.answers.refused_s) > 0.7 * len(alone.answers.latency_s)
     assert scaled.samples[-1].replicas > 6
-    # A quarter, for with Kubernetes' own behaviour it shrinks to one again whenever nothing has waited for 300 s.
+    # A quarter, because Kubernetes' default behaviour shrinks it to one whenever no request has waited for 300 s.
     assert len(scaled.answers.refused_s) < 0.25 * len(alone.answers.refused_s)
 
 
-def test_new_replicas_serve_only_when_they_have_started() -> None:
-    """The fleet is looked at once a period: what lies between two looks is known to a period."""
+def test_new_replicas_serve_only_after_their_start() -> None:
+    """The fleet is sampled once in each period, so times are known to one period."""
     scaled = ScaledObject(
         scaling=Scaling(min_replicas=1, max_replicas=20), triggers=(Trigger(metric="waiting", target=5),)
     )
@@ -85,8 +85,8 @@ def test_new_replicas_serve_only_when_they_have_started() -> None:
     assert abs(ready.time_s - first.time_s - slow.start_s) <= SYNC_PERIOD_S
 
 
-def test_clients_come_to_know_new_replicas_slowly() -> None:
-    """With 300 s of discovery the old replicas go on to bear most of it: more is refused."""
+def test_more_requests_are_refused_when_clients_discover_replicas_slowly() -> None:
+    """With 300 s of discovery the old replicas still get most of the load, and more requests are refused."""
     traffic, triggers = _steady(4 * CURVE.highest_per_s, 0.3), (Trigger(metric="waiting", target=5),)
     scaled = ScaledObject(scaling=Scaling(min_replicas=1, max_replicas=20), triggers=triggers)
     slow = Environment(start_s=20.0, discovery_s=300.0, cache_of_full_rows=1.0)
@@ -95,8 +95,8 @@ def test_clients_come_to_know_new_replicas_slowly() -> None:
     assert len(late.answers.refused_s) > 1.2 * len(soon.answers.refused_s)
 
 
-def test_cpu_asks_for_more_although_nothing_waits() -> None:
-    """A replica that has one request in hand is as busy as a full one: at an eighth of the load CPU scales out."""
+def test_cpu_metric_scales_out_although_no_request_waits() -> None:
+    """A replica with one request uses as much CPU as a full one, so CPU scales out at an eighth of the load."""
     traffic = _steady(2 * 0.25 * CURVE.at(16), 1.0)
     by_cpu = _run(traffic, (Trigger(metric="cpu", target=0.5),), 2)
     by_waiting = _run(traffic, (Trigger(metric="waiting", target=5),), 2)
@@ -104,7 +104,7 @@ def test_cpu_asks_for_more_although_nothing_waits() -> None:
     assert max(sample.waiting for sample in by_waiting.samples) == 0
 
 
-def test_day_is_the_same_for_the_same_seed_and_bursts_where_it_is_told() -> None:
+def test_day_depends_on_the_seed_and_has_bursts_at_the_given_times() -> None:
     burst = Burst(start_s=54_000, length_s=600, factor=3.0)
     quiet, loud = (day(100.0, noise=0.1, burst=one, seed=3) for one in (None, burst))
     assert quiet.duration_s == 86_400
@@ -115,7 +115,7 @@ def test_day_is_the_same_for_the_same_seed_and_bursts_where_it_is_told() -> None
     assert smooth.rates.argmax() // 60 in range(10, 13)
 
 
-def test_traffic_of_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_traffic_of_a_file_is_replayed_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "traffic.csv"
     path.write_text("time_s,requests_per_s\n0,1\n300,5\n600,0\n", encoding="utf-8")
     traffic = read_traffic(path)
@@ -144,7 +144,7 @@ def test_wrong_curve_is_refused_by_field(
     assert said in capsys.readouterr().err
 
 
-def test_curve_is_read_between_its_points(tmp_path: Path) -> None:
+def test_curve_is_interpolated_between_its_points(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
     path.write_text(json.dumps({"rows": [2, 4], "answers_per_s": [6, 10], "work": [1, 3]}), encoding="utf-8")
     curve = read_curve(path)

@@ -1,4 +1,4 @@
-"""A simulated replica, against what queueing theory knows in closed form."""
+"""A simulated replica compared with closed formulas of queueing theory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurv
 from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
 
 NUM_REQUESTS = 200_000
-# Means of so many dependent waits wander by about a hundredth at the loads below.
+# Means over this number of dependent waits vary by about a hundredth at the loads below.
 TOLERANCE = 0.05
 
 
@@ -36,7 +36,7 @@ UNBOUNDED = (1_000_000, None)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_one_row_and_equal_work_wait_as_m_d_1(load: float) -> None:
+def test_one_row_with_equal_work_waits_like_m_d_1(load: float) -> None:
     """Pollaczek-Khinchine: W = rho D / (2 (1 - rho))."""
     seconds = 0.02
     answers = _run(_curve((1,), (1 / seconds,)), 1, load / seconds, np.ones(NUM_REQUESTS), UNBOUNDED)
@@ -45,8 +45,8 @@ def test_one_row_and_equal_work_wait_as_m_d_1(load: float) -> None:
 
 
 @pytest.mark.parametrize("load", [0.6, 0.85])
-def test_rows_that_do_not_slow_each_other_wait_as_m_m_c(load: float) -> None:
-    """Erlang C: the share that waits, and the mean wait."""
+def test_independent_rows_wait_like_m_m_c(load: float) -> None:
+    """Erlang C: the share of waiting requests, and the mean wait."""
     rows, per_s = 8, 5.0
     work = np.random.default_rng(3).exponential(1.0, NUM_REQUESTS)
     answers = _run(_curve((rows,), (rows * per_s,)), rows, load * rows * per_s, work, UNBOUNDED)
@@ -59,8 +59,8 @@ def test_rows_that_do_not_slow_each_other_wait_as_m_m_c(load: float) -> None:
 
 
 @pytest.mark.parametrize("spread", ["equal", "exponential"])
-def test_shared_rows_answer_as_processor_sharing(spread: str) -> None:
-    """M/G/1 with processor sharing: T = S / (1 - rho), whatever the distribution of work."""
+def test_shared_rows_answer_like_processor_sharing(spread: str) -> None:
+    """M/G/1 with processor sharing: T = S / (1 - rho) for any distribution of work."""
     load, seconds, rows = 0.7, 0.01, 512
     rng = np.random.default_rng(5)
     work = np.ones(NUM_REQUESTS) if spread == "equal" else rng.exponential(1.0, NUM_REQUESTS)

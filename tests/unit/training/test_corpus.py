@@ -45,7 +45,7 @@ def test_split_depends_on_the_text_alone() -> None:
     assert sorted(held_out_rule(shuffled).test) == sorted(held_out_rule(pairs).test)
 
 
-def test_large_groups_stay_in_training() -> None:
+def test_large_groups_are_in_the_training_part() -> None:
     pairs = [("one and the same", f"target {index}") for index in range(HELD_OUT_MAX_GROUP + 1)]
     assert held_out_rule(pairs).train == pairs
 
@@ -88,7 +88,7 @@ def test_shipped_recipe_is_valid(name: str) -> None:
     assert load_recipe(name).name == name
 
 
-def test_unknown_recipe_names_those_that_exist() -> None:
+def test_unknown_recipe_is_refused_with_the_names_of_existing_ones() -> None:
     with pytest.raises(RecipeError, match="tatoeba-en-de"):
         load_recipe("no-such-recipe")
 

@@ -23,7 +23,7 @@ def examples(count: int, seed: int) -> list[Example]:
 
 
 @given(st.integers(1, 200), st.integers(40, 400), st.integers(0, 5))
-def test_plan_takes_every_example_once_within_the_budget(count: int, budget: int, seed: int) -> None:
+def test_plan_uses_every_example_once_within_the_budget(count: int, budget: int, seed: int) -> None:
     made = examples(count, seed)
     plan = plan_batches(made, budget, seed)
     assert sorted(index for batch in plan for index in batch) == list(range(count))
@@ -47,7 +47,7 @@ def test_collate_shifts_targets_and_ignores_padding() -> None:
     assert batch.labels.tolist() == [[8, 9, eos, ignored], [8, eos, ignored, ignored], [ignored] * 4]
 
 
-def test_batch_within_the_models_limits_loses_padding_only() -> None:
+def test_padding_is_cut_to_the_limits_of_the_model() -> None:
     """If a limit is not a multiple of LENGTH_STEP, padding must not use positions that the model does not have."""
     longest = Example(source=[7] * 9 + [2], target=[8] * 9)
     batch = collate([longest, Example(source=[7, 2], target=[8])], TOKENIZER)
@@ -58,8 +58,8 @@ def test_batch_within_the_models_limits_loses_padding_only() -> None:
     assert (cut.source_lens == batch.source_lens).all()
 
 
-def test_batches_come_in_few_shapes() -> None:
-    """Every new shape costs a compilation; there are about (length steps of targets) x (of sources) shapes."""
+def test_batches_have_few_shapes() -> None:
+    """Every new shape needs a compilation; there are about (length steps of targets) x (of sources) shapes."""
     made = examples(3000, seed=2)
     batches = (
         collate(chosen, TOKENIZER, rows_of(max(len(e.target) for e in chosen) + 1, 200))

@@ -76,7 +76,7 @@ def test_resumed_pretraining_equals_an_uninterrupted_one(tmp_path: Path, monkeyp
         assert torch.equal(expected[name], found[name]), name
 
 
-def test_losses_are_those_of_the_heads_outputs(tmp_path: Path) -> None:
+def test_losses_equal_those_of_the_outputs_of_the_heads(tmp_path: Path) -> None:
     """The reference is cross entropy over all outputs, text by text, without padding."""
     trainer = Trainer(pretrain_recipe(tmp_path), tmp_path, tmp_path / "run", GROUP)
     assert isinstance(trainer.task, PretrainTask)
@@ -196,7 +196,7 @@ def test_words_of_tokens(words: list[str], offsets: list[tuple[int, int]], expec
     assert words_of_tokens(words, offsets) == expected
 
 
-def test_every_token_of_a_word_is_taught() -> None:
+def test_every_token_of_a_word_has_a_label() -> None:
     item = Tagged(words=("in", "U.S."), tags=("O", "B-place"))
     offsets = [(0, 1), (1, 2), (2, 4), (4, 5), (5, 7)]
     assert token_tags(item, offsets) == ["O", "O", "B-place", "I-place", "I-place"]
@@ -231,7 +231,7 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str,
         load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))
 
 
-def test_labels_that_training_lacks_are_named(base: Path, tmp_path: Path) -> None:
+def test_labels_missing_in_the_training_data_are_named(base: Path, tmp_path: Path) -> None:
     recipe = fine_tune_recipe(tmp_path, "classify")
     (file,) = fine_tune_recipe(tmp_path, "classify").data.test
     unknown = tmp_path / "unknown.tsv"
@@ -242,7 +242,7 @@ def test_labels_that_training_lacks_are_named(base: Path, tmp_path: Path) -> Non
         Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base))
 
 
-def test_random_weights_take_shape_and_tokenizer_only(base: Path, tmp_path: Path) -> None:
+def test_random_weights_use_only_shape_and_tokenizer_of_the_checkpoint(base: Path, tmp_path: Path) -> None:
     init = load_checkpoint(base)
     recipe = fine_tune_recipe(tmp_path, "classify")
     kept = Trainer(recipe, tmp_path, tmp_path / "kept", GROUP, init=init)
@@ -263,7 +263,7 @@ def test_random_weights_take_shape_and_tokenizer_only(base: Path, tmp_path: Path
         (["snips", "--init", "nowhere"], "nowhere is not a checkpoint"),
     ],
 )
-def test_command_says_what_is_missing(
+def test_command_names_the_missing_argument(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["train", *arguments, "--data", str(tmp_path), "--output", str(tmp_path / "run")]) == 2

@@ -9,7 +9,7 @@ from antiphon.model.training.tasks.loss import ROWS, linear_cross_entropy
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [3, ROWS, ROWS + 3])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_loss_and_gradients_equal_pytorchs(smoothing: float, rows: int, has_bias: bool) -> None:
+def test_loss_and_gradients_equal_those_of_pytorch(smoothing: float, rows: int, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 24, generator=generator, requires_grad=True)
     weight = torch.randn(70, 24, generator=generator, requires_grad=True)
@@ -30,7 +30,7 @@ def test_loss_and_gradients_equal_pytorchs(smoothing: float, rows: int, has_bias
     )
 
 
-def test_autocast_reaches_the_products() -> None:
+def test_autocast_applies_to_the_matrix_products() -> None:
     """The gradient in bfloat16 is less exact than in float32, but has the same direction."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 24, generator=generator, requires_grad=True)

@@ -40,13 +40,13 @@ def test_masking_changes_only_predicted_tokens(rows: int, length: int, seed: int
     special = torch.isin(ids, torch.tensor(SPECIAL))
     assert not (chosen & special).any(), "special tokens are never predicted"
     replaced = chosen & (inputs != ids) & (inputs != MASK)
-    assert not torch.isin(inputs[replaced], torch.tensor(SPECIAL)).any(), "nor drawn"
+    assert not torch.isin(inputs[replaced], torch.tensor(SPECIAL)).any(), "special tokens are never random replacements"
     for row in range(rows):
         ordinary = int((~special[row]).sum())
         assert int(chosen[row].sum()) == min(ordinary, max(1, round(ordinary * rate)))
 
 
-def test_masking_of_a_text_without_ordinary_tokens_predicts_nothing() -> None:
+def test_masking_predicts_nothing_when_a_text_has_no_ordinary_tokens() -> None:
     inputs, labels = masking().apply(torch.tensor([[1, 2, 0, 0]]), seed=1)
     assert inputs.tolist() == [[1, 2, 0, 0]]
     assert (labels == IGNORED_LABEL).all()
@@ -73,7 +73,7 @@ def test_masking_chooses_all_positions_equally_often() -> None:
         assert within(place, 4000, 0.15)
 
 
-def test_masking_shares_are_the_recipes() -> None:
+def test_masking_shares_are_those_of_the_recipe() -> None:
     ids = torch.full((50, 20), 9)
     inputs, labels = masking(masked=1.0, random=0.0).apply(ids, seed=3)
     assert (inputs[labels != IGNORED_LABEL] == MASK).all()

@@ -21,7 +21,7 @@ def documents(count: int, seed: int, max_sentences: int = 8) -> Documents:
 
 
 @given(st.integers(2, 12), st.integers(0, 1000), st.integers(2, 60))
-def test_pairs_keep_to_the_length_and_have_two_parts(count: int, seed: int, max_tokens: int) -> None:
+def test_pairs_respect_the_length_and_have_two_parts(count: int, seed: int, max_tokens: int) -> None:
     for pair in sentence_pairs(documents(count, seed), max_tokens, seed):
         assert pair.first
         assert pair.second
@@ -37,7 +37,7 @@ def test_second_part_follows_the_first_only_if_is_next(count: int, seed: int, ma
         assert len({home[token] for token in pair.second}) == 1
         assert (home[pair.first[0]] == home[pair.second[0]]) == pair.is_next
         if pair.is_next and len(pair.first) + len(pair.second) < max_tokens:
-            assert pair.second[0] == pair.first[-1] + 1, "nothing was cut, so it goes on where the first part ended"
+            assert pair.second[0] == pair.first[-1] + 1, "nothing was cut, so it continues where the first part ended"
 
 
 def test_every_document_is_read_once_through() -> None:

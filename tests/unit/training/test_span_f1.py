@@ -27,7 +27,7 @@ def spans_by_definition(tags: Sequence[str]) -> set[Span]:
 
 
 @given(SENTENCE)
-def test_spans_are_those_of_the_definition(tags: list[str]) -> None:
+def test_spans_equal_those_of_the_definition(tags: list[str]) -> None:
     found = spans(tags)
     assert set(found) == spans_by_definition(tags)
     assert len(found) == len(set(found))

@@ -24,7 +24,7 @@ def written(folder: Path, name: str, content: bytes, **settings: str) -> TextFil
     return TextFile.model_validate(dict(path=name, sha256=digest, **settings))
 
 
-def test_lines_keep_characters_that_only_look_like_ends(tmp_path: Path) -> None:
+def test_lines_keep_characters_that_are_not_line_ends(tmp_path: Path) -> None:
     file = written(tmp_path, "a.txt.gz", gzip.compress("one\u2028two\n\nthree\r\n".encode()))
     assert read_texts(tmp_path, file) == ["one\u2028two", "three"]
 
@@ -34,7 +34,7 @@ def test_documents_end_at_blank_lines(tmp_path: Path) -> None:
     assert read_documents(tmp_path, file) == [["one", "two"], ["three"]]
 
 
-def test_snips_texts_are_their_chunks(tmp_path: Path) -> None:
+def test_snips_texts_are_joined_from_their_chunks(tmp_path: Path) -> None:
     item = {"data": [{"text": "Play "}, {"text": "Motörhead", "entity": "artist"}]}
     content = json.dumps({"PlayMusic": [item]}, ensure_ascii=False).encode("latin-1")
     file = written(tmp_path, "a.json", content, format="snips", encoding="latin-1")
@@ -70,13 +70,15 @@ def test_conll_sentences_end_at_blank_lines_even_with_a_tab(tmp_path: Path) -> N
         (b"x\n", dict(format="lines"), r"a: format='lines' has no labels"),
     ],
 )
-def test_file_of_another_form_is_named(tmp_path: Path, content: bytes, settings: dict[str, str], message: str) -> None:
+def test_file_of_another_format_is_refused_by_name(
+    tmp_path: Path, content: bytes, settings: dict[str, str], message: str
+) -> None:
     file = written(tmp_path, "a", content, **settings)
     with pytest.raises(RecipeError, match=message):
         (read_tagged if file.format == "conll" else read_labelled)(tmp_path, file)
 
 
-def test_documents_of_labelled_files_are_refused(tmp_path: Path) -> None:
+def test_documents_are_refused_when_a_file_is_labelled(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data\.ordered; it must be 'lines'"):
         read_documents(tmp_path, written(tmp_path, "a", b"x\ty\n", format="tsv"))
 

@@ -121,7 +121,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: py
         assert torch.equal(expected[name], found[name]), name
 
 
-def test_two_processes_train_one_model(tmp_path: Path) -> None:
+def test_two_processes_train_equal_weights(tmp_path: Path) -> None:
     """With torchrun two processes train on different batches, validate together and end with equal weights."""
     recipe = make_recipe(tmp_path, max_steps=60, checkpoint_every_steps=30)
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
@@ -135,7 +135,7 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
         assert torch.equal(first[name], second[name]), name
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["valid_loss"] for line in lines]
-    assert len(losses) == 2, "one of the two processes writes, not both"
+    assert len(losses) == 2, "only one of the two processes writes"
     assert losses[1] < losses[0]
     assert load_checkpoint(tmp_path / "run/averaged").config.d_model == 32
 
@@ -154,8 +154,8 @@ def test_training_learns_the_language(tmp_path: Path) -> None:
     assert (tmp_path / "run/loss.png").stat().st_size > 0
 
 
-def test_training_that_ends_with_its_epochs_keeps_their_last_step(tmp_path: Path) -> None:
-    """Earlier the run ended without a checkpoint, and the steps since the last interval (here all) were lost."""
+def test_training_saves_its_last_step_when_it_ends_with_its_epochs(tmp_path: Path) -> None:
+    """Regression: the run ended without a checkpoint, and the steps since the last interval (here all) were lost."""
     averaged = train(tmp_path, "run", max_epochs=2, max_steps=1000, checkpoint_every_steps=500, batch_tokens=2048)
     (kept,) = (tmp_path / "run/checkpoints").iterdir()
     assert json.loads((kept / "state.json").read_text())["step"] == int(kept.name.removeprefix("step-"))
@@ -169,7 +169,7 @@ def test_training_without_a_full_batch_is_refused(tmp_path: Path) -> None:
         Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
 
 
-def test_training_keeps_to_lengths_that_are_no_multiple_of_the_padding(tmp_path: Path) -> None:
+def test_training_respects_lengths_that_are_not_multiples_of_the_padding(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, max_steps=5)
     limits = dict(max_source_len=5, max_target_len=5)
     recipe = recipe.model_copy(update=dict(model={**recipe.model, **limits}))
@@ -179,7 +179,7 @@ def test_training_keeps_to_lengths_that_are_no_multiple_of_the_padding(tmp_path:
     assert trainer.run() is not None
 
 
-def test_early_stopping_ends_a_run_that_learns_no_more(tmp_path: Path) -> None:
+def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, "run", peak_lr=1e-12, max_steps=10_000, checkpoint_every_steps=1, patience=2, bf16=True
     )
@@ -210,7 +210,7 @@ def test_average_is_the_mean_of_the_last_checkpoints(tmp_path: Path) -> None:
         average_weights([])
 
 
-def test_learning_rate_is_the_papers_schedule() -> None:
+def test_learning_rate_follows_the_schedule_of_the_paper() -> None:
     config = TrainConfig(warmup_steps=4000)
     for step in (1, 100, 4000, 100_000):
         expected = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
@@ -225,7 +225,7 @@ def test_cool_down_ends_with_a_learning_rate_near_zero() -> None:
     assert ratios == pytest.approx([1, 1, 1, 0.5, 0.01])
 
 
-def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
+def test_training_writes_no_pickle(tmp_path: Path) -> None:
     train(tmp_path, "run", max_steps=10)
     suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert suffixes == {".json", ".jsonl", ".png", ".safetensors"}
@@ -266,7 +266,7 @@ def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "again/averaged").provenance == whole.provenance
 
 
-def test_training_from_an_encoder_alone_is_refused(tmp_path: Path) -> None:
+def test_training_from_an_encoder_only_checkpoint_is_refused(tmp_path: Path) -> None:
     init = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
     config = init.config.model_copy(update={"architecture": "encoder", "decoder_layers": 0})
     group = Group(rank=0, size=1, device=torch.device("cpu"))

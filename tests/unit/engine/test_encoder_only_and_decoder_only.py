@@ -40,7 +40,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Generate:
-    """Return a request as the servicer makes one for a decoder-only model."""
+    """Return a request in the servicer's form for a decoder-only model."""
     return changed(
         request_of(name, (), params=params),
         begin_id=prompt[0],
@@ -82,7 +82,7 @@ def prompts(draw: st.DrawFn, name: str) -> Generate:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_prompts_in_a_crowd_go_on_as_in_transformers_alone(
+def test_prompts_in_a_crowd_get_the_outputs_of_transformers_alone(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True, has_encoder=False)
@@ -102,7 +102,7 @@ def test_prompts_in_a_crowd_go_on_as_in_transformers_alone(
 
 
 def test_prompts_are_prefilled_within_the_token_budget(loop: asyncio.AbstractEventLoop) -> None:
-    """The bench computes 16 tokens a step for those that join, or one longer prompt by itself."""
+    """The bench prefills at most 16 tokens in a step, or one longer prompt alone."""
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True, has_encoder=False)
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     for name, length in (("a", 8), ("b", 8), ("c", 30), ("d", 5)):
@@ -111,7 +111,7 @@ def test_prompts_are_prefilled_within_the_token_budget(loop: asyncio.AbstractEve
     assert bench.runner.decoded_tokens == [8 + 8, 1 + 1 + 30, 1 + 5, 1]
 
 
-def test_a_target_is_scored_after_its_prompt(loop: asyncio.AbstractEventLoop) -> None:
+def test_target_is_scored_after_its_prompt(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, reads_history=True, has_encoder=False)
     prompt, target = (9, 30, 31), (17, 5, EOS_ID)
     request = prompted("score", prompt, SamplingParams())
@@ -129,18 +129,18 @@ def test_a_target_is_scored_after_its_prompt(loop: asyncio.AbstractEventLoop) ->
     ("prompt_len", "prefix_len", "target_len", "field"),
     [(32, 0, 0, "source"), (31, 1, 0, "prefix"), (31, 0, 2, "target")],
 )
-def test_prompt_and_what_follows_share_the_models_length(
+def test_prompt_and_output_share_the_length_of_the_model(
     loop: asyncio.AbstractEventLoop, prompt_len: int, prefix_len: int, target_len: int, field: str
 ) -> None:
     bench = Bench(loop, reads_history=True, has_encoder=False)
-    bench.runner.max_source_len = bench.runner.max_target_len - 1  # as runners of decoders alone say
+    bench.runner.max_source_len = bench.runner.max_target_len - 1  # like runners of decoder-only models
     request = prompted("a", (5,) * prompt_len, SamplingParams(), (6,) * prefix_len)
     with pytest.raises(InvalidArgument) as caught:
         bench.ask(scored(request, (7,) * target_len) if target_len else request)
     assert caught.value.field == field
 
 
-def test_a_prompt_too_large_for_the_pool_is_refused(loop: asyncio.AbstractEventLoop) -> None:
+def test_prompt_is_refused_when_it_is_too_large_for_the_pool(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, num_blocks=4, reads_history=True, has_encoder=False)
     with pytest.raises(InvalidArgument, match="source is 20 tokens long; it must be at most 15 tokens long"):
         bench.ask(prompted("a", (5,) * 20, SamplingParams(max_new_tokens=1)))
@@ -180,7 +180,7 @@ def every_reading() -> list[Request]:
 
 
 def read(loop: asyncio.AbstractEventLoop, requests: list[Request]) -> dict[str, tuple[bytes, bytes | None]]:
-    """The bits of every readout; the engine must be left empty."""
+    """Return the bytes of every readout. The engine must be empty afterwards."""
     bench = Bench(loop, heads=HEADS)
     groups = [bench.ask(request) for request in requests]
     bench.finish()
@@ -201,7 +201,7 @@ def test_readouts_are_the_same_bits_alone_and_in_a_crowd(loop: asyncio.AbstractE
     assert together == {name: bits for one in alone for name, bits in one.items()}
 
 
-def test_readouts_are_those_of_each_requests_own_states(loop: asyncio.AbstractEventLoop) -> None:
+def test_readouts_are_computed_from_the_states_of_their_own_request(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, heads=HEADS)
     groups = {request.request_id: bench.ask(request) for request in every_reading()}
     bench.finish()
@@ -226,7 +226,7 @@ def test_readouts_are_those_of_each_requests_own_states(loop: asyncio.AbstractEv
     np.testing.assert_allclose(found["pooled"].values, outputs("pooled", "pool")[0], rtol=1e-6)  # type: ignore[union-attr]
 
 
-def test_heads_whose_outputs_are_not_finite_end_their_own_requests_only(loop: asyncio.AbstractEventLoop) -> None:
+def test_non_finite_head_outputs_end_only_their_own_requests(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, heads=HEADS)
     head_outputs = bench.runner.head_outputs
     bench.runner.head_outputs = lambda task, states: (  # type: ignore[method-assign]
@@ -256,20 +256,20 @@ def test_heads_whose_outputs_are_not_finite_end_their_own_requests_only(loop: as
     ],
     ids=["generate", "next_sentence"],
 )
-def test_what_an_encoder_cannot_do_is_refused_by_name(
+def test_tasks_that_an_encoder_lacks_are_refused_by_name(
     loop: asyncio.AbstractEventLoop, request_: Request, message: str
 ) -> None:
     with pytest.raises(Unsupported, match=message):
         Bench(loop, heads=HEADS).ask(request_)
 
 
-def test_what_a_decoder_cannot_do_is_refused_by_name(loop: asyncio.AbstractEventLoop) -> None:
+def test_tasks_that_a_decoder_lacks_are_refused_by_name(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, has_encoder=False)
     with pytest.raises(Unsupported, match="this is a decoder-only model, which encodes nothing"):
         bench.ask(embedding("a"))
 
 
 @pytest.mark.parametrize(("scores", "expected"), [("sigmoid", [0.0, 0.5, 1.0]), ("softmax", [0.0, 0.0, 1.0])])
-def test_scores_of_far_outputs_are_no_overflow(scores: Scores, expected: list[float]) -> None:
+def test_scores_of_outputs_far_apart_do_not_overflow(scores: Scores, expected: list[float]) -> None:
     found = scores_of(np.array([[-2000.0, 0.0, 2000.0]], np.float32), scores)
     np.testing.assert_array_equal(found, [expected])
