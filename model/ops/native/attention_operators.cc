@@ -80,7 +80,8 @@ class PackedHeads {
   }
 
  private:
-  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: every head of a short one, or one head.
+  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: all heads of a short sequence, or one head
+  // of a long one.
   struct Task {
     int32_t sequence;
     int32_t first;
@@ -96,7 +97,7 @@ class PackedHeads {
     const int64_t num_pairs = IsLong(length) ? 2 * length * width_ : 0, num_scores = length * kQueryTile;
     const int64_t num_tile = RoundUp(width_, kPanel) * kQueryTile, num_spread = width_ * met.columns;
     const int64_t num_met = relative.keys == nullptr ? 0 : relative.Span(1 - length, length - 1) * kQueryTile;
-    const int64_t num_offsets = num_met == 0 ? 0 : length + kQueryTile;  // as wide as floats
+    const int64_t num_offsets = num_met == 0 ? 0 : length + kQueryTile;  // int32_t, of the size of a float
     const Scratch<float> room(
         static_cast<size_t>(num_pairs + num_scores + num_tile + num_spread + num_met + num_offsets));
     float* scores = room.data() + num_pairs;

@@ -16,14 +16,14 @@
 
 namespace antiphon {
 
-// The first entries whose masses reach a target: those of smaller keys, and of the last key those before index `end`.
+// First entries whose masses reach a target: all entries of smaller keys, and those of the last key before index `end`.
 template <typename Key>
 struct Cut {
   Key last;
   int64_t end;
 };
 
-// Key of a float: the largest float first, and one key for both zeros. Not for NaN.
+// Key of a float: a larger float has a smaller key, and both zeros have the same key. The float must not be NaN.
 inline uint32_t DescendingKey(float value) {
   const float positive_zero = value + 0.0f;
   uint32_t bits;
@@ -38,7 +38,7 @@ inline float ValueOfKey(uint32_t key) {
   return value;
 }
 
-// Key of a double that is not negative: the smallest first. Not for NaN.
+// Key of a double that is not negative: a smaller double has a smaller key. The double must not be NaN.
 inline uint64_t AscendingKey(double value) {
   uint64_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -54,8 +54,9 @@ inline double ValueOfKey(uint64_t key) {
 template <typename Key>
 class Cutter {
  public:
-  // Finds where the smallest of `count` keys reach target_of(total mass), which must be 1 to that total.
-  // buckets: of each entry's rank; ranks never fall as keys rise, or none of them is a number.
+  // Finds the key at which the masses of `count` entries, in order of their keys, reach target_of(total mass). This
+  // must be 1 to that total.
+  // buckets: bucket of each entry's rank. Ranks must not fall as keys rise, unless no rank is a number.
   // Throws std::runtime_error when the workspace refuses memory.
   template <typename KeyAt, typename MassAt, typename TargetOf>
   static Cut<Key> Find(const int32_t* buckets, int64_t count, const KeyAt& key_at, const MassAt& mass_at,
@@ -93,11 +94,12 @@ class Cutter {
     int64_t mass;
   };
   static constexpr int kDigit = 11;  // bits
-  static constexpr int64_t kBuckets = 1 << kDigit;  // their sums, 16 KiB, stay in the first cache
+  static constexpr int64_t kBuckets = 1 << kDigit;  // their sums, 16 KiB, fit into the L1 cache
   static_assert(kBuckets == kRankBuckets, "ranks and digits share the sums");
   static constexpr int64_t kFew = 64;  // up to this number of entries, sorting is faster than counting
 
-  // Writes the indices of one bucket's entries, rising, and returns their number. Tests sixteen at once: few match.
+  // Writes the indices of one bucket's entries, rising, and returns their number. Tests sixteen entries at once, since
+  // few match.
   static int64_t Members(const int32_t* buckets, int64_t count, int32_t wanted, int32_t* members) {
     constexpr int64_t kBlock = 16;
     int64_t found = 0;

@@ -17,8 +17,8 @@ constexpr int64_t kGroupBytes = kNibbleGroup / 2 * kPanel;  // of one panel
 #if defined(__AVX512VNNI__)
 constexpr int kNibbleRows = 4, kNibblePanels = 2;
 
-// Sums of Rows x Panels over one group. rows: its first input of the first row; columns: the group of the first panel,
-// `spacing` bytes before the next panel's.
+// Sums of Rows x Panels over one group. rows: first input of the group in the first row. columns: the group in the
+// first panel; the same group of the next panel is `spacing` bytes further.
 template <int Rows, int Panels>
 ANTIPHON_INLINE void NibbleGroup(const uint8_t* rows, int64_t padded, const uint8_t* columns, int64_t spacing,
                                  I32 (&sums)[Rows][Panels]) {

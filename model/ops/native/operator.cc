@@ -92,7 +92,7 @@ Tensor Call::Input(size_t index, const char* name, size_t rank) const {
 void* Call::Output(size_t index, std::initializer_list<int64_t> dims) const {
   OrtValue* value = nullptr;
   Check(api_, api_->KernelContext_GetOutput(context_, index, dims.begin(), dims.size(), &value), "output");
-  if (value == nullptr) return nullptr;  // nobody reads it
+  if (value == nullptr) return nullptr;  // no node reads this output
   void* data = nullptr;
   Check(api_, api_->GetTensorMutableData(value, &data), "output");
   return data;

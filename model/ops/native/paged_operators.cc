@@ -41,11 +41,11 @@ struct Pool {
   }
 };
 
-// The blocks of every row: pointers to this layer's part, as many as `lengths` positions need.
+// Blocks of every row: pointers to this layer's part of each block that `lengths` positions need.
 template <typename Element>
 class Tables {
  public:
-  // lengths(row): positions of the row that may be read or written.
+  // lengths(row): number of the row's positions that are read or written.
   template <typename Lengths>
   Tables(const Pool& pool, const Tensor& table, int64_t rows, const Lengths& lengths)
       : width_(table.dims[1]), pointers_(static_cast<size_t>(rows * table.dims[1])) {
@@ -77,7 +77,8 @@ const PagedKernels<uint16_t>& Paged(const Kernels& kernels, uint16_t) { return k
 
 // Calls body(row, head, scores) for every row and head. Where there are many rows, a task takes whole rows, since a
 // block's heads are adjacent.
-// scores: room for `positions` floats, one buffer for each task (for every head, the workspace's lock is too slow).
+// scores: room for `positions` floats, one buffer for each task (one for each head would take the workspace's lock too
+// often).
 template <typename Body>
 void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_t positions, const Body& body) {
   if (rows == 0) return;

@@ -135,7 +135,7 @@ OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
 
 ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(kOrtApiVersion);
-  if (api == nullptr) return nullptr;  // older than any release that could create a status for us; never registered
+  if (api == nullptr) return nullptr;  // a release too old to create our OrtStatus: registers nothing
   const char* version = base->GetVersionString();
   if (std::strncmp(version, kSupportedRuntime, std::strlen(kSupportedRuntime)) != 0) {
     const std::string message = std::string("this build of Antiphon's native library works with ONNX Runtime ") +
@@ -146,11 +146,11 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   return AddOperators(api, options);
 }
 
-// Raise it whenever operators, their packing or these functions change: model/ops/workspace.py loads only the number
-// that it names.
+// Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
+// another number than its own.
 ANTIPHON_EXPORT int antiphon_native_version() { return 3; }
 
-// The signature of every operator, one in a line; a test compares them with the declarations in model/ops/operators.
+// The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
   static const std::string* signatures = [] {
     auto* text = new std::string;
@@ -169,10 +169,10 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
   }
 }
 
-// Another allocator, for a thread to use. It is never destroyed, since blocks may outlive its user; 3 KiB each.
+// Creates another allocator, for a thread to use. It is never destroyed, since blocks may outlive its user; 3 KiB each.
 ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
 
-// Ends the use of an allocator; blocks still held go back to the operating system when they are freed.
+// Ends the use of an allocator; blocks still in use go back to the operating system when they are freed.
 ANTIPHON_EXPORT void antiphon_workspace_close(CountingAllocator* workspace) { workspace->Close(); }
 
 // Makes the calling thread allocate from it; nullptr is the process's own allocator. Returns the previous allocator.
