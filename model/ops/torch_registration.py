@@ -16,8 +16,8 @@ def register(operator: Operator) -> Callable[[Callable[..., Any]], Callable[...,
     """Register the decorated function as the operator's eager implementation, and derive its fake.
 
     The function takes the inputs by position, the attributes by keyword, all under their declared names, and returns
-    the outputs, contiguous and sharing no memory with the inputs. It has no gradient: training uses another backend.
-    Raises TypeError when its parameters differ from the declaration.
+    the outputs as contiguous tensors that share no memory with the inputs. It has no gradient: training uses another
+    backend. Raises TypeError when its parameters differ from the declaration.
     """
 
     def decorate(eager: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def _check_parameters(operator: Operator, eager: Callable[..., Any]) -> None:
 
 
 def _fake(operator: Operator) -> Callable[..., Any]:
-    """Return the function that PyTorch calls to learn shapes and types while it traces."""
+    """Return the function that PyTorch calls for shapes and types while it traces."""
     names = [given.name for given in operator.inputs]
 
     def infer(*operands: Tensor | None, **_attributes: object) -> Tensor | tuple[Tensor, ...]:

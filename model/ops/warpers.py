@@ -1,8 +1,9 @@
 """Logits warpers: temperature, top-k, top-p, min-p and typical-p, for one row of logits. Torch-free.
 
-Each warper acts on the tokens that the one before kept, renormalised, as in transformers 5.23, with one difference.
-top-k there keeps all tokens that tie with the k-th; here it keeps k, those of the lowest ids, and top-p likewise keeps
-the fewest. Weights are proportional to probability, the likeliest token's is 1, and all arithmetic is float64.
+Each warper acts on the tokens that the previous warper kept, renormalised, as in transformers 5.23, with one
+difference. In transformers top-k keeps all tokens whose logit equals the k-th. Here it keeps k tokens, of equal ones
+those of the lowest ids, and top-p likewise keeps the fewest tokens. Weights are proportional to probability, the weight
+of the likeliest token is 1, and all arithmetic is float64.
 
 Axes: V vocabulary.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-NUCLEUS_GUESS = 256  # tokens that are sorted first in search of a nucleus: cheap, unlike the whole vocabulary
+NUCLEUS_GUESS = 256  # tokens sorted first to find those of top-p: fast, unlike sorting the vocabulary
 SUM_BLOCK = 128
 
 
@@ -68,7 +69,7 @@ def ids_of_largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]
 
 
 def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Return ids and weights after temperature, top-k and top-p; they keep the likeliest, so one threshold does."""
+    """Return ids and weights after temperature, top-k and top-p, which keep the likeliest: one threshold is enough."""
     vocab_size, maximum = len(logits), float(logits.max())
     top_k = warp.top_k if 0 < warp.top_k < vocab_size else vocab_size
     if warp.top_p >= 1.0:
@@ -85,7 +86,7 @@ def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int6
 def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
     """Return True for locally typical tokens (Meister et al. 2022): those whose surprise is nearest to the entropy.
 
-    They are as many as reach `mass`, and all tokens that are as near as the last of these.
+    These are the fewest tokens that reach `mass`, and all tokens that are as near as the last of them.
     """
     probabilities = weights / weights.sum()
     with np.errstate(

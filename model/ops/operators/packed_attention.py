@@ -32,7 +32,7 @@ PACKED_ATTENTION = Operator(
         SCALE,
         Attribute("causal", bool, "each token sees itself and the tokens before it only"),
     ),
-    outputs=(Output("out", "float", "N, H D", "mixed values"),),
+    outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
     shapes=lambda given: [(given["qkv"].shape[0], given["qkv"].shape[1] // 3)],
 )
 

@@ -1,4 +1,4 @@
-"""Attention over the blocks of the cache pool (Kwon et al. 2023, section 4): of a row over itself and over its source.
+"""Attention over the blocks of the cache pool (Kwon et al. 2023, section 4): of rows over their targets and sources.
 
 The layout of the pool is that of cache_geometry.py.
 
@@ -47,7 +47,7 @@ PAGED_SELF_ATTENTION = Operator(
     ),
     attributes=(NUM_HEADS, SCALE, LAYER),
     outputs=(
-        Output("out", "float", "N, H D", "mixed values"),
+        Output("out", "float", "N, H D", "weighted sums of values"),
         Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache"),
     ),
     shapes=lambda given: [(given["qkv"].shape[0], given["qkv"].shape[1] // 3), given["cache"].shape],
@@ -55,7 +55,7 @@ PAGED_SELF_ATTENTION = Operator(
 
 PAGED_CROSS_ATTENTION = Operator(
     name="paged_cross_attention",
-    purpose="Attend from each row's new tokens to its source, whose keys and values its cross blocks hold.",
+    purpose="Attend from each row's new tokens to its source; its cross blocks hold the source's keys and values.",
     inputs=(
         Input("query", "float", "N, H D", "queries of each new token"),
         CACHE,
@@ -64,7 +64,7 @@ PAGED_CROSS_ATTENTION = Operator(
         Input("source_lens", "int32", "R", "tokens of each row's source"),
     ),
     attributes=(NUM_HEADS, SCALE, LAYER),
-    outputs=(Output("out", "float", "N, H D", "mixed values"),),
+    outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
     shapes=lambda given: [given["query"].shape],
 )
 
