@@ -218,11 +218,13 @@ class Bundle:
 
         The server runs native graphs only. Raises BundleError naming the graphs that the bundle has.
         """
-        held = {graphs.precision: graphs for graphs in reversed(self.manifest.graphs) if graphs.lowering == lowering}
+        by_precision = {
+            graphs.precision: graphs for graphs in reversed(self.manifest.graphs) if graphs.lowering == lowering
+        }
         for choice in (precision,) if precision else ("int8", "float32", "int4"):
-            if choice in held:
-                return held[choice]
-        wanted = f"{lowering} graphs" + (f" at precision {precision}" if held else "")
+            if choice in by_precision:
+                return by_precision[choice]
+        wanted = f"{lowering} graphs" + (f" at precision {precision}" if by_precision else "")
         names = ", ".join(f"{graphs.lowering}-{graphs.precision}" for graphs in self.manifest.graphs)
         raise BundleError(f"{self.path / MANIFEST_NAME}: no {wanted}; the bundle holds {names}; export the model again")
 

@@ -137,8 +137,8 @@ def settings_of(choices: Choices) -> dict[str, NDArray[Any]]:
 def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
     """Run without copying the inputs and return all outputs; the graph may change input arrays in place."""
     binding = session.io_binding()
-    held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
-    for name, value in held.items():
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+    for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     for output in session.get_outputs():
         binding.bind_output(output.name, "cpu")

@@ -1,4 +1,4 @@
-"""`antiphon export`: write the bundle of a checkpoint and verify it against the model before it appears.
+"""`antiphon export`: write the bundle of a checkpoint and verify it against the model before it is moved to its path.
 
 Owns the order of the steps and the directory. Other modules trace, quantise, store and verify.
 """
@@ -46,7 +46,7 @@ from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.transformer.transformer import Transformer
 
-PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # of a bundle by default
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
 ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4")
 LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
@@ -67,13 +67,13 @@ def export_bundle(
     name: str | None = None,
     overwrite: bool = False,
 ) -> Bundle:
-    """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
+    """Write the bundle of a checkpoint at `target`; it is written completely and verified, or not at all.
 
     cache: element type of the keys and values of native graphs; None is float16 where the weights are integers, and
         float32 elsewhere
     explain: add a graph of attention weights for each precision except int4
     name: of the bundle, by default the directory's
-    overwrite: replace a bundle at `target`; any other target that is not empty is refused in any case
+    overwrite: replace a bundle at `target`; any other target that is not empty is always refused
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
     target = target.resolve()
@@ -98,7 +98,7 @@ def export_bundle(
 
 
 def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
-    """Compare every graph with the model, a graph that several sets share once. Raises VerificationError."""
+    """Compare every graph with the model, and shared graphs only once. Raises VerificationError."""
     check = verify_encoder if model.config.architecture == "encoder" else verify
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
         check(directory, graph_set, model)
@@ -108,9 +108,9 @@ def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> 
 
 
 def check_target(target: Path, name: str, *, overwrite: bool) -> None:
-    """Raise ExportError where no bundle of this name may be written."""
+    """Raise ExportError unless a bundle of this name can be written at `target`."""
     if not re.match(NAME_PATTERN, name):
-        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name chooses another than the directory's")
+        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name gives another name than the directory's")
     if target.exists() and not target.is_dir():
         raise ExportError(f"{target} exists and is not a directory")
     if target.exists() and any(target.iterdir()):
@@ -123,13 +123,13 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
 def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
     """Raise ExportError for a lowering that cannot run the architecture or the precision.
 
-    Only the native operators run an encoder or a decoder alone, or read 4-bit weights.
+    Only native graphs support encoder-only and decoder-only models, and 4-bit weights.
     """
     if "int4" in precisions and (others := [name for name in lowerings if name != "native"]):
         raise ExportError(f"precision='int4' does not fit lowering={others[0]!r}: it has native graphs only")
     if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
         raise ExportError(
-            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: one half alone has native "
+            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: such models have native "
             "graphs only"
         )
 
@@ -169,7 +169,7 @@ def write_graphs(
 
 
 def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
-    """Group lowerings by the layout of their weights, packed for the native kernels or plain; a group shares a file."""
+    """Group lowerings by the layout of their weights, packed for the native kernels or plain: one file for a group."""
     layouts: dict[Layout, list[Lowering]] = {}
     for lowering in lowerings:
         layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
@@ -193,16 +193,16 @@ def _graph_name(part: Part | Task, *, lowering: Lowering, at: Precision) -> str:
 
 def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
     names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
-    held: CacheType | None = None
+    cache_type: CacheType | None = None
     if lowering == "native" and "decoder" in names:
-        held = cache or ("float32" if precision == "float32" else "float16")
+        cache_type = cache or ("float32" if precision == "float32" else "float16")
     return GraphSet(
         precision=precision,
         lowering=lowering,
         encoder=names.get("encoder"),
         decoder=names.get("decoder"),
         heads={head.task: names[head.task] for head in config.heads},
-        cache=held,
+        cache=cache_type,
     )
 
 
@@ -212,7 +212,7 @@ def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
     if graphs.lowering == "native":
         pack_weights(copy, graphs.precision)
         if graphs.cache is not None:
-            _hold_cache(copy, graphs.cache)
+            _set_cache_type(copy, graphs.cache)
     elif graphs.precision == "int8":
         quantize(copy)
     return copy
@@ -225,7 +225,7 @@ def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Mo
     return copy
 
 
-def _hold_cache(model: ir.Model, cache: CacheType) -> None:
+def _set_cache_type(model: ir.Model, cache: CacheType) -> None:
     """Set the element type of the pool; the operators accept both types."""
     pool = next(value for value in model.graph.inputs if value.name == "cache")
     pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
@@ -290,8 +290,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
     """Return the lowerings that the flags name, each once, in the order of LOWERINGS."""
-    asked = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
-    return tuple(lowering for lowering in LOWERINGS if lowering in asked)
+    requested = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
+    return tuple(lowering for lowering in LOWERINGS if lowering in requested)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -319,6 +319,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"antiphon export: {error}", file=sys.stderr)
         return 2
     size = sum(entry.size for entry in bundle.manifest.files.values())
-    held = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
-    print(f"{bundle.path}: {held}; {size / 1e6:.1f} MB, verified against the checkpoint")
+    described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
+    print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, verified against the checkpoint")
     return 0

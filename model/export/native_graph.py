@@ -4,8 +4,8 @@ Each module takes the submodules of a Transformer, shares their weights, and imp
 operators of ops/operators: without padding, and with one operator for a residual sum and its norm. Tests compare the
 results with the Transformer's own forward pass for every ModelConfig.
 
-Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states
-that a head reads, O its outputs.
+Axes: N packed tokens; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states that a
+head reads, O its outputs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _PackedStack(nn.Module):
         return linear(embedded, stack.widen) if isinstance(stack.widen, nn.Linear) else embedded
 
     def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
-        """Run every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""
+        """Run every sublayer with its residual: hidden [N, M] -> [N, M], normalised as the Stack's result."""
         norms = [residual.norm for _, residual in sublayers]
         pre, reads, stream = self.config.norm_placement == "pre", hidden, hidden
         if pre:
@@ -203,7 +203,7 @@ class _RelativeTables(nn.Module):
 
 
 class PackedHead(nn.Module):
-    """Head of an encoder: states of the tokens that its task reads, to its outputs."""
+    """Head of an encoder; it maps the states of the tokens that its task reads to outputs."""
 
     def __init__(self, head: Head, epsilon: float) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class PagedRows:
 
 
 class PagedDecoder(_PackedStack):
-    """One step of every row: it appends any number of new tokens to the caches and samples what follows picked ones."""
+    """One step of every row: it appends any number of new tokens to the caches and samples the next tokens."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None

@@ -333,6 +333,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"antiphon import: {error}", file=sys.stderr)
         return 2
     size = sum(entry.size for entry in bundle.manifest.files.values())
-    held = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
-    print(f"{bundle.path}: {held}; {size / 1e6:.1f} MB, graphs verified against the model")
+    described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
+    print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, graphs verified against the model")
     return 0

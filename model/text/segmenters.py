@@ -177,9 +177,9 @@ class Bytes(Segmenter):
                 offsets.append((start, start + len(part)))
                 continue
             for place, char in enumerate(part, start):
-                held = char.encode()
-                ids.extend(byte + self._id_offset for byte in held)
-                offsets.extend([(place, place + 1)] * len(held))
+                utf8 = char.encode()
+                ids.extend(byte + self._id_offset for byte in utf8)
+                offsets.extend([(place, place + 1)] * len(utf8))
         return Encoding(ids, offsets)
 
     def ids(self, text: str) -> list[int]:

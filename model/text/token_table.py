@@ -67,10 +67,10 @@ def table_of(
     errors: Literal["replace", "ignore"] = "replace",
 ) -> TokenTable:
     """Return the table of (token, id) pairs; `read` gives the bytes of a token that is not special."""
-    held, hidden = list(tokens), frozenset(special)
-    size = 1 + max((index for _, index in held), default=-1)
+    pairs, hidden = list(tokens), frozenset(special)
+    size = 1 + max((index for _, index in pairs), default=-1)
     pieces, texts = [""] * size, [b""] * size
-    for token, index in held:
+    for token, index in pairs:
         pieces[index] = token
         if index not in hidden:
             texts[index] = read(token)

@@ -236,8 +236,10 @@ def _read_tokenizers(path: Path) -> _TokenizersFile:
 
 def _vocabulary(described: Mapping[str, Any]) -> dict[str, int]:
     """Return the id of every token of a tokenizer.json, added tokens included; Unigram models have a list."""
-    held = described.get("model", {}).get("vocab", {})
-    vocabulary = {entry[0]: index for index, entry in enumerate(held)} if isinstance(held, list) else dict(held)
+    entries = described.get("model", {}).get("vocab", {})
+    vocabulary = (
+        {entry[0]: index for index, entry in enumerate(entries)} if isinstance(entries, list) else dict(entries)
+    )
     return vocabulary | {token["content"]: token["id"] for token in described.get("added_tokens", ())}
 
 

@@ -91,9 +91,9 @@ def paged_self_attention(
         for token, position in enumerate(row_positions):
             write_position(cache, layer, table, position, key[token], value[token])
         for token, position in enumerate(row_positions):
-            held = read_positions(cache, layer, table, position + 1, query.shape[2])
+            cached = read_positions(cache, layer, table, position + 1, query.shape[2])
             bias = score_bias(torch.tensor([position]), position + 1, bias_table, slopes)
-            mixed[start + token] = _attend_one(query[token], *held, bias, scale)
+            mixed[start + token] = _attend_one(query[token], *cached, bias, scale)
     return mixed, cache
 
 
@@ -113,9 +113,9 @@ def paged_cross_attention(
     mixed, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
     rows = zip(block_tables.tolist(), source_lens.tolist(), token_ranges(offsets), strict=True)
     for table, length, (start, stop) in rows:
-        held = read_positions(cache, layer, table, length, queries.shape[2])
+        cached = read_positions(cache, layer, table, length, queries.shape[2])
         for token in range(start, stop):
-            mixed[token] = _attend_one(queries[token], *held, None, scale)
+            mixed[token] = _attend_one(queries[token], *cached, None, scale)
     return mixed
 
 
