@@ -88,7 +88,9 @@ class Comparison:
                 f"logits are off by {self.rms_error:.1e} (root mean square), at most {limit.rms_error:.0e} is allowed"
             )
         if not self.agreement >= limit.min_agreement:
-            return f"likeliest tokens agree in {self.agreement:.1%} of steps, at least {limit.min_agreement:.0%} is required"
+            return (
+                f"likeliest tokens agree in {self.agreement:.1%} of steps, at least {limit.min_agreement:.0%} required"
+            )
         return None
 
 
