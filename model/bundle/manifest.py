@@ -214,7 +214,7 @@ class Bundle:
         return self.path / name
 
     def graph_set(self, precision: Precision | None = None, lowering: Lowering = "native") -> GraphSet:
-        """Return the graphs of a lowering; precision None takes int8, else float32, else int4.
+        """Return the graphs of a lowering; precision None selects int8, else float32, else int4.
 
         The server runs native graphs only. Raises BundleError naming the graphs that the bundle has.
         """

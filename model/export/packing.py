@@ -173,12 +173,12 @@ def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tupl
         shape = (-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
         return (edit.computed_constant(lambda: pack_float(weight), shape, f"{name}.packed"),)
     if precision == "int4":
-        packed = pack_int4(weight)
+        quantised = pack_int4(weight)
         return (
-            edit.constant(packed.nibbles, f"{name}.nibbles"),
-            edit.constant(packed.ratios, f"{name}.ratios"),
-            edit.constant(packed.scales, f"{name}.nibble_scales"),
-            edit.constant(packed.offsets, f"{name}.offsets"),
+            edit.constant(quantised.nibbles, f"{name}.nibbles"),
+            edit.constant(quantised.ratios, f"{name}.ratios"),
+            edit.constant(quantised.scales, f"{name}.nibble_scales"),
+            edit.constant(quantised.offsets, f"{name}.offsets"),
         )
     packed = pack_int8(weight)
     return (

@@ -218,7 +218,7 @@ def _grid(args: argparse.Namespace, bundle: Bundle) -> Grid:
     if threads < 1:
         raise ProfileError(f"--threads is {threads}; it must be at least 1")
     if lengths[-1] > limit:
-        raise ProfileError(f"--lengths asks for {lengths[-1]}; the model takes sources of up to {limit} tokens")
+        raise ProfileError(f"--lengths has {lengths[-1]}; the model supports sources of up to {limit} tokens")
     if len(lengths) < MIN_LENGTHS:
         raise ProfileError(f"--lengths has {len(lengths)} different lengths; a fit needs {MIN_LENGTHS}")
     return Grid(lengths=lengths, rows=rows, threads=threads, budget_bytes=_available_bytes() // 2)
@@ -230,7 +230,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     except ValueError:
         raise ProfileError(f"{option} is {text!r}; it must be whole numbers joined by commas") from None
     if numbers[0] < 1:
-        raise ProfileError(f"{option} asks for {numbers[0]}; each must be at least 1")
+        raise ProfileError(f"{option} has {numbers[0]}; each must be at least 1")
     return tuple(numbers)
 
 

@@ -95,7 +95,7 @@ class _Quantizer:
         integers, scale = quantize_rows(weight if transposed else weight.T)
         rows = self._quantized(activation, node)
         if transposed:
-            # Stored untransposed, since an embedding may share it; the runtime transposes it once, when it loads.
+            # Stored untransposed, since an embedding can share it; the runtime transposes it once, when it loads.
             matrix = self.edit.emit(node, "Transpose", [self.edit.constant(integers)], {"perm": [1, 0]})
         else:
             matrix = self.edit.constant(np.ascontiguousarray(integers.T))

@@ -1,6 +1,6 @@
 """Eager scaled dot-product attention, the reference that every fused kernel is compared with.
 
-Causal, padded and cross attention differ only in the keys that a query may see, so they are one function. Cached
+Causal, padded and cross attention differ only in the keys that a query can see, so they are one function. Cached
 attention is the same function over keys in a cache. This module has no parameters and does not know layers.
 
 Axes: B batch, T queries, S keys, H heads, D head width, C cache capacity.
@@ -18,7 +18,7 @@ Backend = Literal["eager", "sdpa", "fused"]
 
 
 def visible_keys(queries: int, keys: int, key_lens: Tensor | None, *, causal: bool, device: torch.device) -> Tensor:
-    """Return a boolean mask of the keys that each query may see, broadcastable to [B, H, T, S].
+    """Return a boolean mask of the keys that each query can see, broadcastable to [B, H, T, S].
 
     key_lens: [B] int32, valid keys of each row, or None for all.
     causal: query t sees keys up to t + (S - T), so that the last query sees every key.

@@ -50,7 +50,7 @@ def _check_parameters(operator: Operator, eager: Callable[..., Any]) -> None:
     parameters = inspect.signature(eager).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     inputs = [given.name for given in operator.inputs]
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # it takes all further inputs
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # it receives all further inputs
         inputs = inputs[: len(names)]
     keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     attributes = [attribute.name for attribute in operator.attributes]

@@ -38,7 +38,7 @@ def draw_from(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int:
 
 
 def distribution(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Return the ids that may be drawn, rising, and their weights; ids None is the whole vocabulary."""
+    """Return the ids that can be drawn, rising, and their weights; ids None is the whole vocabulary."""
     ids, weights = _likeliest(logits, warp)
     if warp.min_p > 0.0:
         ids, weights = _kept(ids, weights, weights >= warp.min_p)
@@ -109,7 +109,7 @@ def _kept(
 
 
 def _passed(cumulative: NDArray[np.float64], point: float) -> int:
-    # Rounding may move the point past the end, among weights of 0: stop at the last index that has a weight.
+    # Rounding can move the point past the end, among weights of 0: stop at the last index that has a weight.
     last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return min(int(np.searchsorted(cumulative, point, side="right")), last)
 
@@ -150,6 +150,6 @@ def _weights(logits: NDArray[np.float32], maximum: float, temperature: float) ->
     """Return exp((logits - maximum) / temperature)."""
     scaled = logits.astype(np.float64)
     scaled -= maximum
-    with np.errstate(over="ignore"):  # a tiny temperature takes all but the maximum to -inf, which is correct
+    with np.errstate(over="ignore"):  # a tiny temperature changes all but the maximum to -inf, which is correct
         scaled /= temperature
     return np.exp(scaled, out=scaled)

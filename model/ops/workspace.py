@@ -32,7 +32,7 @@ class WorkspaceStats:
     """Counters of the allocator, all in bytes except the last two.
 
     in_use_bytes and peak_bytes count requested bytes, without rounding; peak_bytes since the last `reset_peak`.
-    reserved_bytes are held from the operating system; cached_bytes is the unused part. limit_bytes 0 is no limit.
+    reserved_bytes were obtained from the operating system; cached_bytes is the unused part. limit_bytes 0: no limit.
     """
 
     in_use_bytes: int
@@ -53,9 +53,9 @@ class _NativeStats(ctypes.Structure):
 class Workspace:
     """Counting allocator: the process's own, or a separate one (`is_own`). Thread-safe.
 
-    The peak between `reset_peak` and `stats` covers every thread that used the allocator meanwhile. When the last
-    reference to a separate allocator is deleted, its unused memory returns to the operating system; blocks in use
-    return when they are freed.
+    The peak between `reset_peak` and `stats` covers every thread that used the allocator between the two calls. When
+    the last reference to a separate allocator is deleted, its unused memory returns to the operating system; blocks in
+    use return when they are freed.
     Raises WorkspaceError when the library cannot be loaded.
     """
 

@@ -1,9 +1,9 @@
 """Segmenters: texts to token ids, with one class for each kind of vocabulary. Imports no torch.
 
-Each class gives the same ids as the checkpoint's original tokenizer. Added tokens that stand for text are matched as
-whole tokens, as in the original. Special tokens inside a text are ordinary text where the original allows it, so that
-a text cannot end the source or change its language. Exceptions are tokens that users are meant to write: the mask
-token, T5's <extra_id_N> and Marian's >>fra<<.
+Each class gives the same ids as the checkpoint's original tokenizer. Added tokens with text are matched as whole
+tokens, as in the original. Special tokens inside a text are ordinary text where the original allows it, so that a text
+cannot end the source or change its language. Exceptions are tokens that users are meant to write: the mask token, T5's
+<extra_id_N> and Marian's >>fra<<.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Segmenter(ABC):
     def min_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of a text, in little time for any length.
 
-        With unknown tokens the length gives no bound, because one unknown token can stand for the whole text. So only
+        With unknown tokens the length gives no bound, because one unknown token can represent the whole text. So only
         the first words of a long text are segmented, up to 20,000 characters. The bound of a shorter text is 0:
         the caller can segment it.
         """

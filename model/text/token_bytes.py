@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 
 from antiphon.model.text.format import TokenizerError
 
-WORD_MARK = "\u2581"  # SentencePiece's stand-in for a space (Kudo & Richardson 2018)
+WORD_MARK = "\u2581"  # SentencePiece's symbol for a space (Kudo & Richardson 2018)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TOKEN_BY_TOKEN = {"WordPiece", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "Sequence"}
 
@@ -47,7 +47,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level(token: str) -> bytes:
-    """Return the bytes of a token of byte-level BPE; an added token with other characters stands for itself."""
+    """Return the bytes of a token of byte-level BPE; an added token with other characters is its own text."""
     alphabet = byte_alphabet()
     try:
         return bytes([alphabet[char] for char in token])

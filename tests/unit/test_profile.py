@@ -176,8 +176,8 @@ def test_profile_refuses_a_budget_in_which_too_little_fits(bundle: Bundle) -> No
     [
         (["--lengths", "16,x,64"], "--lengths is '16,x,64'; it must be whole numbers joined by commas"),
         (["--lengths", "16,32"], "--lengths has 2 different lengths; a fit needs 3"),
-        (["--lengths", "16,32,513"], "--lengths asks for 513; the model takes sources of up to 512 tokens"),
-        (["--rows", "0"], "--rows asks for 0; each must be at least 1"),
+        (["--lengths", "16,32,513"], "--lengths has 513; the model supports sources of up to 512 tokens"),
+        (["--rows", "0"], "--rows has 0; each must be at least 1"),
         (["--plot", "absent/plot.png"], "--plot is absent/plot.png, but there is no directory absent"),
     ],
 )

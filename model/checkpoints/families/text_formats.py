@@ -244,7 +244,7 @@ def _vocabulary(described: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _own_pieces(path: Path, id_offset: int) -> tuple[dict[str, int], set[str]]:
-    """Return the pieces of a SentencePiece model with id + id_offset, and the pieces that stand for no text."""
+    """Return the pieces of a SentencePiece model with id + id_offset, and the pieces without text."""
     processor = read_pieces(path)
     names = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
     hidden = {name for index, name in enumerate(names) if processor.is_control(index) or processor.is_unknown(index)}

@@ -12,7 +12,7 @@ namespace antiphon {
 
 namespace {
 
-constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: enough to pay for copying keys and values
+constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: then copying keys and values is worth its time
 
 // Tables of relative positions, [P, H D] each, and the row of each distance query - key.
 struct RelativeTables {
@@ -67,7 +67,7 @@ class PackedHeads {
 
   int64_t all_heads() const { return heads_ * width_; }
 
-  // biases may be null.
+  // biases can be null.
   void Attend(const Call& call, const Biases* biases, const RelativeTables& relative) const {
     auto* out = static_cast<float*>(call.Output(0, {qkv_.dims[0], all_heads()}));
     int64_t num_tasks = 0;

@@ -20,7 +20,7 @@ constexpr size_t kMinBlockBytes = 512;  // from here on every class is a multipl
 // Larger blocks are mapped, so that freeing one shrinks the process, and pages never written cost nothing.
 constexpr size_t kMappedBytes = 256u << 10;
 constexpr size_t kMaxBytes = size_t{1} << 46;
-// Quantised kernels of ONNX Runtime may read (not use) a few bytes past an operand; its own allocator pads as well.
+// Quantised kernels of ONNX Runtime can read (not use) a few bytes past an operand; its own allocator pads as well.
 constexpr size_t kOverread = 64;
 
 void* SystemAllocate(size_t bytes) noexcept {
@@ -37,7 +37,8 @@ void SystemFree(void* block, size_t bytes) noexcept {
   }
 }
 
-// AddressSanitizer must report accesses to cached blocks and to the bytes that rounding adds behind blocks in use.
+// AddressSanitizer must report accesses to cached blocks and to the bytes that rounding adds at the end of blocks in
+// use.
 void Forbid([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcept {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(begin, bytes);

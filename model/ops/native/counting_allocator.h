@@ -23,7 +23,8 @@ struct WorkspaceStats {
 // Thread-safe. Blocks are aligned to 64 bytes, readable 64 bytes past their end, and not cleared.
 //
 // Freed blocks are kept in lists by size class, eight classes to a power of two, up to kMaxCachedBytes together. Blocks
-// beyond that go back to the operating system at once, so that one long request does not enlarge the server for good.
+// beyond that go back to the operating system at once, so that one long request does not enlarge the server
+// permanently.
 class CountingAllocator {
  public:
   static constexpr size_t kAlignment = 64;

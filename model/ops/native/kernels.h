@@ -56,7 +56,7 @@ struct QuantizedRows {
   int64_t rows;
 };
 
-// Added to the score of query position q and key position k of one head; both parts may be absent.
+// Added to the score of query position q and key position k of one head; both parts can be absent.
 struct ScoreBias {
   const float* table;  // [2 reach + 1] by k - q, or null
   int64_t reach;
@@ -181,7 +181,7 @@ struct Kernels {
   void (*float_product)(const float* x, int64_t rows, const FloatWeight&, Activation, int64_t begin, int64_t end,
                         float* out, int64_t stride);
 
-  // normed = norm(x + residual) * weight + bias, sum = x + residual; residual, weight, bias and sum may be null.
+  // normed = norm(x + residual) * weight + bias, sum = x + residual; residual, weight, bias and sum can be null.
   void (*layer_norm)(const float* x, const float* residual, const float* weight, const float* bias, float epsilon,
                      int64_t width, float* normed, float* sum);
   void (*rms_norm)(const float* x, const float* residual, const float* weight, const float* bias, float epsilon,

@@ -160,7 +160,7 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
   }
   if (k < inputs) {
     const int part = static_cast<int>(inputs - k);
-    const F32 v = LoadPart(x + k, part);  // zeros behind the row change no sign and no maximum
+    const F32 v = LoadPart(x + k, part);  // zeros after the row change no sign and no maximum
     low = Min(v, low);
     high = Max(v, high);
   }

@@ -1,7 +1,7 @@
 // Products with 4-bit weights: exact sums within a group of 32 inputs, float32 from group to group in rising order.
 // Included by one file per instruction set; simd.h lists the rules for such files.
 //
-// An integer of 4 bits is used in the upper nibble of a byte, that is, as 16 times itself. This takes a mask, and for
+// An integer of 4 bits is used in the upper nibble of a byte, that is, as 16 times itself. This needs a mask, and for
 // lower nibbles a shift, but no sign extension. The scales include the factor 1 / 16.
 #pragma once
 
@@ -73,7 +73,7 @@ ANTIPHON_INLINE I32 NibbleDots(const uint8_t* row, const uint8_t* panel) {
   } result;
   for (int half = 0; half < 2; ++half) {
     const __m256i pairs = _mm256_hadd_epi32(sums[2 * half], sums[2 * half + 1]);
-    result.half[half] = _mm256_permute4x64_epi64(pairs, 0xd8);  // hadd works on the halves of a vector apart
+    result.half[half] = _mm256_permute4x64_epi64(pairs, 0xd8);  // hadd adds within each half of a vector
   }
   return result.whole;
 #else

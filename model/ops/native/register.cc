@@ -24,7 +24,7 @@ thread_local CountingAllocator* t_workspace = nullptr;
 }  // namespace
 
 CountingAllocator& ProcessWorkspace() {
-  // Never destroyed: the environment may free its last block after static destructors have run.
+  // Never destroyed: the environment can free its last block after static destructors have run.
   static auto* workspace = new CountingAllocator;
   return *workspace;
 }
@@ -88,8 +88,8 @@ std::vector<const OrtCustomOp*> AllOperators() {
   return all;
 }
 
-// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark behind
-// an optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
+// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark after an
+// optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
 std::string Signature(const OrtCustomOp* op) {
   std::string text = op->GetName(op);
   for (size_t index = 0; index < op->GetInputTypeCount(op); ++index) {
@@ -169,7 +169,7 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
   }
 }
 
-// Creates another allocator, for a thread to use. It is never destroyed, since blocks may outlive its user; 3 KiB each.
+// Creates another allocator, for a thread to use. It is never destroyed, since blocks can outlive its user; 3 KiB each.
 ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
 
 // Ends the use of an allocator; blocks still in use go back to the operating system when they are freed.
