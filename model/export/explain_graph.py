@@ -131,8 +131,8 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor | None, *, scale: float, c
 
 def _weighted_sums(out: nn.Linear, weights: Tensor, value: Tensor) -> Tensor:
     """Add values [1, S, H, D] with weights [1, H, T, S] and project the sums to [1, T, M]."""
-    mixed: Tensor = out(torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2).flatten(-2))
-    return mixed
+    attended: Tensor = out(torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2).flatten(-2))
+    return attended
 
 
 def trace_explain(model: Transformer) -> ir.Model:

@@ -69,10 +69,9 @@ def export_bundle(
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`; it is written completely and verified, or not at all.
 
-    cache: element type of the keys and values of native graphs; None is float16 where the weights are integers, and
-        float32 elsewhere
+    cache: element type of the keys and values of native graphs; None: float16 with integer weights, else float32
     explain: add a graph of attention weights for each precision except int4
-    name: of the bundle, by default the directory's
+    name: name of the bundle; None: the directory's name
     overwrite: replace a bundle at `target`; any other target that is not empty is always refused
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
@@ -86,7 +85,7 @@ def export_bundle(
         work.chmod(0o755)
         graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
         _verify(checkpoint.model, work, graphs)
-        _describe(checkpoint, work, graphs, name)
+        _add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
         if target.exists():
             shutil.rmtree(target)
@@ -150,21 +149,21 @@ def write_graphs(
         for part in _graphs_of(model.config)
     }
     # An explain graph needs a source and a target.
-    explaining = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
+    explain_graph = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
     sets = []
     for precision in precisions:
-        explained: str | None = None
-        for layout, sharing in _by_layout(lowerings).items():
+        explain_name: str | None = None
+        for layout, group in _by_layout(lowerings).items():
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
-                written = [_graph_set(model.config, lowering, precision, cache) for lowering in sharing]
+                written = [_graph_set(model.config, lowering, precision, cache) for lowering in group]
                 for graphs in written:
                     for part in _graphs_of(model.config):
-                        finished = _finished(traced[graphs.lowering, part], graphs)
+                        finished = _at_precision(traced[graphs.lowering, part], graphs)
                         weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
-                if explaining is not None and explained is None and precision != "int4":
-                    explained = f"explain.{precision}.onnx"
-                    weights.save(_stored(explaining, layout, precision), directory / explained)
-            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
+                if explain_graph is not None and explain_name is None and precision != "int4":
+                    explain_name = f"explain.{precision}.onnx"
+                    weights.save(_explain_graph_at(explain_graph, layout, precision), directory / explain_name)
+            sets += [graphs.model_copy(update={"explain": explain_name}) for graphs in written]
     return sets
 
 
@@ -206,7 +205,7 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
     )
 
 
-def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
+def _at_precision(model: ir.Model, graphs: GraphSet) -> ir.Model:
     """Return a copy of a traced graph at the precision of its set."""
     copy = model.clone()
     if graphs.lowering == "native":
@@ -218,9 +217,9 @@ def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
     return copy
 
 
-def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
+def _explain_graph_at(explain_graph: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
     """Return a copy of the explain graph that reads weights as graphs of this layout and precision store them."""
-    copy = explaining.clone()
+    copy = explain_graph.clone()
     store_as(copy, layout, precision)
     return copy
 
@@ -231,7 +230,7 @@ def _set_cache_type(model: ir.Model, cache: CacheType) -> None:
     pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
 
 
-def _describe(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
+def _add_metadata(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
     """Add the tokenizer, the notice and the manifest to the graphs."""
     for file in checkpoint.text.files:
         shutil.copyfile(checkpoint.text_folder / file, directory / file)
@@ -271,21 +270,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=LOWERINGS,
         default=["native"],
-        help="native: our own operators, the only graphs that are served (default); contrib: operators that ship in "
-        "ONNX Runtime; eager: score matrices written out; contrib and eager are baselines of `antiphon profile`",
+        help="native: Antiphon's own operators, the only graphs that servers run (default); contrib: operators of ONNX "
+        "Runtime; eager: attention that stores score matrices; contrib and eager are baselines of `antiphon profile`",
     )
     parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
     parser.add_argument("--eager", action="store_true", help="add eager graphs")
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
-        help="what native graphs keep keys and values in (default: float16 beside integer weights, else float32)",
+        help="type of cached keys and values (default: float16 with integer weights, else float32)",
     )
     parser.add_argument(
-        "--no-explain", dest="explain", action="store_false", help="leave out the graph that shows attention weights"
+        "--no-explain", dest="explain", action="store_false", help="do not export the graph of attention weights"
     )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
-    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
+    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
 
 
 def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:

@@ -76,10 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         metavar="N,N,...",
-        help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))}; 1 of a random model)",
+        help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))}; 1 for a random model)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: every core)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG to write (default: BUNDLE.memory.png beside it)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: all cores)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="PNG to write (default: BUNDLE.memory.png beside BUNDLE)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,7 +147,7 @@ def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
     """
     sets = sorted(bundle.manifest.graphs, key=_key)
     if not any(graphs.lowering == "eager" for graphs in sets):
-        _report("the bundle holds no eager graphs; nothing shows T^2 to compare with")
+        _report("the bundle has no eager graphs, whose T^2 figures would be a comparison")
     workspace = Workspace()
     try:
         return {_key(graphs): _measure_set(bundle, graphs, grid, workspace) for graphs in sets}
@@ -244,7 +246,7 @@ def _available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ProfileError("/proc/meminfo does not say how much memory is available")
+    raise ProfileError("/proc/meminfo has no MemAvailable, the amount of free memory")
 
 
 def _machine(threads: int) -> str:

@@ -54,12 +54,12 @@ def disentangled_attention(
     scale: float,
 ) -> Tensor:
     """Attend sequence by sequence; `disentangled.py` defines the scores."""
-    mixed = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
+    attended = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
     reach = len(position_rows) // 2
     for start, stop in token_ranges(offsets):
         query, key, value = (part[None] for part in split_heads(qkv[start:stop], 3, num_heads))  # [1, T, H, D]
         positions = torch.arange(stop - start)
         rows = position_rows[(positions[:, None] - positions).clamp(-reach, reach) + reach].long()
         bias = position_scores(query, key, position_keys, position_queries, rows) * scale
-        mixed[start:stop] = attention(query, key, value, None, bias, causal=False, scale=scale)[0].flatten(1)
-    return mixed
+        attended[start:stop] = attention(query, key, value, None, bias, causal=False, scale=scale)[0].flatten(1)
+    return attended

@@ -84,7 +84,7 @@ def paged_self_attention(
     layer: int,
 ) -> tuple[Tensor, Tensor]:
     """Append and attend row by row, in a copy of the cache."""
-    cache, mixed = cache.clone(), qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
+    cache, attended = cache.clone(), qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
     for table, (start, stop) in zip(block_tables.tolist(), token_ranges(offsets), strict=True):
         query, key, value = split_heads(qkv[start:stop], 3, num_heads)  # [T, H, D]
         row_positions = positions[start:stop].tolist()
@@ -93,8 +93,8 @@ def paged_self_attention(
         for token, position in enumerate(row_positions):
             cached = read_positions(cache, layer, table, position + 1, query.shape[2])
             bias = score_bias(torch.tensor([position]), position + 1, bias_table, slopes)
-            mixed[start + token] = _attend_one(query[token], *cached, bias, scale)
-    return mixed, cache
+            attended[start + token] = _attend_one(query[token], *cached, bias, scale)
+    return attended, cache
 
 
 @register(PAGED_CROSS_ATTENTION)
@@ -110,13 +110,13 @@ def paged_cross_attention(
     layer: int,
 ) -> Tensor:
     """Attend row by row."""
-    mixed, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
+    attended, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
     rows = zip(block_tables.tolist(), source_lens.tolist(), token_ranges(offsets), strict=True)
     for table, length, (start, stop) in rows:
         cached = read_positions(cache, layer, table, length, queries.shape[2])
         for token in range(start, stop):
-            mixed[token] = _attend_one(queries[token], *cached, None, scale)
-    return mixed
+            attended[token] = _attend_one(queries[token], *cached, None, scale)
+    return attended
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
