@@ -51,10 +51,10 @@ class CountingAllocator {
   static size_t ClassOf(size_t bytes);
   static size_t ClassBytes(size_t size_class);
   Header* TakeCached(size_t size_class);
-  Header* TakeFromSystem(size_t size_class, size_t bytes);
+  Header* AllocateFromSystem(size_t size_class, size_t bytes);
   void ReturnToSystem(Header* header) noexcept;
   void TrimLocked() noexcept;
-  void TakeBack(Header* header) noexcept;
+  void Recycle(Header* header) noexcept;
 
   std::mutex mutex_;
   std::array<Header*, kNumClasses> cached_{};

@@ -49,9 +49,9 @@ int64_t Attributes::Int(const char* name) const {
 }
 
 int64_t Attributes::Size(const char* name) const {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const int64_t value = Int(name);
-  Require(value >= 1 && value <= kMost, name, value, "it must be 1 to " + std::to_string(kMost));
+  Require(value >= 1 && value <= kMaxSize, name, value, "it must be 1 to " + std::to_string(kMaxSize));
   return value;
 }
 

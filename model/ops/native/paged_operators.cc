@@ -85,12 +85,12 @@ void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_
   const auto tasks = static_cast<int64_t>(TasksFor(macs / kAttentionMacsPerNs));
   const int64_t groups = rows >= tasks ? 1 : std::min(heads, (tasks + rows - 1) / rows);
   const int64_t share = (heads + groups - 1) / groups;  // heads of a task
-  const int64_t together = std::max<int64_t>(1, rows * groups / tasks);
+  const int64_t items_per_task = std::max<int64_t>(1, rows * groups / tasks);
   const int64_t items = rows * groups;
-  call.Parallel(static_cast<size_t>((items + together - 1) / together), [&](size_t task) {
+  call.Parallel(static_cast<size_t>((items + items_per_task - 1) / items_per_task), [&](size_t task) {
     const Scratch<float> scores(static_cast<size_t>(RoundUp(positions, kBlockSize)));
-    const int64_t begin = static_cast<int64_t>(task) * together;
-    for (int64_t item = begin; item < std::min(begin + together, items); ++item) {
+    const int64_t begin = static_cast<int64_t>(task) * items_per_task;
+    for (int64_t item = begin; item < std::min(begin + items_per_task, items); ++item) {
       const int64_t row = item / groups, first = item % groups * share;
       for (int64_t head = first; head < std::min(first + share, heads); ++head) body(row, head, scores.data());
     }

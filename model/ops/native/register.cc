@@ -56,9 +56,9 @@ const OrtMemoryInfo* Info(const OrtAllocator*) { return g_memory_info; }
 OrtAllocator g_allocator{kOrtApiVersion, Allocate, Free, Info, Allocate};
 
 // Keeps the code in memory: a session closes the library when it ends, but the environment keeps the allocator.
-void StayLoaded() {
+void KeepLoaded() {
   Dl_info self;
-  if (dladdr(reinterpret_cast<void*>(&StayLoaded), &self) != 0) {
+  if (dladdr(reinterpret_cast<void*>(&KeepLoaded), &self) != 0) {
     dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
   }
 }
@@ -68,7 +68,7 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   static bool registered = false;
   const std::lock_guard<std::mutex> lock(mutex);
   if (registered) return nullptr;
-  StayLoaded();
+  KeepLoaded();
   OrtEnv* env = nullptr;  // the process has one; this reference is never released
   if (OrtStatus* failed = api->CreateEnv(kOrtLoggingWarning, "antiphon", &env)) return failed;
   if (OrtStatus* failed = api->CreateCpuMemoryInfo(kOrtDeviceAllocator, kOrtMemTypeDefault, &g_memory_info)) {

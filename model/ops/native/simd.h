@@ -84,30 +84,30 @@ ANTIPHON_INLINE F32 ToFloat(I32 v) { return __builtin_convertvector(v, F32); }
 ANTIPHON_INLINE I32 Iota() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 // Rotates v: lane i of the result is lane (i + step) mod 16 of v.
-ANTIPHON_INLINE F32 Turned(F32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
-ANTIPHON_INLINE I32 Turned(I32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
+ANTIPHON_INLINE F32 Rotated(F32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
+ANTIPHON_INLINE I32 Rotated(I32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
 
 // Adds in a fixed order: the upper half to the lower half, until one lane is left.
 ANTIPHON_INLINE float Sum(F32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v += Turned(v, half);
+  for (int half = kLanes / 2; half > 0; half /= 2) v += Rotated(v, half);
   return v[0];
 }
 
 ANTIPHON_INLINE float Largest(F32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v = Max(Turned(v, half), v);
+  for (int half = kLanes / 2; half > 0; half /= 2) v = Max(Rotated(v, half), v);
   return v[0];
 }
 
 ANTIPHON_INLINE int32_t Smallest(I32 v) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    const I32 turned = Turned(v, half);
-    v = turned < v ? turned : v;
+    const I32 rotated = Rotated(v, half);
+    v = rotated < v ? rotated : v;
   }
   return v[0];
 }
 
 ANTIPHON_INLINE bool IsAny(I32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v |= Turned(v, half);
+  for (int half = kLanes / 2; half > 0; half /= 2) v |= Rotated(v, half);
   return v[0] != 0;
 }
 
