@@ -265,8 +265,8 @@ def load_bundle(path: Path) -> Bundle:
         for name in (g.encoder, g.decoder, g.explain, *g.heads.values())
         if name is not None
     }
-    named = {*manifest.text.files} | graphs
-    if unlisted := sorted(named - manifest.files.keys()):
+    needed = {*manifest.text.files} | graphs
+    if unlisted := sorted(needed - manifest.files.keys()):
         raise BundleError(f"{path / MANIFEST_NAME}: files does not list {', '.join(unlisted)}")
     for name, expected in manifest.files.items():
         _check_file(path, name, expected)

@@ -183,10 +183,10 @@ def _error(
     limits = (config.max_source_len, config.max_target_len)
     vocabularies = (config.resolved_source_vocab_size, config.vocab_size)
     ids = [random.integers(0, size, min(pair)) for size, *pair in zip(vocabularies, lens, limits, strict=True)]
-    found = session.run(*(row.tolist() for row in ids))
+    explanation = session.run(*(row.tolist() for row in ids))
     with torch.no_grad():
         expected = reference(*(torch.from_numpy(row)[None] for row in ids))
-    pairs = zip((found.encoder_self, found.decoder_self, found.cross), expected, strict=True)
+    pairs = zip((explanation.encoder_self, explanation.decoder_self, explanation.cross), expected, strict=True)
     return float(np.max([np.abs(ours - theirs.numpy()).max() for ours, theirs in pairs]))
 
 

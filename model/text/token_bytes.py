@@ -57,8 +57,8 @@ def byte_level(token: str) -> bytes:
 
 def byte_piece(token: str) -> bytes | None:
     """Return the byte of a <0xNN> token; None for any other token."""
-    found = _BYTE_PIECE.fullmatch(token)
-    return bytes([int(found[1], 16)]) if found else None
+    match = _BYTE_PIECE.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else None
 
 
 def space_before(token: str) -> bytes:

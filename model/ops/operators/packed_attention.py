@@ -53,6 +53,6 @@ def packed_attention(
     for start, stop in token_ranges(offsets):
         query, key, value = split_heads(qkv[start:stop], 3, num_heads)  # [T, H, D]
         bias = score_bias(torch.arange(stop - start), stop - start, bias_table, slopes)
-        found = attention(query[None], key[None], value[None], None, bias, causal=causal, scale=scale)
-        attended[start:stop] = found[0].flatten(1)
+        result = attention(query[None], key[None], value[None], None, bias, causal=causal, scale=scale)
+        attended[start:stop] = result[0].flatten(1)
     return attended
