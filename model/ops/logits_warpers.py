@@ -41,9 +41,9 @@ def distribution(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.in
     """Return the ids that can be drawn, rising, and their weights; ids None is the whole vocabulary."""
     ids, weights = _likeliest(logits, warp)
     if warp.min_p > 0.0:
-        ids, weights = _kept(ids, weights, weights >= warp.min_p)
+        ids, weights = _masked(ids, weights, weights >= warp.min_p)
     if warp.typical_p < 1.0:
-        ids, weights = _kept(ids, weights, _is_typical(weights, warp.typical_p))
+        ids, weights = _masked(ids, weights, _is_typical(weights, warp.typical_p))
     return ids, weights
 
 
@@ -55,11 +55,11 @@ def invert(weights: NDArray[np.float64], uniform: float) -> int:
     starts = np.arange(0, len(weights), SUM_BLOCK)
     before = np.cumsum(np.add.reduceat(weights, starts))
     point = uniform * float(before[-1])
-    block = _passed(before, point)
+    block = _index_at(before, point)
     if block:
         point -= float(before[block - 1])
     start = block * SUM_BLOCK
-    return start + _passed(np.cumsum(weights[start : start + SUM_BLOCK]), point)
+    return start + _index_at(np.cumsum(weights[start : start + SUM_BLOCK]), point)
 
 
 def ids_of_largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
@@ -78,7 +78,7 @@ def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int6
             return None, _weights(logits, maximum, warp.temperature)
         threshold = float(_largest(logits, count)[0])
     else:
-        count, threshold = _nucleus(logits, top_k, warp)
+        count, threshold = _top_p_threshold(logits, top_k, warp)
     ids = _at_least(logits, threshold, count)
     return ids, _weights(logits[ids], maximum, warp.temperature)
 
@@ -89,9 +89,8 @@ def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
     These are the fewest tokens that reach `mass`, and all tokens that are as near as the last of them.
     """
     probabilities = weights / weights.sum()
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # the surprise of a token of weight 0 is infinite, and it adds nothing
+    # A token of weight 0 has infinite surprise and adds nothing to the entropy.
+    with np.errstate(divide="ignore", invalid="ignore"):
         surprise = -np.log(probabilities)
         entropy = np.nansum(probabilities * surprise)
     distance = np.abs(surprise - entropy)
@@ -101,14 +100,14 @@ def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
     return is_typical
 
 
-def _kept(
+def _masked(
     ids: NDArray[np.int64] | None, weights: NDArray[np.float64], mask: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the ids and weights where the mask is True; weights are not rescaled, since only their ratios count."""
     return np.flatnonzero(mask) if ids is None else ids[mask], weights[mask]
 
 
-def _passed(cumulative: NDArray[np.float64], point: float) -> int:
+def _index_at(cumulative: NDArray[np.float64], point: float) -> int:
     # Rounding can move the point past the end, among weights of 0: stop at the last index that has a weight.
     last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return min(int(np.searchsorted(cumulative, point, side="right")), last)
@@ -132,7 +131,7 @@ def _at_least(logits: NDArray[np.float32], threshold: float, count: int) -> NDAr
     return ids
 
 
-def _nucleus(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, float]:
+def _top_p_threshold(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, float]:
     """Return the number of the top_k likeliest tokens that reach top_p of their mass, and the logit of the last one."""
     maximum = float(logits.max())
     candidates = _largest(logits, top_k)
