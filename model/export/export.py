@@ -270,18 +270,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=LOWERINGS,
         default=["native"],
-        help="native: Antiphon's own operators, the only graphs that servers run (default); contrib: operators of ONNX "
-        "Runtime; eager: attention that stores score matrices; contrib and eager are baselines of `antiphon profile`",
+        help="native: our own operators, the only graphs that are served (default); contrib: operators that ship in "
+        "ONNX Runtime; eager: score matrices are stored; contrib and eager are baselines of `antiphon profile`",
     )
     parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
     parser.add_argument("--eager", action="store_true", help="add eager graphs")
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
-        help="type of cached keys and values (default: float16 with integer weights, else float32)",
+        help="type of cached keys and values of native graphs (default: float16 beside integer weights, else float32)",
     )
     parser.add_argument(
-        "--no-explain", dest="explain", action="store_false", help="do not export the graph of attention weights"
+        "--no-explain", dest="explain", action="store_false", help="omit the graph that returns attention weights"
     )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
