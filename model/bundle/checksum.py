@@ -30,10 +30,10 @@ def with_checksum(manifest: Mapping[str, object]) -> bytes:
 
 def verify_checksum(content: bytes) -> bool:
     """Compare a manifest's bytes with their checksum; return False if they have no checksum. Raises ChecksumError."""
-    found = _FIELD.search(content)
-    if found is None:
+    match = _FIELD.search(content)
+    if match is None:
         return False
-    expected, actual = found[2].decode("ascii"), _digest(_with_digits(content, _BLANK))
+    expected, actual = match[2].decode("ascii"), _digest(_with_digits(content, _BLANK))
     if expected != actual:
         raise ChecksumError(f"its sha256 is {actual[:12]}..., its checksum says {expected[:12]}...")
     return True

@@ -47,10 +47,10 @@ def external_files(path: Path) -> set[str]:
 
 
 def _locations(message: Message) -> Iterator[bytes]:
-    for field, held in message.ListFields():
+    for field, value in message.ListFields():
         if field.message_type is None:
             continue
-        for inner in held:
+        for inner in value:
             if inner.DESCRIPTOR.name != "Entry":
                 yield from _locations(inner)
             elif inner.key == b"location":

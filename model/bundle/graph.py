@@ -1,6 +1,6 @@
-"""One graph of a bundle in a serving session, with arrays bound to it and the memory of its runs counted.
+"""One graph of a bundle in a serving session, with bound arrays and a count of the memory that its runs use.
 
-Refuses to know what the graph computes. Torch-free: the server and the profile run graphs through it.
+Does not know the meaning of the graph. Torch-free: the server and `antiphon profile` run graphs with it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Graph:
 
     def require(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         """Raise GraphError unless the graph has exactly these inputs and outputs."""
-        for what, wanted, held in (
+        for what, wanted, actual in (
             ("inputs", inputs, self._session.get_inputs()),
             ("outputs", outputs, self._session.get_outputs()),
         ):
-            if difference := set(wanted) ^ {tensor.name for tensor in held}:
+            if difference := set(wanted) ^ {tensor.name for tensor in actual}:
                 raise GraphError(
                     f"{self._path}: {what} of the {self._kind} graph differ from the bundle's contract: "
                     f"{', '.join(sorted(difference))}"

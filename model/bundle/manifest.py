@@ -210,15 +210,17 @@ class Bundle:
         return self.path / name
 
     def graph_set(self, precision: Precision | None = None, lowering: Lowering = "native") -> GraphSet:
-        """Return the graphs of a lowering; precision None takes int8, else float32, else int4.
+        """Return the graphs of a lowering; precision None selects int8, else float32, else int4.
 
         The server runs native graphs only. Raises BundleError naming the graphs that the bundle has.
         """
-        held = {graphs.precision: graphs for graphs in reversed(self.manifest.graphs) if graphs.lowering == lowering}
+        by_precision = {
+            graphs.precision: graphs for graphs in reversed(self.manifest.graphs) if graphs.lowering == lowering
+        }
         for choice in (precision,) if precision else ("int8", "float32", "int4"):
-            if choice in held:
-                return held[choice]
-        wanted = f"{lowering} graphs" + (f" at precision {precision}" if held else "")
+            if choice in by_precision:
+                return by_precision[choice]
+        wanted = f"{lowering} graphs" + (f" at precision {precision}" if by_precision else "")
         names = ", ".join(f"{graphs.lowering}-{graphs.precision}" for graphs in self.manifest.graphs)
         raise BundleError(f"{self.path / MANIFEST_NAME}: no {wanted}; the bundle holds {names}; export the model again")
 
@@ -259,8 +261,8 @@ def load_bundle(path: Path) -> Bundle:
         for name in (g.encoder, g.decoder, g.explain, *g.heads.values())
         if name is not None
     }
-    named = {*manifest.text.files} | graphs
-    if unlisted := sorted(named - manifest.files.keys()):
+    needed = {*manifest.text.files} | graphs
+    if unlisted := sorted(needed - manifest.files.keys()):
         raise BundleError(f"{path / MANIFEST_NAME}: files does not list {', '.join(unlisted)}")
     for name, expected in manifest.files.items():
         _check_file(path, name, expected)

@@ -71,7 +71,7 @@ def _exponent(measurements: Sequence[Measurement], a: float) -> float:
     for measurement in sorted(measurements, key=lambda m: m.length):
         by_rows.setdefault(measurement.rows, []).append(measurement)
     longest = max(m.length for m in measurements)
-    rows = max(r for r, held in by_rows.items() if len(held) > 1 and held[-1].length == longest)
+    rows = max(r for r, points in by_rows.items() if len(points) > 1 and points[-1].length == longest)
     short, long = by_rows[rows][-2:]
     if min(short.peak_bytes, long.peak_bytes) <= a:
         return 0.0

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Lens = NDArray[np.int32]
 
-# Fills table entries beyond a row's blocks: a kernel that uses such an entry reads far outside the pool.
+# Value of table entries behind a row's blocks: a kernel that uses such an entry reads far outside the pool.
 _UNUSED_ENTRY = np.iinfo(np.int32).max
 
 
@@ -139,10 +139,10 @@ def sampling_inputs(sampling: SamplingArrays) -> dict[str, NDArray[Any]]:
 
 
 def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    """Run without copying the inputs and return all outputs; the graph may change input arrays in place."""
+    """Run without copying the inputs and return all outputs; the graph can change input arrays in place."""
     binding = session.io_binding()
-    held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
-    for name, value in held.items():
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+    for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     for output in session.get_outputs():
         binding.bind_output(output.name, "cpu")

@@ -1,11 +1,11 @@
-"""Sessions of ONNX Runtime: the only place that opens them, and every setting of each kind.
+"""Sessions of ONNX Runtime and all their settings. Only this module opens sessions.
 
-serving_session: what the server runs, and what `antiphon profile` measures, so that its figures are the server's.
-    Within `profiling` such sessions also write down the time of every node.
-explain_session: attention weights of single calls; keeps nothing between runs.
-plain_session, native_session: verification and tests; speed and memory do not matter.
+serving_session: for the server and for `antiphon profile`, whose figures therefore apply to the server. In the context
+    `profiling` these sessions also record the time of every node.
+explain_session: for attention weights of single calls; it keeps no memory between runs.
+plain_session, native_session: for verification and tests, where speed and memory do not matter.
 
-Torch-free. Raises what ONNX Runtime raises: callers name the file.
+Torch-free. Errors of ONNX Runtime are raised unchanged: callers add the file's name.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from antiphon.model.bundle.exact_products import keep_products_exact
 from antiphon.model.bundle.onnx_runtime import ort
 from antiphon.model.ops.workspace import LIBRARY, Workspace
 
-# Time for which a worker of the intra-op pool looks for work before it sleeps. Long enough for the nodes of one run to
-# find it awake, too short for an idle server to notice: the pool's own default burns a core between two steps.
+# Time for which a worker of the intra-op pool polls for work before it sleeps. It is longer than the gaps between the
+# nodes of one run, so that workers stay awake during a run, and so short that an idle server uses little CPU time. With
+# the pool's default workers use a whole core between two steps.
 _SPIN_US = 50
 
-# Not an argument of the runners, which open the sessions: only a benchmark asks for profiles.
+# Not an argument of the runners, which open the sessions, because only a benchmark needs profiles.
 _profile_prefix: ContextVar[Path | None] = ContextVar("profile_prefix", default=None)
 
 
 @contextmanager
 def profiling(prefix: Path) -> Iterator[None]:
-    """Let each serving session opened inside write its nodes' times, when it closes, to a file named prefix*.json."""
+    """Make each serving session of this context write the times of its nodes to prefix*.json when it closes."""
     token = _profile_prefix.set(prefix)
     try:
         yield
@@ -39,12 +40,13 @@ def profiling(prefix: Path) -> Iterator[None]:
 
 
 def serving_session(path: Path, threads: int, workspace: Workspace) -> Any:
-    """Open a graph whose runs and weights use a workspace; the calling thread must have entered it."""
+    """Open a graph whose runs and weights use a workspace; the calling thread must have entered the workspace."""
     options = _options(threads)
     options.inter_op_num_threads = 1
-    # A pattern is kept for every batch shape ever seen, and there are thousands; our allocator is as fast without.
+    # ONNX Runtime would keep a pattern for every batch shape, and there are thousands. Our allocator is as fast
+    # without.
     options.enable_mem_pattern = False
-    # Each session has its own pool: a pool that sessions share cannot be made to stop spinning.
+    # Each session has its own pool, because the workers of a shared pool cannot be made to stop polling.
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     keep_products_exact(options)
     if (prefix := _profile_prefix.get()) is not None:
@@ -58,10 +60,10 @@ def explain_session(path: Path, threads: int) -> Any:
     """Open an explain graph, which runs seldom and on sources of any length."""
     options = _options(threads)
     options.inter_op_num_threads = 1
-    # Folding constants would unpack every weight when the session opens, and hold a second copy for good: for the
-    # shipped model 730 ms and 12 MB instead of 86 ms (its first run included) and 3 MB. A run takes 45 ms more.
+    # Constant folding would unpack every weight when the session opens, and keep a second copy: for the shipped model
+    # 730 ms and 12 MB instead of 86 ms (with the first run) and 3 MB. Without folding a run takes 45 ms more.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    # An arena would keep the score matrices of the longest call ever made.
+    # An arena would keep the score matrices of the longest call so far.
     options.enable_cpu_mem_arena = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return _open(str(path), options)

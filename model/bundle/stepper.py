@@ -51,7 +51,7 @@ class GraphStepper:
         caches = self.caches("encoder", len(sources), capacity)
         lens = [len(source) for source in sources]
         for length in sorted(set(lens)):
-            rows = [row for row, held in enumerate(lens) if held == length]
+            rows = [row for row, row_len in enumerate(lens) if row_len == length]
             for name, output in self.encode(np.stack([sources[row] for row in rows])).items():
                 caches[name.replace("present", "past_key_values")][rows, :, :length] = output
         return caches
@@ -68,12 +68,12 @@ class GraphStepper:
         """Run one token a row, ids [B]: return logits [B, V] and write the new keys and values into self_kv."""
         inputs = {"input_ids": ids[:, None], "past_lens": past_lens, "source_lens": source_lens, **self_kv, **cross_kv}
         logits = np.empty((len(ids), self._config.vocab_size), np.float32)
-        held = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
         binding = self._decoder.io_binding()
-        for name, value in held.items():
+        for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         for name in self_kv:
-            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), held[name])
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), values[name])
         binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
         self._decoder.run_with_iobinding(binding)
         return logits

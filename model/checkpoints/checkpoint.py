@@ -116,7 +116,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     config = _read_config(path / "config.json")
     model = Transformer(config)
     load_weights(model, path / "model.safetensors")
-    text = _read_if_there(path / TEXT_NAME, TextFormat)
+    text = _read_optional(path / TEXT_NAME, TextFormat)
     tokenizer = Tokenizer.load(path / "tokenizer.json") if text is None else open_tokenizer(path, text)
     is_own = text is None or text.kind == "byte_bpe"  # imported models can have padded vocabularies
     if tokenizer.vocab_size > config.vocab_size or (is_own and tokenizer.vocab_size != config.vocab_size):
@@ -130,11 +130,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         tokenizer=tokenizer,
         text=text or byte_bpe_format(tokenizer),
         text_folder=path,
-        provenance=_read_if_there(path / "provenance.json", Provenance),
+        provenance=_read_optional(path / "provenance.json", Provenance),
     )
 
 
-def _read_if_there(path: Path, kind: type[Described]) -> Described | None:
+def _read_optional(path: Path, kind: type[Described]) -> Described | None:
     if not path.is_file():
         return None
     try:

@@ -32,14 +32,14 @@ _ACTIVATIONS: dict[str, Activation] = {
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file does not exist. Raises SourceError naming the file."""
     try:
-        held = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None
-    if not isinstance(held, dict):
+    if not isinstance(content, dict):
         raise SourceError(f"{path} is not a JSON object")
-    return held
+    return content
 
 
 def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = None) -> _T:

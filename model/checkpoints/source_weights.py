@@ -218,17 +218,17 @@ def _open_safetensors(path: Path, stack: ExitStack, *, on_meta: bool) -> dict[st
 
 
 def _open_bin(path: Path, stack: ExitStack, *, on_meta: bool) -> dict[str, Callable[[], Tensor]]:
-    held = _load_bin(path)
-    stack.callback(held.clear)
+    tensors = _load_bin(path)
+    stack.callback(tensors.clear)
     if on_meta:
-        return {name: _meta_reader(tensor.shape) for name, tensor in held.items()}
-    return {name: _reader(held.__getitem__, name) for name in held}
+        return {name: _meta_reader(tensor.shape) for name, tensor in tensors.items()}
+    return {name: _reader(tensors.__getitem__, name) for name in tensors}
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
     """Read a .bin file of tensors without running code; by memory map in the format of PyTorch 1.6 and later."""
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise SourceError(
@@ -237,9 +237,9 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
         ) from None
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise SourceError(f"{path} cannot be read: {error}; download it again") from None
-    if not isinstance(held, dict) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise SourceError(f"{path} is not a dictionary of tensors")
-    return dict(held)
+    return dict(tensors)
 
 
 def _is_zip(path: Path) -> bool:

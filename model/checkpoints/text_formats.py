@@ -236,13 +236,15 @@ def _read_tokenizers(path: Path) -> _TokenizersFile:
 
 def _vocabulary(described: Mapping[str, Any]) -> dict[str, int]:
     """Return the id of every token of a tokenizer.json, added tokens included; Unigram models have a list."""
-    held = described.get("model", {}).get("vocab", {})
-    vocabulary = {entry[0]: index for index, entry in enumerate(held)} if isinstance(held, list) else dict(held)
+    entries = described.get("model", {}).get("vocab", {})
+    vocabulary = (
+        {entry[0]: index for index, entry in enumerate(entries)} if isinstance(entries, list) else dict(entries)
+    )
     return vocabulary | {token["content"]: token["id"] for token in described.get("added_tokens", ())}
 
 
 def _own_pieces(path: Path, id_offset: int) -> tuple[dict[str, int], set[str]]:
-    """Return the pieces of a SentencePiece model with id + id_offset, and the pieces that stand for no text."""
+    """Return the pieces of a SentencePiece model with id + id_offset, and the pieces without text."""
     processor = read_pieces(path)
     names = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
     hidden = {name for index, name in enumerate(names) if processor.is_control(index) or processor.is_unknown(index)}

@@ -1,1 +1,1 @@
-"""From a checkpoint to a bundle: tracing, passes over ONNX graphs, quantisation and verification."""
+"""Export of a checkpoint as a bundle: tracing, passes over ONNX graphs, quantisation and verification."""

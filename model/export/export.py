@@ -1,4 +1,4 @@
-"""`antiphon export`: write the bundle of a checkpoint and verify it against the model before it appears.
+"""`antiphon export`: write the bundle of a checkpoint and verify it against the model before it is moved to its path.
 
 Owns the order of the steps and the directory. Other modules trace, quantise, store and verify.
 """
@@ -46,7 +46,7 @@ from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.transformer.transformer import Transformer
 
-PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # of a bundle by default
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
 ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4")
 LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
@@ -67,13 +67,12 @@ def export_bundle(
     name: str | None = None,
     overwrite: bool = False,
 ) -> Bundle:
-    """Write the bundle of a checkpoint at `target`, whole and verified or not at all.
+    """Write the bundle of a checkpoint at `target`; it is written completely and verified, or not at all.
 
-    cache: element type of the keys and values of native graphs; None is float16 where the weights are integers, and
-        float32 elsewhere
+    cache: element type of the keys and values of native graphs; None: float16 with integer weights, else float32
     explain: add a graph of attention weights for each precision except int4
-    name: of the bundle, by default the directory's
-    overwrite: replace a bundle at `target`; any other target that is not empty is refused in any case
+    name: name of the bundle; None: the directory's name
+    overwrite: replace a bundle at `target`; any other target that is not empty is always refused
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
     target = target.resolve()
@@ -86,7 +85,7 @@ def export_bundle(
         work.chmod(0o755)
         graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
         _verify(checkpoint.model, work, graphs)
-        _describe(checkpoint, work, graphs, name)
+        _add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
         if target.exists():
             shutil.rmtree(target)
@@ -98,7 +97,7 @@ def export_bundle(
 
 
 def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
-    """Compare every graph with the model, a graph that several sets share once. Raises VerificationError."""
+    """Compare every graph with the model, and shared graphs only once. Raises VerificationError."""
     check = verify_encoder if model.config.architecture == "encoder" else verify
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
         check(directory, graph_set, model)
@@ -108,9 +107,9 @@ def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> 
 
 
 def check_target(target: Path, name: str, *, overwrite: bool) -> None:
-    """Raise ExportError where no bundle of this name may be written."""
+    """Raise ExportError unless a bundle of this name can be written at `target`."""
     if not re.match(NAME_PATTERN, name):
-        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name chooses another than the directory's")
+        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name gives another name than the directory's")
     if target.exists() and not target.is_dir():
         raise ExportError(f"{target} exists and is not a directory")
     if target.exists() and any(target.iterdir()):
@@ -123,13 +122,13 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
 def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
     """Raise ExportError for a lowering that cannot run the architecture or the precision.
 
-    Only the native operators run an encoder or a decoder alone, or read 4-bit weights.
+    Only native graphs support encoder-only and decoder-only models, and 4-bit weights.
     """
     if "int4" in precisions and (others := [name for name in lowerings if name != "native"]):
         raise ExportError(f"precision='int4' does not fit lowering={others[0]!r}: it has native graphs only")
     if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
         raise ExportError(
-            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: one half alone has native "
+            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: such models have native "
             "graphs only"
         )
 
@@ -150,26 +149,26 @@ def write_graphs(
         for part in _graphs_of(model.config)
     }
     # An explain graph needs a source and a target.
-    explaining = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
+    explain_graph = trace_explain(model) if explain and model.config.architecture == "encoder-decoder" else None
     sets = []
     for precision in precisions:
-        explained: str | None = None
-        for layout, sharing in _by_layout(lowerings).items():
+        explain_name: str | None = None
+        for layout, group in _by_layout(lowerings).items():
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
-                written = [_graph_set(model.config, lowering, precision, cache) for lowering in sharing]
+                written = [_graph_set(model.config, lowering, precision, cache) for lowering in group]
                 for graphs in written:
                     for part in _graphs_of(model.config):
-                        finished = _finished(traced[graphs.lowering, part], graphs)
+                        finished = _at_precision(traced[graphs.lowering, part], graphs)
                         weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
-                if explaining is not None and explained is None and precision != "int4":
-                    explained = f"explain.{precision}.onnx"
-                    weights.save(_stored(explaining, layout, precision), directory / explained)
-            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
+                if explain_graph is not None and explain_name is None and precision != "int4":
+                    explain_name = f"explain.{precision}.onnx"
+                    weights.save(_explain_graph_at(explain_graph, layout, precision), directory / explain_name)
+            sets += [graphs.model_copy(update={"explain": explain_name}) for graphs in written]
     return sets
 
 
 def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
-    """Group lowerings by the layout of their weights, packed for the native kernels or plain; a group shares a file."""
+    """Group lowerings by the layout of their weights, packed for the native kernels or plain: one file for a group."""
     layouts: dict[Layout, list[Lowering]] = {}
     for lowering in lowerings:
         layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
@@ -193,45 +192,45 @@ def _graph_name(part: Part | Task, *, lowering: Lowering, at: Precision) -> str:
 
 def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
     names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
-    held: CacheType | None = None
+    cache_type: CacheType | None = None
     if lowering == "native" and "decoder" in names:
-        held = cache or ("float32" if precision == "float32" else "float16")
+        cache_type = cache or ("float32" if precision == "float32" else "float16")
     return GraphSet(
         precision=precision,
         lowering=lowering,
         encoder=names.get("encoder"),
         decoder=names.get("decoder"),
         heads={head.task: names[head.task] for head in config.heads},
-        cache=held,
+        cache=cache_type,
     )
 
 
-def _finished(model: ir.Model, graphs: GraphSet) -> ir.Model:
+def _at_precision(model: ir.Model, graphs: GraphSet) -> ir.Model:
     """Return a copy of a traced graph at the precision of its set."""
     copy = model.clone()
     if graphs.lowering == "native":
         pack_weights(copy, graphs.precision)
         if graphs.cache is not None:
-            _hold_cache(copy, graphs.cache)
+            _set_cache_type(copy, graphs.cache)
     elif graphs.precision == "int8":
         quantize(copy)
     return copy
 
 
-def _stored(explaining: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
+def _explain_graph_at(explain_graph: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
     """Return a copy of the explain graph that reads weights as graphs of this layout and precision store them."""
-    copy = explaining.clone()
+    copy = explain_graph.clone()
     store_as(copy, layout, precision)
     return copy
 
 
-def _hold_cache(model: ir.Model, cache: CacheType) -> None:
+def _set_cache_type(model: ir.Model, cache: CacheType) -> None:
     """Set the element type of the pool; the operators accept both types."""
     pool = next(value for value in model.graph.inputs if value.name == "cache")
     pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
 
 
-def _describe(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
+def _add_metadata(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
     """Add the tokenizer, the notice and the manifest to the graphs."""
     for file in checkpoint.text.files:
         shutil.copyfile(checkpoint.text_folder / file, directory / file)
@@ -290,8 +289,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
     """Return the lowerings that the flags name, each once, in the order of LOWERINGS."""
-    asked = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
-    return tuple(lowering for lowering in LOWERINGS if lowering in asked)
+    requested = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
+    return tuple(lowering for lowering in LOWERINGS if lowering in requested)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -319,6 +318,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"antiphon export: {error}", file=sys.stderr)
         return 2
     size = sum(entry.size for entry in bundle.manifest.files.values())
-    held = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
-    print(f"{bundle.path}: {held}; {size / 1e6:.1f} MB, verified against the checkpoint")
+    described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
+    print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, verified against the checkpoint")
     return 0

@@ -25,10 +25,10 @@ def plot_memory(
     """Write one log-log panel at the largest number of rows; the dashed line is one layer's float32 score matrix."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    rows = max(m.rows for held in measurements.values() for m in held)
-    lengths = np.array(sorted({m.length for held in measurements.values() for m in held}))
-    for name, held in measurements.items():
-        shown = [m for m in held if m.rows == rows]
+    rows = max(m.rows for measured in measurements.values() for m in measured)
+    lengths = np.array(sorted({m.length for measured in measurements.values() for m in measured}))
+    for name, measured in measurements.items():
+        shown = [m for m in measured if m.rows == rows]
         points = axes.plot([m.length for m in shown], [m.peak_bytes / _MIB for m in shown], "o")
         curve = [fits[name].predict(rows, int(length)) / _MIB for length in lengths]
         label = f"{name}: T^{fits[name].exponent:.2f}"

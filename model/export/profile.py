@@ -1,8 +1,8 @@
 """`antiphon profile`: measure the working memory of a bundle's encoder graphs over a grid, and fit it.
 
 Owns the grid, the manifest's memory profile and the table. The counting allocator (ops/workspace.py) measures exactly,
-so one run of each point is enough. For sources longer than any bundle's, a random model of a preset takes the bundle's
-place. Does not know the serving code that reads the fit.
+so one run of each point is enough. A random model of a preset replaces the bundle for sources that are too long for any
+bundle. Does not know the serving code that reads the fit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ProfileError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Points to measure, every pair of these, and the memory that one run may take."""
+    """Source lengths and numbers of rows, of which every pair is measured, and the memory limit of one run."""
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
@@ -76,10 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         metavar="N,N,...",
-        help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))}; 1 of a random model)",
+        help=f"numbers of rows (default: {','.join(map(str, DEFAULT_ROWS))}; 1 for a random model)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: every core)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG to write (default: BUNDLE.memory.png beside it)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: all cores)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="PNG to write (default: BUNDLE.memory.png beside BUNDLE)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             plot = _plot_path(args, bundle)
             grid = _grid(args, bundle)
             measurements = measure_bundle(bundle, grid)
-            fits = {name: fit_memory(held, packed=name.startswith("native")) for name, held in measurements.items()}
+            fits = {name: fit_memory(points, packed=name.startswith("native")) for name, points in measurements.items()}
             if args.bundle:
                 memory = MemoryProfile(fits=fits, machine=_machine(grid.threads))
                 write_manifest(bundle.path, bundle.manifest.model_copy(update={"memory": memory}))
@@ -114,7 +116,7 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
     if args.bundle:
         bundle = load_bundle(args.bundle)
         if bundle.manifest.model.architecture == "decoder":
-            raise ProfileError(f"{args.bundle} is a decoder alone; encoders are what is measured")
+            raise ProfileError(f"{args.bundle} is decoder-only; only encoders are measured")
         yield bundle
         return
     from antiphon.model.export.export import LOWERINGS, write_graphs
@@ -145,7 +147,7 @@ def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
     """
     sets = sorted(bundle.manifest.graphs, key=_key)
     if not any(graphs.lowering == "eager" for graphs in sets):
-        _say("the bundle holds no eager graphs; nothing shows T^2 to compare with")
+        _report("the bundle has no eager graphs, whose T^2 figures would be a comparison")
     workspace = Workspace()
     try:
         return {_key(graphs): _measure_set(bundle, graphs, grid, workspace) for graphs in sets}
@@ -166,13 +168,11 @@ def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Worksp
         except GraphError:
             if workspace.stats().refusals == refusals:
                 raise
-            _say(f"{_key(graphs)}: {rows} x {length} tokens needs over {grid.budget_bytes / _MIB:.0f} MiB; left out")
+            _report(f"{_key(graphs)}: {rows} x {length} tokens needs over {grid.budget_bytes / _MIB:.0f} MiB; left out")
         else:
             measured.append(Measurement(rows=rows, length=length, peak_bytes=peak))
     if len({m.length for m in measured if m.rows == grid.rows[0]}) < MIN_LENGTHS:
-        raise ProfileError(
-            f"--lengths: fewer than {MIN_LENGTHS} fit in memory for {_key(graphs)}; ask for shorter ones"
-        )
+        raise ProfileError(f"--lengths: fewer than {MIN_LENGTHS} fit in memory for {_key(graphs)}; give shorter ones")
     return measured
 
 
@@ -188,7 +188,7 @@ def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDAr
 
 
 def _inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> dict[str, NDArray[Any]]:
-    """Return `rows` sources of `length` tokens, as the graphs of this lowering take them."""
+    """Return `rows` sources of `length` tokens in the form that the graphs of this lowering need."""
     ids = np.full((rows, length), config.eos_id, np.int64)
     if graphs.lowering != "native":
         return {"input_ids": ids}
@@ -220,7 +220,7 @@ def _grid(args: argparse.Namespace, bundle: Bundle) -> Grid:
     if threads < 1:
         raise ProfileError(f"--threads is {threads}; it must be at least 1")
     if lengths[-1] > limit:
-        raise ProfileError(f"--lengths asks for {lengths[-1]}; the model takes sources of up to {limit} tokens")
+        raise ProfileError(f"--lengths has {lengths[-1]}; the model supports sources of up to {limit} tokens")
     if len(lengths) < MIN_LENGTHS:
         raise ProfileError(f"--lengths has {len(lengths)} different lengths; a fit needs {MIN_LENGTHS}")
     return Grid(lengths=lengths, rows=rows, threads=threads, budget_bytes=_available_bytes() // 2)
@@ -232,7 +232,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     except ValueError:
         raise ProfileError(f"{option} is {text!r}; it must be whole numbers joined by commas") from None
     if numbers[0] < 1:
-        raise ProfileError(f"{option} asks for {numbers[0]}; each must be at least 1")
+        raise ProfileError(f"{option} has {numbers[0]}; each must be at least 1")
     return tuple(numbers)
 
 
@@ -246,7 +246,7 @@ def _available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ProfileError("/proc/meminfo does not say how much memory is available")
+    raise ProfileError("/proc/meminfo has no MemAvailable, the amount of free memory")
 
 
 def _machine(threads: int) -> str:
@@ -270,19 +270,19 @@ def _progress(cells: Sequence[tuple[int, int]], label: str) -> Iterable[tuple[in
     return tqdm(cells, desc=label, unit="run", leave=False)
 
 
-def _say(message: str) -> None:
+def _report(message: str) -> None:
     print(f"antiphon profile: {message}", file=sys.stderr)
 
 
 def _print_table(measurements: dict[str, list[Measurement]], fits: dict[str, MemoryFit]) -> None:
-    lengths = sorted({m.length for held in measurements.values() for m in held})
+    lengths = sorted({m.length for points in measurements.values() for m in points})
     print("peak workspace of the encoder, MiB, by source length T; fitted: a + B * (b * T + c * T^2) bytes of B rows")
     head = "".join(f"{length:>9}" for length in lengths)
     print(f"{'graphs':<18}{'rows':>5}{head}{'exponent':>10}{'b':>9}{'c':>7}{'residual':>10}")
-    for name, held in measurements.items():
+    for name, points in measurements.items():
         fit = fits[name]
-        for rows in sorted({m.rows for m in held}):
-            peaks = {m.length: f"{m.peak_bytes / _MIB:.2f}" for m in held if m.rows == rows}
+        for rows in sorted({m.rows for m in points}):
+            peaks = {m.length: f"{m.peak_bytes / _MIB:.2f}" for m in points if m.rows == rows}
             cells = "".join(f"{peaks.get(length, '-'):>9}" for length in lengths)
             fitted = f"{fit.exponent:>10.2f}{fit.b:>9.0f}{fit.c:>7.1f}{fit.residual:>10.1%}"
             print(f"{name:<18}{rows:>5}{cells}{fitted}")

@@ -66,8 +66,8 @@ def _files_of(name: str, revision: str | None) -> list[str]:
     from huggingface_hub import errors
 
     try:
-        found = huggingface_hub.HfApi().model_info(name, revision=revision).siblings or []
-        return [file.rfilename for file in found]
+        files = huggingface_hub.HfApi().model_info(name, revision=revision).siblings or []
+        return [file.rfilename for file in files]
     except (errors.GatedRepoError, errors.RevisionNotFoundError, errors.RepositoryNotFoundError):
         raise
     except Exception:  # offline, by setting or by a failed connection

@@ -210,10 +210,10 @@ def _reference(source: _Source) -> str:
     """Return the transformers class for the original; for an encoder-only model that of config.json, with heads."""
     import transformers
 
-    named = (source.settings.get("architectures") or [""])[0]
-    found = getattr(transformers, str(named), None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return named if is_model and source.config.architecture == "encoder" else source.family.reference
+    class_name = (source.settings.get("architectures") or [""])[0]
+    original_class = getattr(transformers, str(class_name), None)
+    is_model = isinstance(original_class, type) and issubclass(original_class, transformers.PreTrainedModel)
+    return class_name if is_model and source.config.architecture == "encoder" else source.family.reference
 
 
 def load_model(source: _Source) -> Transformer:
@@ -265,8 +265,8 @@ def _stated_licence(folder: Path) -> str | None:
     except OSError:
         return None
     front = re.match(r"---\n(.*?)\n---", readme, re.DOTALL)
-    found = re.search(r"^license:[ \t]*([^\s#]+)", front.group(1), re.MULTILINE) if front else None
-    return found.group(1).strip("'\"") if found else None
+    match = re.search(r"^license:[ \t]*([^\s#]+)", front.group(1), re.MULTILINE) if front else None
+    return match.group(1).strip("'\"") if match else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -333,6 +333,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"antiphon import: {error}", file=sys.stderr)
         return 2
     size = sum(entry.size for entry in bundle.manifest.files.values())
-    held = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
-    print(f"{bundle.path}: {held}; {size / 1e6:.1f} MB, graphs verified against the model")
+    described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
+    print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, graphs verified against the model")
     return 0

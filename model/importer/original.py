@@ -109,12 +109,12 @@ def _theirs(original: Any, config: ModelConfig, batch: Batch) -> dict[str, Tenso
         return {"logits": original(input_ids=batch.target).logits}
     if config.architecture == "encoder":
         types = {} if batch.types is None else {"token_type_ids": batch.types}
-        made = original(input_ids=batch.source, attention_mask=mask, output_hidden_states=True, **types)
-        outputs = {"encoder states": made.hidden_states[-1][batch.mask]}
+        result = original(input_ids=batch.source, attention_mask=mask, output_hidden_states=True, **types)
+        outputs = {"encoder states": result.hidden_states[-1][batch.mask]}
         for head in config.heads:
-            name = next((name for name in _HEAD_OUTPUTS[head.task] if name in made), None)
+            name = next((name for name in _HEAD_OUTPUTS[head.task] if name in result), None)
             if name is not None:
-                outputs[head.task] = _read(made[name], head.task, batch)
+                outputs[head.task] = _read(result[name], head.task, batch)
         return outputs
     encoded = original.get_encoder()(input_ids=batch.source, attention_mask=mask)
     decoded = original(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=batch.target)

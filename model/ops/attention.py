@@ -1,7 +1,7 @@
 """Eager scaled dot-product attention, the reference that every fused kernel is compared with.
 
-Causal, padded and cross attention differ only in the keys that a query may see, so they are one function. Cached
-attention is the same function over keys in a cache. Has no parameters and does not know layers.
+Causal, padded and cross attention differ only in the keys that a query can see, so they are one function. Cached
+attention is the same function over keys in a cache. This module has no parameters and does not know layers.
 
 Axes: B batch, T queries, S keys, H heads, D head width, C cache capacity.
 """
@@ -18,7 +18,7 @@ Backend = Literal["eager", "sdpa", "fused"]
 
 
 def visible_keys(queries: int, keys: int, key_lens: Tensor | None, *, causal: bool, device: torch.device) -> Tensor:
-    """Return a boolean mask of the keys that each query may see, broadcastable to [B, H, T, S].
+    """Return a boolean mask of the keys that each query can see, broadcastable to [B, H, T, S].
 
     key_lens: [B] int32, valid keys of each row, or None for all.
     causal: query t sees keys up to t + (S - T), so that the last query sees every key.
@@ -100,11 +100,11 @@ def cached_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append new keys and values to each row's cache, then attend over all that the row holds.
+    """Append new keys and values to each row's cache, then attend over all cached tokens of the row.
 
     query:       [B, T, H, D] float
     key, value:  [B, N, H, D], N = T new tokens to append, or N = 0: nothing to append (cross attention)
-    cache_key:   [B, H, C, D], cache_value likewise; cache_lens: [B] int32, tokens held before the append
+    cache_key:   [B, H, C, D], cache_value likewise; cache_lens: [B] int32, cached tokens before the append
     bias:        [1 or B, 1 or H, T, C] or None
     Appended tokens see themselves and the tokens before them; with N = 0 every query sees all tokens of its row.
     Returns ([B, T, H, D], present_key, present_value), new tensors: the cache passed in is unchanged.

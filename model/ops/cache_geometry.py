@@ -14,26 +14,26 @@ from __future__ import annotations
 from antiphon.model.config import ModelConfig
 
 BLOCK_SIZE = 16
-"""Tokens of a block. The native operators are compiled for it."""
+"""Number of tokens in a block. The native operators are compiled for this number."""
 _LANES = 16
 
 
 def blocks_for(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """Return the number of blocks that `num_tokens` tokens take, the last one perhaps in part."""
+    """Return the number of blocks for `num_tokens` tokens; the last block can be partly empty."""
     return -(-num_tokens // block_size)
 
 
 def blocks_of_longest(max_source_len: int, max_target_len: int, block_size: int = BLOCK_SIZE) -> int:
-    """Return the number of blocks that one sequence of the longest source and the longest target takes."""
+    """Return the number of blocks for one sequence with the longest source and the longest target."""
     return blocks_for(max_source_len, block_size) + blocks_for(max_target_len, block_size)
 
 
 def padded_width(width: int) -> int:
-    """Return Dp, the width of a head as the pool stores it."""
+    """Return Dp, the width of a head in the pool."""
     return -(-width // _LANES) * _LANES
 
 
 def pool_axes(config: ModelConfig) -> tuple[int, int, int, int]:
-    """Return every axis of the pool but the number of blocks: L, 2, H, 16 * Dp."""
+    """Return the axes of the pool except the number of blocks: L, 2, H, 16 * Dp."""
     block = BLOCK_SIZE * padded_width(config.resolved_head_dim)
     return (config.decoder_layers, 2, config.num_heads, block)

@@ -22,7 +22,7 @@ def write_position(cache: Tensor, layer: int, table: Sequence[int], position: in
 
 
 def read_positions(cache: Tensor, layer: int, table: Sequence[int], length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of positions 0 to length - 1, each [T, H, D] float32; reads nothing else of the pool."""
+    """Return keys and values of positions 0 to length - 1, each [T, H, D] float32; read nothing else."""
     parts = [_views(cache[table[block], layer]) for block in range(blocks_for(length))]
     keys = torch.cat([keys[:, :width].permute(2, 0, 1) for keys, _ in parts])  # [16 * blocks, H, D]
     values = torch.cat([values[:, :, :width].transpose(0, 1) for _, values in parts])

@@ -18,8 +18,8 @@ def uniform_at(seed: int, position: int) -> float:
 def seed_of_output(seed: int, index: int) -> int:
     """Return the seed of output `index` of a request: the request's own seed for output 0.
 
-    Further outputs take the numbers that SplitMix64 generates from that seed (Steele et al. 2014, figure 1), which are
-    all different. Below 2^64.
+    Further outputs have the numbers that SplitMix64 generates from that seed (Steele et al. 2014, figure 1). These are
+    all different and below 2^64.
     """
     if index == 0:
         return seed % 2**64

@@ -1,8 +1,8 @@
 """Disentangled attention (He et al. 2021, section 3.1): scores of content against relative positions, and the reverse.
 
-A score is q_i k_j + q_i P^k[row(i - j)] + k_j P^q[row(i - j)], all terms scaled alike. The layers share one table of
-relative positions; each layer projects it as keys, P^k, and as queries, P^q. The paper indexes the last term by j - i,
-with mirrored rows; here both terms use the same row.
+A score is q_i k_j + q_i P^k[row(i - j)] + k_j P^q[row(i - j)], with the same scale for all terms. The layers share one
+table of relative positions; each layer projects it as keys, P^k, and as queries, P^q. The paper indexes the last term
+by j - i, with mirrored rows; here both terms use the same row.
 
 Axes: B batch, T queries, S keys, H heads, D head width, M model width, P rows of the table.
 """
@@ -59,7 +59,7 @@ class RelativePositions(nn.Module):
 
 
 class PositionProjections(nn.Module):
-    """Projections of the table in one layer: its own, or those of the layer's queries and keys."""
+    """Projections of the table in one layer: separate ones, or the layer's projections of queries and keys."""
 
     def __init__(self, config: ModelConfig, kind: Disentangled) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """Logits warpers: temperature, top-k, top-p, min-p and typical-p, for one row of logits. Torch-free.
 
-Each warper acts on the tokens that the one before kept, renormalised, as in transformers 5.23, with one difference.
-top-k there keeps all tokens that tie with the k-th; here it keeps k, those of the lowest ids, and top-p likewise keeps
-the fewest. Weights are proportional to probability, the likeliest token's is 1, and all arithmetic is float64.
+Each warper acts on the tokens that the previous warper kept, renormalised, as in transformers 5.23, with one
+difference. In transformers top-k keeps all tokens whose logit equals the k-th. Here it keeps k tokens, of equal ones
+those of the lowest ids, and top-p likewise keeps the fewest tokens. Weights are proportional to probability, the weight
+of the likeliest token is 1, and all arithmetic is float64.
 
 Axes: V vocabulary.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-NUCLEUS_GUESS = 256  # tokens that are sorted first in search of a nucleus: cheap, unlike the whole vocabulary
+NUCLEUS_GUESS = 256  # tokens sorted first to find those of top-p: fast, unlike sorting the vocabulary
 SUM_BLOCK = 128
 
 
@@ -37,12 +38,12 @@ def sample_token(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int
 
 
 def distribution(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Return the ids that may be drawn, rising, and their weights; ids None is the whole vocabulary."""
+    """Return the ids that can be drawn, rising, and their weights; ids None is the whole vocabulary."""
     ids, weights = _likeliest(logits, warp)
     if warp.min_p > 0.0:
-        ids, weights = _kept(ids, weights, weights >= warp.min_p)
+        ids, weights = _masked(ids, weights, weights >= warp.min_p)
     if warp.typical_p < 1.0:
-        ids, weights = _kept(ids, weights, _is_typical(weights, warp.typical_p))
+        ids, weights = _masked(ids, weights, _is_typical(weights, warp.typical_p))
     return ids, weights
 
 
@@ -54,11 +55,11 @@ def invert(weights: NDArray[np.float64], uniform: float) -> int:
     starts = np.arange(0, len(weights), SUM_BLOCK)
     before = np.cumsum(np.add.reduceat(weights, starts))
     point = uniform * float(before[-1])
-    block = _passed(before, point)
+    block = _index_at(before, point)
     if block:
         point -= float(before[block - 1])
     start = block * SUM_BLOCK
-    return start + _passed(np.cumsum(weights[start : start + SUM_BLOCK]), point)
+    return start + _index_at(np.cumsum(weights[start : start + SUM_BLOCK]), point)
 
 
 def ids_of_largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
@@ -68,7 +69,7 @@ def ids_of_largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]
 
 
 def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Return ids and weights after temperature, top-k and top-p; they keep the likeliest, so one threshold does."""
+    """Return ids and weights after temperature, top-k and top-p, which keep the likeliest: one threshold is enough."""
     vocab_size, maximum = len(logits), float(logits.max())
     top_k = warp.top_k if 0 < warp.top_k < vocab_size else vocab_size
     if warp.top_p >= 1.0:
@@ -77,7 +78,7 @@ def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int6
             return None, _weights(logits, maximum, warp.temperature)
         threshold = float(_largest(logits, count)[0])
     else:
-        count, threshold = _nucleus(logits, top_k, warp)
+        count, threshold = _top_p_threshold(logits, top_k, warp)
     ids = _at_least(logits, threshold, count)
     return ids, _weights(logits[ids], maximum, warp.temperature)
 
@@ -85,12 +86,11 @@ def _likeliest(logits: NDArray[np.float32], warp: Warp) -> tuple[NDArray[np.int6
 def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
     """Return True for locally typical tokens (Meister et al. 2022): those whose surprise is nearest to the entropy.
 
-    They are as many as reach `mass`, and all tokens that are as near as the last of these.
+    These are the fewest tokens that reach `mass`, and all tokens that are as near as the last of them.
     """
     probabilities = weights / weights.sum()
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # the surprise of a token of weight 0 is infinite, and it adds nothing
+    # A token of weight 0 has infinite surprise and adds nothing to the entropy.
+    with np.errstate(divide="ignore", invalid="ignore"):
         surprise = -np.log(probabilities)
         entropy = np.nansum(probabilities * surprise)
     distance = np.abs(surprise - entropy)
@@ -100,15 +100,15 @@ def _is_typical(weights: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
     return is_typical
 
 
-def _kept(
+def _masked(
     ids: NDArray[np.int64] | None, weights: NDArray[np.float64], mask: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the ids and weights where the mask is True; weights are not rescaled, since only their ratios count."""
     return np.flatnonzero(mask) if ids is None else ids[mask], weights[mask]
 
 
-def _passed(cumulative: NDArray[np.float64], point: float) -> int:
-    # Rounding may move the point past the end, among weights of 0: stop at the last index that has a weight.
+def _index_at(cumulative: NDArray[np.float64], point: float) -> int:
+    # Rounding can move the point past the end, among weights of 0: stop at the last index that has a weight.
     last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return min(int(np.searchsorted(cumulative, point, side="right")), last)
 
@@ -131,7 +131,7 @@ def _at_least(logits: NDArray[np.float32], threshold: float, count: int) -> NDAr
     return ids
 
 
-def _nucleus(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, float]:
+def _top_p_threshold(logits: NDArray[np.float32], top_k: int, warp: Warp) -> tuple[int, float]:
     """Return the number of the top_k likeliest tokens that reach top_p of their mass, and the logit of the last one."""
     maximum = float(logits.max())
     candidates = _largest(logits, top_k)
@@ -149,6 +149,6 @@ def _weights(logits: NDArray[np.float32], maximum: float, temperature: float) ->
     """Return exp((logits - maximum) / temperature)."""
     scaled = logits.astype(np.float64)
     scaled -= maximum
-    with np.errstate(over="ignore"):  # a tiny temperature takes all but the maximum to -inf, which is correct
+    with np.errstate(over="ignore"):  # a tiny temperature changes all but the maximum to -inf, which is correct
         scaled /= temperature
     return np.exp(scaled, out=scaled)

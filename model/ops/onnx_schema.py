@@ -1,4 +1,4 @@
-"""ONNX schema of a declared operator, as the exporter needs it to write a node. Lists no operator."""
+"""ONNX schema of a declared operator, which the exporter needs to write a node. Does not list the operators."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Declaration of an operator: the one place that lists its inputs, attributes and outputs.
 
-From an `Operator` derive its PyTorch registration and fake (`torch_registration.py`), its ONNX schema
+These parts are derived from an `Operator`: its PyTorch registration and fake (`torch_registration.py`), its ONNX schema
 (`onnx_schema.py`), its translation at export (`export/graphs/translation.py`), the packing of its weight
 (`export/weights/packing.py`) and its entry in docs/OPERATORS.md (`operator_table.py`). The C++ kernels in `native/`
 register themselves; a test compares them with the declarations. Torch-free.
@@ -16,13 +16,13 @@ DOMAIN = "antiphon"
 """Name space of the operators in PyTorch, and their domain in ONNX."""
 
 Kind = Literal["float", "cache", "int64", "int32", "int8", "float16"]
-"""Element type. "float" computes, and is float32 in the kernels; "cache" is float32 or float16."""
+"""Element type. "float" is the type of computation, float32 in the kernels; "cache" is float32 or float16."""
 
 Shape = Sequence[Any]
 """Sizes of the axes, ints or symbolic ints of PyTorch."""
 
 NODE_PREFIXES = {"float32": "", "int8": "Quantized", "int4": "Nibble"}
-"""By precision of the weight, the beginning of the name of the ONNX node that reads it packed."""
+"""Prefix of the name of the ONNX node that reads a packed weight, by precision of the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Attribute:
 class Output:
     """One tensor that an operator returns.
 
-    updates: name of the input of which this output is the changed copy. The PyTorch operator returns the copy; the
-    ONNX node changes the input in place and has no such output.
+    updates: name of an input; this output is a changed copy of it. The PyTorch operator returns the copy. The ONNX node
+    changes the input in place and does not have this output.
     """
 
     name: str
@@ -74,7 +74,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """Signature of an ONNX node: an operator, or one of the forms that an operator takes when its weight is packed."""
+    """Signature of an ONNX node: that of an operator, or of an operator with a packed weight."""
 
     name: str
     inputs: tuple[Input, ...]
@@ -114,12 +114,12 @@ class Operator:
         return tuple(names.index(output.updates) for output in self.outputs if output.updates is not None)
 
     def node(self) -> Node:
-        """Return the signature of its ONNX node, as export first writes it: with a plain weight."""
+        """Return the signature of the ONNX node that the trace writes, with an unpacked weight."""
         kept = tuple(output for output in self.outputs if output.updates is None)
         return Node(name=self.node_name, inputs=self.inputs, attributes=self.attributes, outputs=kept)
 
     def packed_node(self, precision: str) -> Node | None:
-        """Return the signature of the node that reads the weight packed; None where there is no such kernel."""
+        """Return the signature of the node that reads the packed weight; None if the precision has no kernel."""
         if self.weight is None or precision not in self.weight.parts:
             return None
         node, index, parts = self.node(), self.weight_index, self.weight.parts[precision]

@@ -2,7 +2,7 @@
 
     python -m antiphon.model.ops.operator_table docs/OPERATORS.md
 
-rewrites the part of that file that follows MARKER. A test holds the file to the declarations.
+rewrites the part of that file that follows MARKER. A test compares the file with the declarations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def document(operators: Sequence[Operator]) -> str:
 
 
 def rewrite(path: Path) -> None:
-    """Replace what follows MARKER in the file."""
+    """Replace the text after MARKER in the file."""
     written, marker, _ = path.read_text(encoding="utf-8").partition(MARKER)
     if not marker:
         raise ValueError(f"{path} has no line {MARKER.strip()!r}")

@@ -16,8 +16,8 @@ def register(operator: Operator) -> Callable[[Callable[..., Any]], Callable[...,
     """Register the decorated function as the operator's eager implementation, and derive its fake.
 
     The function takes the inputs by position, the attributes by keyword, all under their declared names, and returns
-    the outputs, contiguous and sharing no memory with the inputs. It has no gradient: training uses another backend.
-    Raises TypeError when its parameters differ from the declaration.
+    the outputs as contiguous tensors that share no memory with the inputs. It has no gradient: training uses another
+    backend. Raises TypeError when its parameters differ from the declaration.
     """
 
     def decorate(eager: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def _check_parameters(operator: Operator, eager: Callable[..., Any]) -> None:
     parameters = inspect.signature(eager).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     inputs = [given.name for given in operator.inputs]
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # it takes all further inputs
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # it receives all further inputs
         inputs = inputs[: len(names)]
     keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     attributes = [attribute.name for attribute in operator.attributes]
@@ -62,7 +62,7 @@ def _check_parameters(operator: Operator, eager: Callable[..., Any]) -> None:
 
 
 def _fake(operator: Operator) -> Callable[..., Any]:
-    """Return the function that PyTorch calls to learn shapes and types while it traces."""
+    """Return the function that PyTorch calls for shapes and types while it traces."""
     names = [given.name for given in operator.inputs]
 
     def infer(*operands: Tensor | None, **_attributes: object) -> Tensor | tuple[Tensor, ...]:

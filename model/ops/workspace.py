@@ -1,8 +1,8 @@
 """Exact accounting of ONNX Runtime's working memory, by this project's own allocators. Torch-free.
 
 Owns the Python side of `native/`: it attaches sessions, reads the counters and sets the limit. Does not know what the
-sessions compute. ONNX Runtime has one allocator a process. The thread that loads or runs a session chooses which of our
-allocators serves it, so that the memory of each model is counted and limited separately.
+sessions compute. ONNX Runtime has one allocator in a process. The thread that loads or runs a session chooses which of
+our allocators it uses, so that the memory of each model is counted and limited separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).with_name("_native.so")
-# The native library's own number (antiphon_native_version in native/register.cc): raise both together.
+# Version of the native library, the same as antiphon_native_version in native/register.cc: raise both together.
 NATIVE_VERSION = 4
 
 _HANDLE = ctypes.c_void_p  # of an allocator; None is the process's own
@@ -32,7 +32,7 @@ class WorkspaceStats:
     """Counters of the allocator, all in bytes except the last two.
 
     in_use_bytes and peak_bytes count requested bytes, without rounding; peak_bytes since the last `reset_peak`.
-    reserved_bytes are held from the operating system; cached_bytes is the unused part. limit_bytes 0 is no limit.
+    reserved_bytes were obtained from the operating system; cached_bytes is the unused part. limit_bytes 0: no limit.
     """
 
     in_use_bytes: int
@@ -53,9 +53,9 @@ class _NativeStats(ctypes.Structure):
 class Workspace:
     """Counting allocator: the process's own, or a separate one (`is_own`). Thread-safe.
 
-    The peak between `reset_peak` and `stats` covers every thread that used the allocator meanwhile. When the last
-    reference to a separate allocator goes, its unused memory returns to the operating system; blocks in use follow
-    when they are freed.
+    The peak between `reset_peak` and `stats` covers every thread that used the allocator between the two calls. When
+    the last reference to a separate allocator is deleted, its unused memory returns to the operating system; blocks in
+    use return when they are freed.
     Raises WorkspaceError when the library cannot be loaded.
     """
 
@@ -79,7 +79,7 @@ class Workspace:
     def enter(self) -> int | None:
         """Make this thread's sessions allocate here; returns the previous allocator, for `leave`.
 
-        A pair of calls instead of a context manager, since the engine's thread makes it around every run.
+        A pair of calls instead of a context manager, for speed: the engine thread makes both for every forward pass.
         """
         previous: int | None = self._use(self._handle)
         return previous
@@ -124,7 +124,7 @@ class Workspace:
         return WorkspaceStats(**{name: getattr(native, name) for name in WorkspaceStats.__slots__})
 
     def limit_growth(self, budget_bytes: int | None) -> None:
-        """Let reserved_bytes grow by at most this much over the memory in use now; None removes the limit.
+        """Limit reserved_bytes to the memory in use now and budget_bytes more; None removes the limit.
 
         A run that needs more raises an error of ONNX Runtime and frees its memory; its session stays usable.
         """

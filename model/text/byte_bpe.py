@@ -1,7 +1,7 @@
 """Byte-level BPE: the vocabulary of models trained by this project. Decoding restores the normalised text exactly.
 
 Normalisation: NFC; each sequence of white space becomes one space; white space at both ends is removed. The
-normalisation is stored in tokenizer.json, so training and serving cannot differ. Each token stands for a fixed string
+normalisation is stored in tokenizer.json, so training and serving cannot differ. Each token represents a fixed string
 of bytes. A text is the concatenation of its tokens' bytes without the leading space, which marks the start of a word.
 """
 
@@ -96,7 +96,7 @@ def mask_id(backend: Any) -> int | None:
 
 
 def special_ids(backend: Any) -> set[int]:
-    """Return the ids of all special tokens: tokens that stand for no text."""
+    """Return the ids of all special tokens: tokens without text."""
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 

@@ -36,12 +36,12 @@ class TextFormat(BaseModel):
         SentencePiece model (Marian, M2M-100).
     id_offset: number added to the ids of the SentencePiece model, or to bytes.
     added_tokens: id of each token that is not in the files.
-    special_ids: ids that stand for no text.
-    template: token ids of a complete source; `$text` stands for the tokens of the text.
-    pair_template: the same for a pair; `$pair` stands for the tokens of the second text.
+    special_ids: ids of tokens without text.
+    template: token ids of a complete source; `$text` represents the tokens of the text.
+    pair_template: the same for a pair; `$pair` represents the tokens of the second text.
     pair_start: index in pair_template of the first element with token type 1 (BERT); None: all tokens have type 0.
-    languages: id of each language code. `$source_language` and `$target_language` in templates stand for the id of the
-        requested language, or of default_source_language and default_target_language.
+    languages: id of each language code. `$source_language` and `$target_language` in templates represent the id of the
+    requested language, or of default_source_language and default_target_language.
     target_language_place: position of the target's language token: "first" after the begin token, or "begin" instead
         of the begin token.
     mask_id: id of the mask token.

@@ -172,12 +172,12 @@ def _open_list(path: Path, text: TextFormat) -> tuple[Segmenter, TokenTable]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{path} cannot be read: it contains a {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} cannot be read: it contains a {type(content).__name__}, expected an object")
+    return content
 
 
 def read_pieces(path: Path) -> Any:

@@ -1,9 +1,9 @@
 """Segmenters: texts to token ids, with one class for each kind of vocabulary. Imports no torch.
 
-Each class gives the same ids as the checkpoint's original tokenizer. Added tokens that stand for text are matched as
-whole tokens, as in the original. Special tokens inside a text are ordinary text where the original allows it, so that
-a text cannot end the source or change its language. Exceptions are tokens that users are meant to write: the mask
-token, T5's <extra_id_N> and Marian's >>fra<<.
+Each class gives the same ids as the checkpoint's original tokenizer. Added tokens with text are matched as whole
+tokens, as in the original. Special tokens inside a text are ordinary text where the original allows it, so that a text
+cannot end the source or change its language. Exceptions are tokens that users are meant to write: the mask token, T5's
+<extra_id_N> and Marian's >>fra<<.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Segmenter(ABC):
     def min_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of a text, in little time for any length.
 
-        With unknown tokens the length gives no bound, because one unknown token can stand for the whole text. So only
+        With unknown tokens the length gives no bound, because one unknown token can represent the whole text. So only
         the first words of a long text are segmented, up to 20,000 characters. The bound of a shorter text is 0:
         the caller can segment it.
         """
@@ -74,8 +74,8 @@ class Backend(Segmenter):
 
     def encode(self, text: str) -> Encoding:
         """Return ids and offsets as the library gives them. Releases the interpreter lock."""
-        found = self._backend.encode_batch([text], add_special_tokens=False)[0]
-        return Encoding(found.ids, found.offsets)
+        encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        return Encoding(encoding.ids, encoding.offsets)
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text. Holds the interpreter lock."""
@@ -146,8 +146,8 @@ class Pieces(Segmenter):
     def _ids_of(self, pieces: Sequence[Any]) -> list[int]:
         """Return Transformer ids of pieces, or of ids of the SentencePiece model, depending on the mapping's keys."""
         if isinstance(self._ids, Mapping):
-            found, unk_id = self._ids, self._unk_id
-            return [found.get(piece, unk_id) for piece in pieces]
+            ids, unk_id = self._ids, self._unk_id
+            return [ids.get(piece, unk_id) for piece in pieces]
         return [self._ids[piece] for piece in pieces]
 
     def _parts(self, text: str) -> Iterator[tuple[int, str, int | None]]:
@@ -177,9 +177,9 @@ class Bytes(Segmenter):
                 offsets.append((start, start + len(part)))
                 continue
             for place, char in enumerate(part, start):
-                held = char.encode()
-                ids.extend(byte + self._id_offset for byte in held)
-                offsets.extend([(place, place + 1)] * len(held))
+                utf8 = char.encode()
+                ids.extend(byte + self._id_offset for byte in utf8)
+                offsets.extend([(place, place + 1)] * len(utf8))
         return Encoding(ids, offsets)
 
     def ids(self, text: str) -> list[int]:
@@ -203,8 +203,8 @@ class Words(Segmenter):
 
     def encode(self, text: str) -> Encoding:
         """Return ids and offsets of the words."""
-        found = list(_WORD.finditer(text))
-        return Encoding([self._ids.get(word[0], self._unk_id) for word in found], [word.span() for word in found])
+        words = list(_WORD.finditer(text))
+        return Encoding([self._ids.get(word[0], self._unk_id) for word in words], [word.span() for word in words])
 
     def min_tokens(self, text: str) -> int:
         """Return the number of words."""
@@ -221,11 +221,11 @@ class WholeTokens:
 
     def split(self, text: str, begin: int = 0) -> Iterator[tuple[int, str, int | None]]:
         """Yield start, text and id of each non-empty part of text[begin:]; the id is None between whole tokens."""
-        for found in self._pattern.finditer(text, begin) if self._pattern else ():
-            if begin < found.start():
-                yield begin, text[begin : found.start()], None
-            yield found.start(), found[0], self._ids[found[0]]
-            begin = found.end()
+        for match in self._pattern.finditer(text, begin) if self._pattern else ():
+            if begin < match.start():
+                yield begin, text[begin : match.start()], None
+            yield match.start(), match[0], self._ids[match[0]]
+            begin = match.end()
         if begin < len(text):
             yield begin, text[begin:], None
 

@@ -89,6 +89,6 @@ def _bare(template: Template, ids: Sequence[int], languages: LanguageIds) -> Seq
 def _around(elements: Template, languages: LanguageIds | None) -> list[int]:
     """Return the ids of a template's elements other than texts."""
     given = languages or LanguageIds()
-    named = {"$source_language": given.source, "$target_language": given.target}
-    tokens = (named.get(element) if isinstance(element, str) else element for element in elements)
+    ids_by_slot = {"$source_language": given.source, "$target_language": given.target}
+    tokens = (ids_by_slot.get(element) if isinstance(element, str) else element for element in elements)
     return [token for token in tokens if token is not None]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 
 from antiphon.model.text.format import TokenizerError
 
-WORD_MARK = "\u2581"  # SentencePiece's stand-in for a space (Kudo & Richardson 2018)
+WORD_MARK = "\u2581"  # SentencePiece's symbol for a space (Kudo & Richardson 2018)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TOKEN_BY_TOKEN = {"WordPiece", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "Sequence"}
 
@@ -47,7 +47,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level(token: str) -> bytes:
-    """Return the bytes of a token of byte-level BPE; an added token with other characters stands for itself."""
+    """Return the bytes of a token of byte-level BPE; an added token with other characters is its own text."""
     alphabet = byte_alphabet()
     try:
         return bytes([alphabet[char] for char in token])
@@ -57,8 +57,8 @@ def byte_level(token: str) -> bytes:
 
 def byte_piece(token: str) -> bytes | None:
     """Return the byte of a <0xNN> token; None for any other token."""
-    found = _BYTE_PIECE.fullmatch(token)
-    return bytes([int(found[1], 16)]) if found else None
+    match = _BYTE_PIECE.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else None
 
 
 def space_before(token: str) -> bytes:

@@ -1,6 +1,6 @@
 """Token table: bytes of each token id, and decoding of ids to text, at once or incrementally. Imports no torch.
 
-After other tokens a token stands for a fixed string of bytes. At the beginning of a text it can stand for another one.
+After other tokens a token represents a fixed string of bytes. At the beginning of a text it can represent another one.
 White space at the ends of a text can be removed. So texts can be streamed: a delta never ends inside a character, and
 the concatenated deltas are equal to the text decoded at once.
 """
@@ -24,7 +24,7 @@ class TokenTable:
     pieces: name of each token; "" for an id without a token.
     texts: bytes of each token after other tokens; empty for special tokens.
     first: function from a piece to its bytes at the beginning of a text; None: the same bytes as `texts`.
-    special: ids that stand for no text; the next token is still the first of the text.
+    special: ids of tokens without text; the next token is still the first of the text.
     strips: removed from a text: "white space" at both ends; "one space" and "leading spaces" at the beginning.
     errors: treatment of invalid UTF-8: "replace" by U+FFFD, or "ignore".
     """
@@ -67,10 +67,10 @@ def table_of(
     errors: Literal["replace", "ignore"] = "replace",
 ) -> TokenTable:
     """Return the table of (token, id) pairs; `read` gives the bytes of a token that is not special."""
-    held, hidden = list(tokens), frozenset(special)
-    size = 1 + max((index for _, index in held), default=-1)
+    pairs, hidden = list(tokens), frozenset(special)
+    size = 1 + max((index for _, index in pairs), default=-1)
     pieces, texts = [""] * size, [b""] * size
-    for token, index in held:
+    for token, index in pairs:
         pieces[index] = token
         if index not in hidden:
             texts[index] = read(token)

@@ -104,8 +104,8 @@ class SelfAttention(nn.Module):
             table, rows = relative
             position_keys, position_queries = self.relative(table, self.qkv)
             bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
-        mixed = self._attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
-        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+        attended = self._attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
         """Attend from one new token a row: hidden [B, 1, M], past_lens [B] int32, cache two of [B, H, C, D].
@@ -113,8 +113,8 @@ class SelfAttention(nn.Module):
         Returns [B, 1, M] and the cache with the new token.
         """
         query, key, value = self._project(hidden, past_lens[:, None])
-        mixed, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
-        return self.out(mixed.flatten(-2)), (present[0], present[1])
+        attended, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
+        return self.out(attended.flatten(-2)), (present[0], present[1])
 
 
 class CrossAttention(nn.Module):
@@ -142,8 +142,8 @@ class CrossAttention(nn.Module):
         """
         query = self.query(hidden).unflatten(-1, self.heads)
         key, value = (part.transpose(1, 2) for part in cross_kv)
-        mixed = self._attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
-        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+        attended = self._attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
+        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
         """Attend from one token a row, hidden [B, 1, M], to the first source_lens keys of cross_kv. Returns [B, 1, M].
@@ -152,8 +152,8 @@ class CrossAttention(nn.Module):
         """
         query = self.query(hidden).unflatten(-1, self.heads)
         no_keys = query[:, :0]  # the cache gets no new keys
-        mixed, _, _ = self._attend_cached(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
-        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+        attended, _, _ = self._attend_cached(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
+        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):

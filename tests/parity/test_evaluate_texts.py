@@ -132,4 +132,4 @@ def test_bundle_without_float32_graphs_is_not_recorded(
 def test_profile_reports_that_it_measures_only_encoders(imported: Imported, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(imported.bundle)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"antiphon profile: {imported.bundle} is a decoder alone; encoders are what is measured"
+    assert line == f"antiphon profile: {imported.bundle} is decoder-only; only encoders are measured"

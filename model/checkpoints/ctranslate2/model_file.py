@@ -135,9 +135,9 @@ class ModelFile:
                 f"{self.path}: not a CTranslate2 model, or of an unsupported version: version is {self.version}, "
                 f"supported are {_NAMED_SPECIFICATION} to {NEWEST_VERSION}"
             )
-        named = self.version >= _NAMED_SPECIFICATION
-        self.specification = self._string() if named else ""
-        self.revision = self._number("<I") if named else 1
+        has_specification = self.version >= _NAMED_SPECIFICATION
+        self.specification = self._string() if has_specification else ""
+        self.revision = self._number("<I") if has_specification else 1
         for _ in range(self._number("<I")):
             name = self._string()
             self._variables[name] = self._variable(name)

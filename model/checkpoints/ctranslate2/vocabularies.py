@@ -74,8 +74,8 @@ def write_text(folder: Path, settings: Settings, to: Path) -> None:
     names = _written(settings, "json" if is_json else "txt")
     for name, tokens in zip(names, settings["tokens"], strict=False):
         ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
-        held = json.dumps(ids, ensure_ascii=False) if is_json else "".join(f"{token}\n" for token in tokens)
-        (to / name).write_text(held, encoding="utf-8", newline="\n")
+        content = json.dumps(ids, ensure_ascii=False) if is_json else "".join(f"{token}\n" for token in tokens)
+        (to / name).write_text(content, encoding="utf-8", newline="\n")
 
 
 def _written(settings: Settings, suffix: str) -> list[str]:
@@ -113,8 +113,8 @@ def _read(folder: Path, stem: str, unknown: str) -> list[str] | None:
     if path is None:
         return None
     try:
-        held = path.read_bytes().decode("utf-8")
-        tokens = json.loads(held) if path.suffix == ".json" else _lines(held)
+        content = path.read_bytes().decode("utf-8")
+        tokens = json.loads(content) if path.suffix == ".json" else _lines(content)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
@@ -122,7 +122,7 @@ def _read(folder: Path, stem: str, unknown: str) -> list[str] | None:
     return tokens if unknown in tokens else [*tokens, unknown]
 
 
-def _lines(held: str) -> list[str]:
+def _lines(content: str) -> list[str]:
     """Return the lines of a text; if all lines end with a carriage return, it is removed."""
-    lines = held.removesuffix("\n").split("\n")
+    lines = content.removesuffix("\n").split("\n")
     return [line[:-1] for line in lines] if all(line.endswith("\r") for line in lines) else lines

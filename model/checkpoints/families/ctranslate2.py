@@ -168,8 +168,8 @@ def _config_file(folder: Path, file: ModelFile) -> dict[str, Any]:
     if file.version < _CONFIG_FILE or not path.is_file():
         return {}
     try:
-        held = json.loads(path.read_bytes())
-        return dict(held)
+        content = json.loads(path.read_bytes())
+        return dict(content)
     except (OSError, ValueError, TypeError) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None
 

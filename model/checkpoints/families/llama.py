@@ -93,8 +93,8 @@ def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None
         raise SourceError(f"config.json: rope scaling is of type {kind!r}; supported are {known}")
     name = "original_max_position_embeddings"
     length = settings.get("max_position_embeddings", _DEFAULT_LEN)
-    held = {**rotation, "kind": kind, name: settings.get(name, rotation.get(name, length))}
-    return {key: held[key] for key in _SCALED[kind].model_fields if key in held}
+    fields = {**rotation, "kind": kind, name: settings.get(name, rotation.get(name, length))}
+    return {key: fields[key] for key in _SCALED[kind].model_fields if key in fields}
 
 
 def _longest(settings: Settings) -> int:
@@ -107,8 +107,8 @@ def _longest(settings: Settings) -> int:
 
 def _first(settings: Settings, name: str, default: int) -> int:
     """Return a special token id; the first one if the setting is a list."""
-    held = settings.get(name)
-    return setting({name: held[0] if isinstance(held, list) and held else held}, name, int, default=default)
+    value = settings.get(name)
+    return setting({name: value[0] if isinstance(value, list) and value else value}, name, int, default=default)
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:

@@ -29,7 +29,8 @@ from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, Self
 from antiphon.model.transformer.positions import rotary_tables, rotate
 from antiphon.model.transformer.transformer import Stack, Transformer
 
-# Sizes of the free axes: not 1 and not equal, or the tracer would take them for constants, or for one axis.
+# Sizes of the free axes. They are not 1, which the tracer would treat as a constant, and not equal, which it would
+# treat as one axis.
 _EXAMPLE_SOURCE, _EXAMPLE_TARGET = 7, 11
 
 # Largest difference of an attention weight, which is 0 to 1. float32 is summed in another order, as in verify.py.
@@ -51,7 +52,7 @@ class ExplainModule(nn.Module):
 
         source_ids: [1, S] int64, end token included; target_ids: [1, T] int64, begin token first
         Returns encoder_self [L, H, S, S], decoder_self [Ld, H, T, T] and cross [Ld, H, T, S] float32. The weights of
-        a query sum to 1; keys that it may not see have weight 0.
+        a query sum to 1; masked keys have weight 0.
         """
         memory, encoder_self = self._encode(source_ids)
         decoder_self, cross = self._decode(target_ids, memory)
@@ -106,7 +107,7 @@ def _self_attention(
         cos, sin = rotary_tables(positions, attention.heads[1], attention.rope_theta, attention.rope_scaling)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     weights = _weights(query, key, bias, scale=attention.scale, causal=attention.causal)
-    return _mixed(attention.out, weights, value), weights
+    return _weighted_sums(attention.out, weights, value), weights
 
 
 def _cross_attention(attention: CrossAttention, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ def _cross_attention(attention: CrossAttention, hidden: Tensor, memory: Tensor) 
     query = attention.query(hidden).unflatten(-1, attention.heads)
     key, value = (part.unflatten(-1, attention.heads) for part in attention.kv(memory).chunk(2, dim=-1))
     weights = _weights(query, key, None, scale=attention.scale, causal=False)
-    return _mixed(attention.out, weights, value), weights
+    return _weighted_sums(attention.out, weights, value), weights
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor | None, *, scale: float, causal: bool) -> Tensor:
@@ -128,10 +129,10 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor | None, *, scale: float, c
     return scores.softmax(dim=-1)
 
 
-def _mixed(out: nn.Linear, weights: Tensor, value: Tensor) -> Tensor:
-    """Mix values [1, S, H, D] by weights [1, H, T, S] and project them to [1, T, M]."""
-    mixed: Tensor = out(torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2).flatten(-2))
-    return mixed
+def _weighted_sums(out: nn.Linear, weights: Tensor, value: Tensor) -> Tensor:
+    """Add values [1, S, H, D] with weights [1, H, T, S] and project the sums to [1, T, M]."""
+    attended: Tensor = out(torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2).flatten(-2))
+    return attended
 
 
 def trace_explain(model: Transformer) -> ir.Model:
@@ -182,20 +183,20 @@ def _error(
     limits = (config.max_source_len, config.max_target_len)
     vocabularies = (config.resolved_source_vocab_size, config.vocab_size)
     ids = [random.integers(0, size, min(pair)) for size, *pair in zip(vocabularies, lens, limits, strict=True)]
-    found = session.run(*(row.tolist() for row in ids))
+    explanation = session.run(*(row.tolist() for row in ids))
     with torch.no_grad():
         expected = reference(*(torch.from_numpy(row)[None] for row in ids))
-    pairs = zip((found.encoder_self, found.decoder_self, found.cross), expected, strict=True)
+    pairs = zip((explanation.encoder_self, explanation.decoder_self, explanation.cross), expected, strict=True)
     return float(np.max([np.abs(ours - theirs.numpy()).max() for ours, theirs in pairs]))
 
 
 @torch.no_grad()
 def rounded(model: Transformer, precision: Precision) -> Transformer:
     """Return a copy whose products and token embeddings are rounded as the precision stores them (quantize.py)."""
-    twin = deepcopy(model).eval()
+    result = deepcopy(model).eval()
     if precision == "float32":
-        return twin
-    for weight in {module.weight for module in twin.modules() if isinstance(module, nn.Linear | nn.Embedding)}:
+        return result
+    for weight in {module.weight for module in result.modules() if isinstance(module, nn.Linear | nn.Embedding)}:
         integers, scales = quantize_rows(weight.numpy())
         weight.copy_(torch.from_numpy(integers * scales[:, None]))
-    return twin
+    return result

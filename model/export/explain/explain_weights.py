@@ -3,10 +3,10 @@
 A product's constant is replaced by the tensor as those graphs store it, and by plain ONNX nodes that compute [K, O]
 float32 from it:
 
-    plain  float32  as it is                          int8  s8 [K, O], scales [O]
+    plain  float32  unchanged                        int8  s8 [K, O], scales [O]
     native float32  [Op / 16, K, 16]                  int8  s8 [Op / 16, Kp / 4, 16, 4], scales [Op]   (packing.py)
 
-Of an embedding only the rows that are read are unpacked. WeightsFile then finds that the tensors are already stored.
+Only those rows of an embedding are unpacked that are read. WeightsFile then finds that the tensors are already stored.
 
 Axes: O outputs (V of an embedding), K inputs (M of an embedding), N ids.
 """
@@ -31,7 +31,7 @@ _FLOAT = int(ir.DataType.FLOAT)
 
 
 def store_as(model: ir.Model, layout: Layout, precision: Precision) -> None:
-    """Change an explain graph in place, to read its weights as the graphs of this layout and precision store them."""
+    """Change an explain graph in place so that it reads weights in the form of this layout and precision."""
     if (layout, precision) == ("plain", "float32"):
         return
     work = _Unpacker(model.graph, layout, precision)
@@ -60,15 +60,15 @@ class _Unpacker:
         if self.precision == "float32":
             packed = self.edit.constant(pack_float(weight.T))
             rows = self._reshaped(node, self._transposed(node, packed, 1, 0, 2), inputs, -1)
-            return self._first(node, rows, outputs, axis=1, held=-outputs % PANEL + outputs)
+            return self._first(node, rows, outputs, axis=1, num_entries=-outputs % PANEL + outputs)
         if self.layout == "plain":
             integers, scales = quantize_rows(weight.T)
             return self._dequantized(node, self.edit.constant(np.ascontiguousarray(integers.T)), scales)
-        held = pack_int8(weight.T)
-        depth, width = held.integers.shape[1] * held.integers.shape[3], len(held.scales)
-        rows = self._transposed(node, self.edit.constant(held.integers), 1, 3, 0, 2)
-        rows = self._first(node, self._reshaped(node, rows, depth, width), inputs, axis=0, held=depth)
-        return self._first(node, self._dequantized(node, rows, held.scales), outputs, axis=1, held=width)
+        stored = pack_int8(weight.T)
+        depth, width = stored.integers.shape[1] * stored.integers.shape[3], len(stored.scales)
+        rows = self._transposed(node, self.edit.constant(stored.integers), 1, 3, 0, 2)
+        rows = self._first(node, self._reshaped(node, rows, depth, width), inputs, axis=0, num_entries=depth)
+        return self._first(node, self._dequantized(node, rows, stored.scales), outputs, axis=1, num_entries=width)
 
     def embedding(self, node: ir.Node, table: NDArray[np.float32]) -> ir.Value:
         """Return the rows [1, N, M] float32 that `node` gathers, computed from the stored form of table [V, M]."""
@@ -79,14 +79,14 @@ class _Unpacker:
             integers, scales = quantize_rows(table)
             rows = self.edit.emit(node, "Gather", [self.edit.constant(integers), ids])
             return self._scaled(node, rows, scales, ids)
-        held = pack_int8(table)
-        groups = self._from_panels(node, self.edit.constant(held.integers), ids)  # [1, N, Kp / 4, 4]
-        depth = held.integers.shape[1] * held.integers.shape[3]
-        rows = self._first(node, self._reshaped(node, groups, 1, -1, depth), width, axis=2, held=depth)
-        return self._scaled(node, rows, held.scales, ids)
+        stored = pack_int8(table)
+        groups = self._from_panels(node, self.edit.constant(stored.integers), ids)  # [1, N, Kp / 4, 4]
+        depth = stored.integers.shape[1] * stored.integers.shape[3]
+        rows = self._first(node, self._reshaped(node, groups, 1, -1, depth), width, axis=2, num_entries=depth)
+        return self._scaled(node, rows, stored.scales, ids)
 
     def _from_panels(self, node: ir.Node, packed: ir.Value, ids: ir.Value) -> ir.Value:
-        """Gather for each id its lane of its panel: packed [Vp / 16, x, 16, ..] -> [1, N, x, ..]."""
+        """Gather the lane of each id from its panel: packed [Vp / 16, x, 16, ..] -> [1, N, x, ..]."""
         panel = self.edit.constant(np.array(PANEL, np.int64))
         panels = self.edit.emit(node, "Gather", [packed, self.edit.emit(node, "Div", [ids, panel])])
         panels = self._transposed(node, panels, 0, 1, 3, 2, *range(4, len(shape_of(packed)) + 1))  # [1, N, 16, x, ..]
@@ -108,8 +108,8 @@ class _Unpacker:
     def _reshaped(self, node: ir.Node, value: ir.Value, *shape: int) -> ir.Value:
         return self.edit.emit(node, "Reshape", [value, self.edit.ints(*shape)])
 
-    def _first(self, node: ir.Node, value: ir.Value, size: int, *, axis: int, held: int) -> ir.Value:
-        """Return the first `size` of the `held` entries along an axis, without those that packing added."""
-        if size == held:
+    def _first(self, node: ir.Node, value: ir.Value, size: int, *, axis: int, num_entries: int) -> ir.Value:
+        """Return the first `size` of `num_entries` entries along an axis, without those that packing added."""
+        if size == num_entries:
             return value
         return self.edit.emit(node, "Slice", [value, self.edit.ints(0), self.edit.ints(size), self.edit.ints(axis)])

@@ -1,11 +1,11 @@
 """Lowering `contrib`: replaces attention nodes by operators that are part of ONNX Runtime.
 
-    Attention        -> com.microsoft::MultiHeadAttention; without a T x T buffer when nothing masks or biases it
+    Attention        -> com.microsoft::MultiHeadAttention; without a T x T buffer if there is no mask and no bias
     CachedAttention  -> com.microsoft::GroupQueryAttention over a shared buffer; with no new keys (cross attention)
-                        an empty key and value leave the cache as it is
+                        an empty key and value leave the cache unchanged
 
-A pass over the whole graph, since the operators take [B, T, H*D] operands, packed where possible, and small inputs that
-all layers can share. Kernels differ between execution providers, so LOWERINGS has one function for each.
+This is a pass over the whole graph, because the operators take [B, T, H*D] operands, packed where possible, and small
+inputs that all layers can share. Kernels differ between execution providers, so LOWERINGS has one function for each.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Lowering:
         out = {ATTENTION.node_name: self._attention, CACHED_ATTENTION.node_name: self._cached_attention}[node.op_type](
             node
         )
-        self._hand_over(node, out)
+        self._connect(node, out)
         self.edit.graph.remove(node, safe=True)
 
     def _attention(self, node: ir.Node) -> ir.Value:
@@ -73,7 +73,7 @@ class _Lowering:
         if causal and queries != keys:
             raise LoweringError(f"{node.name}: causal attention of {queries} queries over {keys} keys has no operator")
         joined = [self._joined(part, node) for part in (query, key, value)]
-        projection_bias = self._moved_bias(joined)
+        projection_bias = self._take_bias(joined)
         attributes = {
             "num_heads": static_dim(query, 2),
             "scale": node.attributes["scale"].as_float(),
@@ -82,7 +82,7 @@ class _Lowering:
         inputs = [*joined, projection_bias, lens, bias]
         return self.edit.emit(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB)
 
-    def _moved_bias(self, parts: list[ir.Value]) -> ir.Value | None:
+    def _take_bias(self, parts: list[ir.Value]) -> ir.Value | None:
         """Return the bias of the product that was split into query, key and value; the operator adds it."""
         split = parts[0].producer()
         if split is None or split.op_type != "Split" or list(split.outputs) != parts:
@@ -103,7 +103,7 @@ class _Lowering:
         if appended:
             operands = self._packed((query, key, value), node)
         else:
-            operands, lens = self._reading(query, node), self._minus_one(lens, node)
+            operands, lens = self._without_new_keys(query, node), self._minus_one(lens, node)
         heads = static_dim(query, 2)
         attributes = {
             "num_heads": heads,
@@ -129,14 +129,14 @@ class _Lowering:
             return [split.inputs[0], None, None]
         return list(joined)
 
-    def _reading(self, query: ir.Value, node: ir.Node) -> list[ir.Value | None]:
-        """Return operands that append nothing: the query, and empty keys and values [B, 0, H*D] that layers share."""
+    def _without_new_keys(self, query: ir.Value, node: ir.Node) -> list[ir.Value | None]:
+        """Return operands without new keys: the query, and shared empty keys and values [B, 0, H*D]."""
         joined = self._joined(query, node)
         first, second = self.edit.ints(0), self.edit.ints(1)
-        nothing = self._once(
-            ("nothing", f"{shape_of(query)[0]}"), lambda: self.edit.emit(node, "Slice", [joined, first, first, second])
+        empty = self._once(
+            ("empty", f"{shape_of(query)[0]}"), lambda: self.edit.emit(node, "Slice", [joined, first, first, second])
         )
-        return [joined, nothing, nothing]
+        return [joined, empty, empty]
 
     def _minus_one(self, lens: ir.Value, node: ir.Node) -> ir.Value:
         """Return lens - 1: GroupQueryAttention counts a row's keys without the last one."""
@@ -167,7 +167,7 @@ class _Lowering:
                 return source
         return self.edit.emit(node, "Reshape", [value, self.edit.ints(0, 0, width)])
 
-    def _hand_over(self, node: ir.Node, out: ir.Value) -> None:
+    def _connect(self, node: ir.Node, out: ir.Value) -> None:
         """Connect `out` [B, T, H*D] to the node's readers, without a Reshape where they join the heads."""
         old = node.outputs[0]
         heads, width = static_dim(old, 2), static_dim(old, 3)

@@ -24,7 +24,7 @@ class Editor:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
     def constant(self, array: NDArray[Any], name: str | None = None) -> ir.Value:
-        """Return an initialiser that holds the array; the name is extended where it is taken."""
+        """Return an initialiser that holds the array; a name that exists gets a suffix."""
         key = (str(array.dtype), array.shape, hashlib.sha256(np.ascontiguousarray(array).data).digest())
         if key not in self._constants:
             self._constants[key] = self._initializer(ir.tensor(array), name)
@@ -33,7 +33,7 @@ class Editor:
     def computed_constant(
         self, compute: Callable[[], NDArray[np.float32]], shape: Sequence[int], name: str
     ) -> ir.Value:
-        """Return an initialiser whose numbers are computed at each read and never kept."""
+        """Return an initialiser whose numbers are computed at each read and not stored."""
         tensor = ir.LazyTensor(
             lambda: ir.tensor(compute()), dtype=ir.DataType.FLOAT, shape=ir.Shape(shape, frozen=True)
         )
@@ -86,7 +86,7 @@ class Editor:
 
 
 def take_over(old: ir.Value, new: ir.Value) -> None:
-    """Replace `old` by `new` in every reader and in the graph's outputs; shape, type and output name carry over."""
+    """Replace `old` by `new` in every reader and in the graph's outputs; `new` gets its shape, type and output name."""
     if new.shape is None:
         new.shape, new.type = old.shape, old.type
     if old.is_graph_output():

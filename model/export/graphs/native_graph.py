@@ -4,8 +4,8 @@ Each module takes the submodules of a Transformer, shares their weights, and imp
 operators of ops/operators: without padding, and with one operator for a residual sum and its norm. Tests compare the
 results with the Transformer's own forward pass for every ModelConfig.
 
-Axes: N tokens of a run, packed; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states
-that a head reads, O its outputs.
+Axes: N packed tokens; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states that a
+head reads, O its outputs.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ class _PackedStack(nn.Module):
         return linear(embedded, stack.widen) if isinstance(stack.widen, nn.Linear) else embedded
 
     def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
-        """Run every sublayer with its residual: hidden [N, M] -> [N, M], normed as the Stack's result is."""
+        """Run every sublayer with its residual: hidden [N, M] -> [N, M], with the norms of the Stack."""
         norms = [residual.norm for _, residual in sublayers]
-        pre, reads, stream = self.config.norm_placement == "pre", hidden, hidden
+        pre, normed, stream = self.config.norm_placement == "pre", hidden, hidden
         if pre:
-            reads, _ = self.add_norm(hidden, None, norms[0])
+            normed, _ = self.add_norm(hidden, None, norms[0])
             norms = [*norms[1:], self.stack.final_norm]
         for (sublayer, _), norm in zip(sublayers, norms, strict=True):
-            reads, total = self.add_norm(sublayer(reads), stream, norm)
-            stream = total if pre else reads
-        return reads
+            normed, total = self.add_norm(sublayer(normed), stream, norm)
+            stream = total if pre else normed
+        return normed
 
     def add_norm(self, update: Tensor, stream: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Return norm(stream + update) and the sum itself, both [N, M]."""
@@ -150,7 +150,7 @@ class PackedStates(_PackedStack):
         attention = self.blocks[layer].self_attention
 
         def forward(hidden: Tensor) -> Tensor:
-            mixed = packed_attention(
+            attended = packed_attention(
                 self.project(attention, hidden, positions),
                 offsets,
                 self.bias_table,
@@ -159,7 +159,7 @@ class PackedStates(_PackedStack):
                 scale=attention.scale,
                 causal=False,
             )
-            return linear(mixed, attention.out)
+            return linear(attended, attention.out)
 
         return forward
 
@@ -168,7 +168,7 @@ class PackedStates(_PackedStack):
         assert isinstance(tables, _RelativeTables)
 
         def forward(hidden: Tensor) -> Tensor:
-            mixed = disentangled_attention(
+            attended = disentangled_attention(
                 self.project(attention, hidden, positions),
                 offsets,
                 tables.rows,
@@ -177,7 +177,7 @@ class PackedStates(_PackedStack):
                 num_heads=self.config.num_heads,
                 scale=attention.scale,
             )
-            return linear(mixed, attention.out)
+            return linear(attended, attention.out)
 
         return forward
 
@@ -203,7 +203,7 @@ class _RelativeTables(nn.Module):
 
 
 class PackedHead(nn.Module):
-    """Head of an encoder: states of the tokens that its task reads, to its outputs."""
+    """Head of an encoder; it maps the states of the tokens that its task reads to outputs."""
 
     def __init__(self, head: Head, epsilon: float) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class PagedRows:
 
 
 class PagedDecoder(_PackedStack):
-    """One step of every row: it appends any number of new tokens to the caches and samples what follows picked ones."""
+    """One step of every row: it appends any number of new tokens to the caches and samples the next tokens."""
 
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None
@@ -300,7 +300,7 @@ class PagedDecoder(_PackedStack):
 
     def _attend(self, attention: SelfAttention, rows: PagedRows, layer: int) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
-            mixed, rows.cache = paged_self_attention(
+            attended, rows.cache = paged_self_attention(
                 self.project(attention, hidden, rows.positions),
                 rows.cache,
                 rows.self_tables,
@@ -312,13 +312,13 @@ class PagedDecoder(_PackedStack):
                 scale=attention.scale,
                 layer=layer,
             )
-            return linear(mixed, attention.out)
+            return linear(attended, attention.out)
 
         return forward
 
     def _attend_source(self, attention: CrossAttention, rows: PagedRows, layer: int) -> Sublayer:
         def forward(hidden: Tensor) -> Tensor:
-            mixed = paged_cross_attention(
+            attended = paged_cross_attention(
                 linear(hidden, attention.query),
                 rows.cache,
                 rows.cross_tables,
@@ -328,6 +328,6 @@ class PagedDecoder(_PackedStack):
                 scale=attention.scale,
                 layer=layer,
             )
-            return linear(mixed, attention.out)
+            return linear(attended, attention.out)
 
         return forward

@@ -44,7 +44,7 @@ def write_early(graph: ir.Graph) -> None:
 
     ONNX Runtime orders nodes backwards from the last one, and among a node's producers it visits the latest in the
     file first. If each write follows its product in the file, it computes the products of all layers before the first
-    write and holds them: 26 KiB a token for a Transformer base, instead of 12 KiB.
+    write and keeps them in memory: 26 KiB a token for a Transformer base, instead of 12 KiB.
     """
     for node in [node for node in graph if node.op_type == "PagedWrite"]:
         graph.remove(node)
@@ -54,7 +54,7 @@ def write_early(graph: ir.Graph) -> None:
 def forget_shapes(graph: ir.Graph) -> None:
     """Remove the shapes of intermediate tensors; those of the graph's inputs and outputs stay.
 
-    Where ONNX Runtime sees that two tensors have the same shape, it gives them one buffer and holds it from the first
+    Where ONNX Runtime sees that two tensors have the same shape, it gives them one buffer and keeps it from the first
     to the last of them, also while it is unused: 20 KiB a token for a Transformer base, of which 12 KiB are in use.
     """
     for node in graph:
@@ -77,7 +77,7 @@ def fold_transposes(graph: ir.Graph) -> None:
 def sum_residuals(graph: ir.Graph) -> None:
     """Replace skip + (update + bias) by Sum(update, bias, skip).
 
-    This saves a node, and it hides the Add that ONNX Runtime would fuse with the norm behind it. On its CPU provider
+    This saves a node, and it hides the Add that ONNX Runtime would fuse with the norm after it. On its CPU provider
     SkipLayerNormalization takes 350 us for 256 rows of 256; the sums and LayerNormalization together take 52 us.
     """
     edit = Editor(graph)

@@ -36,7 +36,8 @@ from antiphon.model.transformer.transformer import Transformer
 
 OPSET = 23
 
-# Sizes of the free axes: not 1 and not equal, or the tracer would take them for constants, or for one axis.
+# Sizes of the free axes. They are not 1, which the tracer would treat as a constant, and not equal, which it would
+# treat as one axis.
 _EXAMPLE_SIZES = {
     "batch": 3, "source": 7, "target_capacity": 11, "source_capacity": 13,
     "tokens": 17, "rows": 5, "offsets": 6, "table": 8, "self_table": 9, "cross_table": 10, "num_blocks": 19,

@@ -52,13 +52,13 @@ TOLERANCES: dict[Precision, Tolerance] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One batch: the source length of each row, and how many tokens to decode."""
+    """One batch: the source length of each row, and the number of tokens to decode."""
 
     source_lens: tuple[int, ...]
     steps: int
 
     def capped(self, config: ModelConfig) -> Case:
-        """Return the batch, shortened to the model's limits."""
+        """Return the batch with lengths within the model's limits."""
         lens = tuple(min(length, config.max_source_len) for length in self.source_lens)
         return Case(source_lens=lens, steps=min(self.steps, config.max_target_len))
 
@@ -89,7 +89,7 @@ class Comparison:
             )
         if not self.agreement >= limit.min_agreement:
             return (
-                f"likeliest tokens agree in {self.agreement:.1%} of steps, at least {limit.min_agreement:.0%} is asked"
+                f"likeliest tokens agree in {self.agreement:.1%} of steps, at least {limit.min_agreement:.0%} required"
             )
         return None
 
@@ -107,7 +107,7 @@ def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int =
     Raises VerificationError when a measure is beyond its tolerance.
     """
     random = np.random.default_rng(seed)
-    cases = [_Drawn(model, case.capped(model.config), random) for case in CASES]
+    cases = [_RandomBatch(model, case.capped(model.config), random) for case in CASES]
     try:
         pairs = _run_cases(directory, graphs, model.config, cases)
     except StepError as error:
@@ -123,7 +123,7 @@ def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int =
 
 
 def _run_cases(
-    directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_Drawn]
+    directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_RandomBatch]
 ) -> list[tuple[Floats, Floats]]:
     """Return the found and expected logits of each case."""
     if graphs.lowering == "native":
@@ -144,7 +144,7 @@ def compare(found: Floats, expected: Floats) -> Comparison:
     )
 
 
-class _Drawn:
+class _RandomBatch:
     """Random sources and targets [B, T] of a case, and the model's logits [B, T, V] for them."""
 
     def __init__(self, model: Transformer, case: Case, random: np.random.Generator) -> None:
@@ -156,7 +156,7 @@ class _Drawn:
 
 
 def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
-    """Return the model's logits [B, T, V] for targets [B, T]; a decoder alone does not read the sources."""
+    """Return the model's logits [B, T, V] for targets [B, T]; a decoder-only model does not read the sources."""
     with torch.no_grad():
         if model.encoder is None:
             logits = model.logits(model.decode(torch.from_numpy(target), None))
@@ -165,8 +165,8 @@ def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
     return logits.numpy()
 
 
-def _native_logits(stepper: NativeStepper, case: _Drawn) -> tuple[Floats, Floats]:
-    """Return found and expected logits [N, V] of every step of a case, and of a run with each target in two pieces.
+def _native_logits(stepper: NativeStepper, case: _RandomBatch) -> tuple[Floats, Floats]:
+    """Return found and expected logits [N, V] of all steps, and of a second run that feeds each target in two pieces.
 
     The normaliser of the model's logits turns log-probabilities into logits.
     """
@@ -185,7 +185,7 @@ def _native_logits(stepper: NativeStepper, case: _Drawn) -> tuple[Floats, Floats
 
 
 def step_through(stepper: Stepper, sources: Sequence[Ids], target: Ids) -> Floats:
-    """Feed target [B, T] token by token, each row one step behind the row before it; returns the results [B, T, V].
+    """Feed target [B, T] token by token, each row one step later than the previous row; returns the results [B, T, V].
 
     A row that has not begun repeats its first token at its first position; one that has ended repeats its last.
     """

@@ -1,7 +1,7 @@
 """Verification of the exported graphs of an encoder-only model: graphs and PyTorch model run on random sources.
 
-Sources of unequal lengths are packed in one run, as the server packs them; the reference pads them. Heads read every
-state, also those that their task does not need, so that more is compared.
+Sources of unequal lengths are packed in one run, as the server packs them; the reference pads them. Heads read all
+states, also those that their task does not need, so that more outputs are compared.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ A panel holds 16 outputs side by side, so that one vector holds the weights of o
              with a scale for each output, and the sum of its integers, which corrects for the zero point
     int4     [O, K] -> [Op / 16, Kp / 8, 16, 4], eight inputs of an output in four bytes, the first four in the lower
              nibbles; each 32 inputs of an output share a scale, a float16 times the output's own. Products only:
-             embeddings are int8, and so is the product over the vocabulary, which may share their weight
+             embeddings are int8, and so is the product over the vocabulary, which can share their weight
 
 Op is O rounded up to 16, Kp is K rounded up to 64; the padding is zero. An embedding has the layout of the product that
-it may be tied to, so that both share one tensor.
+it can be tied to, so that both share one tensor.
 
 Axes: O outputs (V of an embedding), K inputs (M of an embedding).
 """
@@ -118,7 +118,7 @@ def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArra
 
 
 def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
-    """Append zeros, so that these numbers divide the rows and columns."""
+    """Append zeros until the numbers of rows and columns are multiples of these numbers."""
     extra = [(0, -size % multiple) for size, multiple in zip(matrix.shape, (rows, columns), strict=True)]
     return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
@@ -127,7 +127,7 @@ _WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operat
 
 
 def pack_weights(model: ir.Model, precision: Precision) -> None:
-    """Pack every weight of a native graph in place; operators with integer weights become the quantised ones."""
+    """Pack every weight of a native graph in place; for integer weights, use the quantised operators."""
     work = _Packer(model.graph, precision)
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type in _WITH_WEIGHT:
@@ -153,10 +153,10 @@ class _Packer:
         precision = self.precision if self.precision in operator.weight.parts else "int8"
         packed = operator.packed_node(precision)
         assert packed is not None
-        held = (array.ctypes.data, array.shape, precision)  # tied weights may be several initialisers of one tensor
-        if held not in self.packed:
-            self.packed[held] = _pack(self.edit, array, value.name or node.op_type, precision)
-        parts = self.packed[held][: len(operator.weight.parts[precision])]
+        key = (array.ctypes.data, array.shape, precision)  # tied weights can be several initialisers of one tensor
+        if key not in self.packed:
+            self.packed[key] = _pack(self.edit, array, value.name or node.op_type, precision)
+        parts = self.packed[key][: len(operator.weight.parts[precision])]
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         attributes.update(zip(sizes, array.shape, strict=False))
         inputs = [*node.inputs[:index], *parts, *node.inputs[index + 1 :]]
@@ -173,12 +173,12 @@ def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tupl
         shape = (-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
         return (edit.computed_constant(lambda: pack_float(weight), shape, f"{name}.packed"),)
     if precision == "int4":
-        held = pack_int4(weight)
+        quantised = pack_int4(weight)
         return (
-            edit.constant(held.nibbles, f"{name}.nibbles"),
-            edit.constant(held.ratios, f"{name}.ratios"),
-            edit.constant(held.scales, f"{name}.nibble_scales"),
-            edit.constant(held.offsets, f"{name}.offsets"),
+            edit.constant(quantised.nibbles, f"{name}.nibbles"),
+            edit.constant(quantised.ratios, f"{name}.ratios"),
+            edit.constant(quantised.scales, f"{name}.nibble_scales"),
+            edit.constant(quantised.offsets, f"{name}.offsets"),
         )
     packed = pack_int8(weight)
     return (

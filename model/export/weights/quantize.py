@@ -54,7 +54,8 @@ def quantize(model: ir.Model) -> None:
 def quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Quantise weight [N, K] to integers [N, K] in -127..127 and scales [N]; weight ~ integers * scales[:, None].
 
-    Rows that already are integers of 126 levels keep them: old CTranslate2 converters truncated, current ones round.
+    Rows of multiples of their largest number / 126 keep these integers: old CTranslate2 converters truncated, current
+    ones round.
     """
     integers, scales = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
     for begin in range(0, len(weight), _ROWS):  # in parts: embeddings are large
@@ -86,7 +87,7 @@ class _Quantizer:
         self.zero_points: dict[str, ir.Value] = {}
 
     def product(self, node: ir.Node) -> None:
-        """Quantise a MatMul or Gemm with a constant matrix; other products stay as they are."""
+        """Quantise a MatMul or Gemm with a constant matrix; other products do not change."""
         activation, weight = node.inputs[0], constant_array(node.inputs[1])
         if activation is None or weight is None or weight.ndim != 2:
             return
@@ -94,7 +95,7 @@ class _Quantizer:
         integers, scale = quantize_rows(weight if transposed else weight.T)
         rows = self._quantized(activation, node)
         if transposed:
-            # Stored untransposed, since an embedding may share it; the runtime transposes it once, when it loads.
+            # Stored untransposed, since an embedding can share it; the runtime transposes it once, when it loads.
             matrix = self.edit.emit(node, "Transpose", [self.edit.constant(integers)], {"perm": [1, 0]})
         else:
             matrix = self.edit.constant(np.ascontiguousarray(integers.T))
@@ -108,7 +109,7 @@ class _Quantizer:
         self.edit.graph.remove(node, safe=True)
 
     def embedding(self, node: ir.Node) -> None:
-        """Quantise a Gather of token vectors; tables that other indices than token ids read stay as they are."""
+        """Quantise a Gather of token vectors; other tables do not change."""
         table, ids = constant_array(node.inputs[0]), node.inputs[1]
         if table is None or table.ndim != 2 or ids is None or not ids.is_graph_input():
             return
@@ -130,7 +131,7 @@ class _Quantizer:
     def _quantize(self, value: ir.Value, node: ir.Node) -> _Rows:
         producer = value.producer()
         positive = producer is not None and producer.op_type == "Relu"
-        # Numbers that are never negative need no Abs, and use all 256 levels.
+        # Numbers that are never negative need no Abs and use all 256 levels.
         levels, zero = (255, 0) if positive else (_LEVELS, 128)
         size = value if positive else self.edit.emit(node, "Abs", [value])
         largest = self.edit.emit(node, "ReduceMax", [size, self.edit.ints(-1)], {"keepdims": 1})

@@ -1,7 +1,7 @@
 """Quantisation to int4: integers of -8 to 7, with a scale for each group of 32 inputs of an output. Torch-free.
 
-The scale maps the group's largest weight to -8, or somewhat beyond the range; the factor of _FACTORS with the smallest
-squared error is taken. Over the products of the English-German model that comes with Antiphon, the root mean square of
+The scale maps the group's largest weight to -8, or slightly beyond the range: the factor in _FACTORS with the smallest
+squared error decides. Over the products of the English-German model that comes with Antiphon, the root mean square of
 the error is 7.8 % of that of the weights (9.3 % with -7 to 7 and one factor; 8.6 % with groups of 64, 6.9 % of 16).
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 GROUP = 32
 _LOWEST, _HIGHEST = -8, 7
 _FACTORS = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8, 0.75)
-_OUTPUTS = 1024  # in parts: a weight may be large
+_OUTPUTS = 1024  # in parts: a weight can be large
 
 Floats = NDArray[np.float32]
 
@@ -60,8 +60,8 @@ def _quantize(weight: Floats) -> Groups:
     scales = np.where(scales > 0, scales, 1.0).astype(np.float32)
     ratios = (chosen / scales[:, None]).astype(np.float16)
     integers = _rounded(groups, ratios.astype(np.float32) * scales[:, None])
-    held = integers.reshape(len(weight), -1)[:, :inputs].astype(np.int8)
-    return Groups(integers=held, ratios=ratios, scales=scales)
+    unpadded = integers.reshape(len(weight), -1)[:, :inputs].astype(np.int8)
+    return Groups(integers=unpadded, ratios=ratios, scales=scales)
 
 
 def _rounded(groups: Floats, step: Floats) -> Floats:

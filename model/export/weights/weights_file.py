@@ -39,7 +39,7 @@ class WeightsFile:
         ir.save(model, path)
 
     def _moved(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
-        raw = np.ascontiguousarray(tensor.numpy()).data  # no copy, since it may be a gigabyte
+        raw = np.ascontiguousarray(tensor.numpy()).data  # no copy, since it can be a gigabyte
         digest = hashlib.sha256(raw).digest()
         if digest not in self._offsets:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))

@@ -36,7 +36,7 @@ ANTIPHON_INLINE void PackQueries(const PackedHead& head, int64_t first, float* t
   }
 }
 
-// Scores of the tile's queries against `Keys` keys, the first of which is `key`: [Keys][16].
+// Scores of the tile's queries for `Keys` keys, beginning at `key`: [Keys][16].
 template <int Keys>
 ANTIPHON_INLINE void ScoreKeys(const PackedHead& head, int64_t key, const float* tile, float* scores) {
   const float* from = head.key + key * head.kv_stride;
@@ -80,7 +80,7 @@ ANTIPHON_INLINE void ScorePositions(const PackedHead& head, int64_t from, int64_
   for (; row < count; ++row) ScoreKeys<1>(rows, row, tile, scores);
 }
 
-// Adds to the scores of `Keys` keys their products with position queries; query lanes are at first .. first + 15.
+// Adds the products of `Keys` keys with position queries to their scores; the queries are first .. first + 15.
 template <int Keys>
 ANTIPHON_INLINE void AddPositionQueries(const PackedHead& head, int64_t first, int64_t key, float* scores) {
   const RelativeScores& relative = head.relative;
@@ -254,8 +254,8 @@ void FillBlock(const PagedHead<Element>& head, int64_t block, int64_t count, con
   }
 }
 
-// Prefetches the next head of the block, which follows in memory and is read next: the caches of a full batch do not
-// fit into the core's caches (64 rows, 2 cores: 12.0 -> 10.0 ms a step with one thread, 6.0 -> 5.4 with two).
+// Prefetches the next head of the block, which follows in memory and is read next: the keys and values of a full batch
+// do not fit into the core's caches (64 rows, 2 cores: 12.0 -> 10.0 ms a step with one thread, 6.0 -> 5.4 with two).
 template <typename Element>
 ANTIPHON_INLINE void PrefetchNextHead(const Element* at, int64_t width) {
   __builtin_prefetch(at + (width + kLanes - 1) / kLanes * kLanes * kBlockSize, 0, 2);
@@ -313,7 +313,7 @@ void PagedAttend(const PagedHead<Element>& head, const float* query, int64_t len
   for (int64_t first = 0; first < length; first += kBlockSize) {
     F32 score = ScoreBlock<Element>(head.blocks[first / kBlockSize] + head.offset, query, head.width) * head.scale;
     if (HasBias(bias)) score += BlockBias(bias, first, position);
-    // Positions that were never written may hold any value, also NaN.
+    // Positions that were never written can hold any value, also NaN.
     if (length - first < kBlockSize) score = Iota() < static_cast<int32_t>(length - first) ? score : Splat(-kInfinity);
     Store(scores + first, score);
     largest = Max(score, largest);

@@ -12,7 +12,7 @@ namespace antiphon {
 
 namespace {
 
-constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: enough to pay for copying keys and values
+constexpr int32_t kGroup = 8 * kQueryTile;  // queries of a task: then copying keys and values is worth its time
 
 // Tables of relative positions, [P, H D] each, and the row of each distance query - key.
 struct RelativeTables {
@@ -36,7 +36,7 @@ struct RelativeTables {
     }
   }
 
-  bool is_there() const { return rows != nullptr; }
+  bool exists() const { return rows != nullptr; }
 
   // Row of a distance, and number of rows that the distances from `low` to `high` span.
   int32_t RowOf(int64_t distance) const { return rows[std::clamp(distance, -reach, reach) + reach]; }
@@ -67,7 +67,7 @@ class PackedHeads {
 
   int64_t all_heads() const { return heads_ * width_; }
 
-  // biases may be null.
+  // biases can be null.
   void Attend(const Call& call, const Biases* biases, const RelativeTables& relative) const {
     auto* out = static_cast<float*>(call.Output(0, {qkv_.dims[0], all_heads()}));
     int64_t num_tasks = 0;
@@ -80,7 +80,8 @@ class PackedHeads {
   }
 
  private:
-  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: every head of a short one, or one head.
+  // Queries `first` .. `first` + kGroup - 1 of some heads of one sequence: all heads of a short sequence, or one head
+  // of a long one.
   struct Task {
     int32_t sequence;
     int32_t first;
@@ -91,22 +92,22 @@ class PackedHeads {
   void Run(const Task& task, const Biases* biases, const RelativeTables& relative, float* out) const {
     const int64_t length = packing_.length(task.sequence);
     const int64_t end = std::min<int64_t>(task.first + kGroup, length);
-    RelativeScores met{};
-    if (relative.is_there()) met = Met(relative, task.first, end, length);
+    RelativeScores position_scores{};
+    if (relative.exists()) position_scores = RelativeScoresOf(relative, task.first, end, length);
     const int64_t num_pairs = IsLong(length) ? 2 * length * width_ : 0, num_scores = length * kQueryTile;
-    const int64_t num_tile = RoundUp(width_, kPanel) * kQueryTile, num_spread = width_ * met.columns;
-    const int64_t num_met = relative.keys == nullptr ? 0 : relative.Span(1 - length, length - 1) * kQueryTile;
-    const int64_t num_offsets = num_met == 0 ? 0 : length + kQueryTile;  // as wide as floats
+    const int64_t num_tile = RoundUp(width_, kPanel) * kQueryTile, num_spread = width_ * position_scores.columns;
+    const int64_t num_relative = relative.keys == nullptr ? 0 : relative.Span(1 - length, length - 1) * kQueryTile;
+    const int64_t num_offsets = num_relative == 0 ? 0 : length + kQueryTile;  // int32_t, of the size of a float
     const Scratch<float> room(
-        static_cast<size_t>(num_pairs + num_scores + num_tile + num_spread + num_met + num_offsets));
+        static_cast<size_t>(num_pairs + num_scores + num_tile + num_spread + num_relative + num_offsets));
     float* scores = room.data() + num_pairs;
     float* spread = scores + num_scores + num_tile;
-    met.scores = spread + num_spread;
-    met.offsets = reinterpret_cast<int32_t*>(met.scores + num_met);
+    position_scores.scores = spread + num_spread;
+    position_scores.offsets = reinterpret_cast<int32_t*>(position_scores.scores + num_relative);
     for (int32_t head = task.head; head < task.head + task.num_heads; ++head) {
       PackedHead view = Head(biases, out, task.sequence, head);
       if (num_pairs > 0) Gather(room.data(), &view);
-      view.relative = met;
+      view.relative = position_scores;
       if (relative.keys != nullptr) view.relative.keys = relative.keys + head * width_;
       if (num_spread > 0) {
         ActiveKernels().spread_queries(view, relative.queries + head * width_, spread);
@@ -119,16 +120,17 @@ class PackedHeads {
   }
 
   // Distances of the queries first .. end - 1, in whole tiles, from the keys of their sequence.
-  RelativeScores Met(const RelativeTables& relative, int64_t first, int64_t end, int64_t length) const {
-    RelativeScores met{};
-    met.rows = relative.rows;
-    met.reach = relative.reach;
-    met.stride = relative.width;
-    met.lowest = first - (length - 1);
+  RelativeScores RelativeScoresOf(const RelativeTables& relative, int64_t first, int64_t end, int64_t length) const {
+    RelativeScores position_scores{};
+    position_scores.rows = relative.rows;
+    position_scores.reach = relative.reach;
+    position_scores.stride = relative.width;
+    position_scores.lowest = first - (length - 1);
     const int64_t highest = first + RoundUp(end - first, kQueryTile) - 1;
+    const int64_t distances = highest - position_scores.lowest + 1;
     // An odd multiple of 16: at a power of two the rows that are read together would share a few sets of the cache.
-    met.columns = relative.queries == nullptr ? 0 : RoundUp(highest - met.lowest + 1, kQueryTile) | kQueryTile;
-    return met;
+    position_scores.columns = relative.queries == nullptr ? 0 : RoundUp(distances, kQueryTile) | kQueryTile;
+    return position_scores;
   }
 
   // Returns true where copying keys and values is faster: they are read once for each tile of queries.
@@ -136,9 +138,9 @@ class PackedHeads {
 
   void FillTasks(Task* task) const {
     for (int32_t b = 0; b < packing_.sequences; ++b) {
-      const int32_t together = IsLong(packing_.length(b)) ? 1 : static_cast<int32_t>(heads_);
-      for (int32_t head = 0; head < heads_; head += together) {
-        for (int32_t first = 0; first < packing_.length(b); first += kGroup) *task++ = {b, first, head, together};
+      const int32_t heads_per_task = IsLong(packing_.length(b)) ? 1 : static_cast<int32_t>(heads_);
+      for (int32_t head = 0; head < heads_; head += heads_per_task) {
+        for (int32_t first = 0; first < packing_.length(b); first += kGroup) *task++ = {b, first, head, heads_per_task};
       }
     }
   }

@@ -20,7 +20,7 @@ constexpr size_t kMinBlockBytes = 512;  // from here on every class is a multipl
 // Larger blocks are mapped, so that freeing one shrinks the process, and pages never written cost nothing.
 constexpr size_t kMappedBytes = 256u << 10;
 constexpr size_t kMaxBytes = size_t{1} << 46;
-// Quantised kernels of ONNX Runtime may read (not use) a few bytes past an operand; its own allocator pads as well.
+// Quantised kernels of ONNX Runtime can read (not use) a few bytes past an operand; its own allocator pads as well.
 constexpr size_t kOverread = 64;
 
 void* SystemAllocate(size_t bytes) noexcept {
@@ -37,14 +37,15 @@ void SystemFree(void* block, size_t bytes) noexcept {
   }
 }
 
-// AddressSanitizer must report accesses to cached blocks and to the bytes that rounding adds behind blocks in use.
-void Forbid([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcept {
+// AddressSanitizer must report accesses to cached blocks and to the bytes that rounding adds at the end of blocks in
+// use.
+void Poison([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcept {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(begin, bytes);
 #endif
 }
 
-void Permit([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcept {
+void Unpoison([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) noexcept {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_UNPOISON_MEMORY_REGION(begin, bytes);
 #endif
@@ -82,25 +83,25 @@ void* CountingAllocator::Allocate(size_t bytes) {
   }
   const size_t size_class = ClassOf(std::max(bytes + sizeof(Header) + kOverread, kMinBlockBytes));
   Header* header = TakeCached(size_class);
-  if (header == nullptr) header = TakeFromSystem(size_class, bytes);
+  if (header == nullptr) header = AllocateFromSystem(size_class, bytes);
   header->bytes = bytes;
   ++stats_.allocations;
   stats_.in_use_bytes += bytes;
   stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.in_use_bytes);
-  Permit(header + 1, bytes);
+  Unpoison(header + 1, bytes);
   return header + 1;
 }
 
 void CountingAllocator::Free(void* block) noexcept {
   if (block == nullptr) return;
   Header* header = static_cast<Header*>(block) - 1;
-  header->owner->TakeBack(header);
+  header->owner->Recycle(header);
 }
 
-void CountingAllocator::TakeBack(Header* header) noexcept {
+void CountingAllocator::Recycle(Header* header) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.in_use_bytes -= header->bytes;
-  Forbid(header + 1, header->bytes);
+  Poison(header + 1, header->bytes);
   if (stats_.cached_bytes + ClassBytes(header->size_class) > max_cached_bytes_) {
     ReturnToSystem(header);
     return;
@@ -124,7 +125,7 @@ CountingAllocator::Header* CountingAllocator::TakeCached(size_t size_class) {
   return header;
 }
 
-CountingAllocator::Header* CountingAllocator::TakeFromSystem(size_t size_class, size_t bytes) {
+CountingAllocator::Header* CountingAllocator::AllocateFromSystem(size_t size_class, size_t bytes) {
   const size_t block_bytes = ClassBytes(size_class);
   const uint64_t limit = stats_.limit_bytes;
   if (limit != 0 && stats_.reserved_bytes + block_bytes > limit) TrimLocked();
@@ -138,14 +139,14 @@ CountingAllocator::Header* CountingAllocator::TakeFromSystem(size_t size_class, 
   }
   stats_.reserved_bytes += block_bytes;
   auto* header = new (block) Header{bytes, size_class, nullptr, this};
-  Forbid(header + 1, block_bytes - sizeof(Header));
+  Poison(header + 1, block_bytes - sizeof(Header));
   return header;
 }
 
 void CountingAllocator::ReturnToSystem(Header* header) noexcept {
   const size_t bytes = ClassBytes(header->size_class);
   stats_.reserved_bytes -= bytes;
-  Permit(header, bytes);
+  Unpoison(header, bytes);
   SystemFree(header, bytes);
 }
 

@@ -1,4 +1,4 @@
-// Choice of the kernels by the instruction sets that this processor and its operating system offer.
+// Choice of the kernels by the instruction sets that this processor and its operating system support.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>

@@ -16,14 +16,14 @@
 
 namespace antiphon {
 
-// The first entries whose masses reach a target: those of smaller keys, and of the last key those before index `end`.
+// First entries whose masses reach a target: all entries of smaller keys, and those of the last key before index `end`.
 template <typename Key>
 struct Cut {
   Key last;
   int64_t end;
 };
 
-// Key of a float: the largest float first, and one key for both zeros. Not for NaN.
+// Key of a float: a larger float has a smaller key, and both zeros have the same key. The float must not be NaN.
 inline uint32_t DescendingKey(float value) {
   const float positive_zero = value + 0.0f;
   uint32_t bits;
@@ -38,7 +38,7 @@ inline float ValueOfKey(uint32_t key) {
   return value;
 }
 
-// Key of a double that is not negative: the smallest first. Not for NaN.
+// Key of a double that is not negative: a smaller double has a smaller key. The double must not be NaN.
 inline uint64_t AscendingKey(double value) {
   uint64_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -54,8 +54,9 @@ inline double ValueOfKey(uint64_t key) {
 template <typename Key>
 class Cutter {
  public:
-  // Finds where the smallest of `count` keys reach target_of(total mass), which must be 1 to that total.
-  // buckets: of each entry's rank; ranks never fall as keys rise, or none of them is a number.
+  // Finds the key at which the masses of `count` entries, in order of their keys, reach target_of(total mass). This
+  // must be 1 to that total.
+  // buckets: bucket of each entry's rank. Ranks must not fall as keys rise, unless no rank is a number.
   // Throws std::runtime_error when the workspace refuses memory.
   template <typename KeyAt, typename MassAt, typename TargetOf>
   static Cut<Key> Find(const int32_t* buckets, int64_t count, const KeyAt& key_at, const MassAt& mass_at,
@@ -69,15 +70,15 @@ class Cutter {
     if (index < count) sums[buckets[index]] += mass_at(index);
     for (int64_t bucket = 0; bucket < kBuckets; ++bucket) total += sums[bucket] += others[bucket];
     int64_t missing = target_of(total);
-    const auto bucket = static_cast<int32_t>(Reach(sums, &missing));
+    const auto bucket = static_cast<int32_t>(FindBucket(sums, &missing));
     const Scratch<int32_t> members(static_cast<size_t>(count));
-    const int64_t found = Members(buckets, count, bucket, members.data());
+    const int64_t found = ListBucket(buckets, count, bucket, members.data());
     const Scratch<Entry> entries(static_cast<size_t>(found));
     for (int64_t at = 0; at < found; ++at) {
       const int32_t member = members[static_cast<size_t>(at)];
       entries[static_cast<size_t>(at)] = {key_at(member), mass_at(member)};
     }
-    Cut<Key> cut{Refine(entries.data(), found, &missing), 0};
+    Cut<Key> cut{FindLastKey(entries.data(), found, &missing), 0};
     for (int64_t at = 0; at < found && missing > 0; ++at) {
       const int32_t member = members[static_cast<size_t>(at)];
       if (key_at(member) != cut.last) continue;
@@ -93,12 +94,13 @@ class Cutter {
     int64_t mass;
   };
   static constexpr int kDigit = 11;  // bits
-  static constexpr int64_t kBuckets = 1 << kDigit;  // their sums, 16 KiB, stay in the first cache
+  static constexpr int64_t kBuckets = 1 << kDigit;  // their sums, 16 KiB, fit into the L1 cache
   static_assert(kBuckets == kRankBuckets, "ranks and digits share the sums");
-  static constexpr int64_t kFew = 64;  // up to this number of entries, sorting is faster than counting
+  static constexpr int64_t kMaxSorted = 64;  // up to this number of entries, sorting is faster than counting
 
-  // Writes the indices of one bucket's entries, rising, and returns their number. Tests sixteen at once: few match.
-  static int64_t Members(const int32_t* buckets, int64_t count, int32_t wanted, int32_t* members) {
+  // Writes the indices of one bucket's entries, rising, and returns their number. Tests sixteen entries at once, since
+  // few match.
+  static int64_t ListBucket(const int32_t* buckets, int64_t count, int32_t wanted, int32_t* members) {
     constexpr int64_t kBlock = 16;
     int64_t found = 0;
     for (int64_t first = 0; first < count; first += kBlock) {
@@ -115,7 +117,7 @@ class Cutter {
   }
 
   // Finds the bucket in which the sums reach `missing`, and subtracts the sums before it.
-  static int64_t Reach(const int64_t* sums, int64_t* missing) {
+  static int64_t FindBucket(const int64_t* sums, int64_t* missing) {
     int64_t bucket = 0;
     for (; bucket < kBuckets - 1 && sums[bucket] < *missing; ++bucket) *missing -= sums[bucket];
     return bucket;
@@ -123,21 +125,21 @@ class Cutter {
 
   // Finds the last key among entries of one bucket, and subtracts the masses of smaller keys from
   // `missing`. Overwrites the entries.
-  static Key Refine(Entry* entries, int64_t count, int64_t* missing) {
-    for (int shift = 8 * static_cast<int>(sizeof(Key)); shift > 0 && count > kFew;) {
+  static Key FindLastKey(Entry* entries, int64_t count, int64_t* missing) {
+    for (int shift = 8 * static_cast<int>(sizeof(Key)); shift > 0 && count > kMaxSorted;) {
       shift = std::max(shift - kDigit, 0);
       const auto digit = [shift](const Entry& entry) { return static_cast<int64_t>(entry.key >> shift & (kBuckets - 1)); };
       int64_t sums[kBuckets] = {};
       for (const Entry* entry = entries; entry < entries + count; ++entry) sums[digit(*entry)] += entry->mass;
-      const int64_t wanted = Reach(sums, missing);
+      const int64_t wanted = FindBucket(sums, missing);
       count = std::remove_if(entries, entries + count, [&](const Entry& one) { return digit(one) != wanted; }) - entries;
     }
-    if (count > kFew) return entries[0].key;  // all entries have this key
+    if (count > kMaxSorted) return entries[0].key;  // all entries have this key
     std::sort(entries, entries + count, [](const Entry& a, const Entry& b) { return a.key < b.key; });
-    return Walk(entries, count, missing);
+    return FindInSorted(entries, count, missing);
   }
 
-  static Key Walk(const Entry* entries, int64_t count, int64_t* missing) {
+  static Key FindInSorted(const Entry* entries, int64_t count, int64_t* missing) {
     int64_t index = 0;
     for (int64_t first = 0; first < count; first = index) {
       int64_t mass = 0;

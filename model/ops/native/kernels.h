@@ -56,15 +56,16 @@ struct QuantizedRows {
   int64_t rows;
 };
 
-// Added to the score of query position q and key position k of one head; both parts may be absent.
+// Added to the score of query position q and key position k of one head; both parts can be absent.
 struct ScoreBias {
   const float* table;  // [2 reach + 1] by k - q, or null
   int64_t reach;
   float slope;  // subtracts slope * |k - q|
 };
 
-// Added to the unscaled scores of one head before the softmax: query q and key k use row rows[q - k] of two tables of
-// relative positions: the query is multiplied by the table of keys, the key by that of queries. Either may be null.
+// Scores of relative positions, added to the unscaled scores of one head before the softmax. Query q and key k use row
+// rows[q - k] of two tables: the query is multiplied by the table of keys, the key by the table of queries. Either
+// table can be null.
 struct RelativeScores {
   const int32_t* rows;  // [2 reach + 1] by q - k, never falling; null: there are no such scores
   int64_t reach;
@@ -126,14 +127,14 @@ struct LogitSummary {
   int32_t invalid;  // not 0 when there is a NaN
 };
 
-// From values to the logarithms of their weights: distances from the largest value, over the temperature.
+// Conversion of values to the logarithms of their weights: (value - largest) / temperature.
 struct Scale {
   float largest;
   float inverse;  // of the temperature
 };
 
-// From values to the distance of their surprise from the entropy: |log_total - log weight - entropy|, in double
-// precision.
+// Conversion of values to the distance of their surprise from the entropy: |log_total - log weight - entropy|, in
+// double precision.
 struct Surprise {
   Scale scale;
   double log_total;
@@ -145,13 +146,13 @@ inline double DistanceOf(float value, const Surprise& surprise) {
   return __builtin_fabs(surprise.log_total - distance * static_cast<double>(surprise.scale.inverse) - surprise.entropy);
 }
 
-// Sums over tokens: of their weights, and of each times its logarithm.
+// Sums over tokens: of the weights, and of each weight times its logarithm.
 struct Moments {
   double total;
   double scaled;
 };
 
-// Tokens that may be drawn, by rising id. The arrays have room for 16 more than they hold, rounded up to 16.
+// Tokens that can be sampled, by rising id. The arrays have room for their elements and 16 more, rounded up to 16.
 struct Tokens {
   int32_t* ids;
   float* values;
@@ -165,10 +166,11 @@ constexpr float kBucketsPerRank = 64.0f;
 struct Kernels {
   const char* name;
 
-  // int8: quantises rows begin .. end - 1 of x [rows, inputs]; the layout of rows.data is this table's own.
+  // int8: quantises rows begin .. end - 1 of x [rows, inputs]. Each table has its own layout of rows.data.
   void (*quantize)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows, int64_t begin,
                    int64_t end);
-  // out[r, c] for columns of panels begin .. end - 1; column c of the product lies at out[r * stride + c - 16 begin].
+  // out[r, c] for columns of panels begin .. end - 1; column c of the product is stored at out[r * stride + c - 16
+  // begin].
   void (*quantized_product)(const QuantizedRows&, const QuantizedWeight&, Activation, int64_t begin, int64_t end,
                             float* out, int64_t stride);
   // 4-bit products read rows that `quantize_by_row` wrote: row r at r * padded_inputs in every table.
@@ -179,7 +181,7 @@ struct Kernels {
   void (*float_product)(const float* x, int64_t rows, const FloatWeight&, Activation, int64_t begin, int64_t end,
                         float* out, int64_t stride);
 
-  // normed = norm(x + residual) * weight + bias, sum = x + residual; residual, weight, bias and sum may be null.
+  // normed = norm(x + residual) * weight + bias, sum = x + residual; residual, weight, bias and sum can be null.
   void (*layer_norm)(const float* x, const float* residual, const float* weight, const float* bias, float epsilon,
                      int64_t width, float* normed, float* sum);
   void (*rms_norm)(const float* x, const float* residual, const float* weight, const float* bias, float epsilon,
@@ -196,7 +198,7 @@ struct Kernels {
   // Position queries of head width side by side, scaled, by distance beginning at relative.lowest. `from` holds them by
   // row, `to` is [width][columns], columns a multiple of 16.
   void (*spread_queries)(const PackedHead&, const float* from, float* to);
-  // Queries first .. first + 15 of a head (those there are). scores: [16 length], tile: [16 width].
+  // Queries first .. first + 15 of a head, fewer at the end of the sequence. scores: [16 length], tile: [16 width].
   void (*packed_attention)(const PackedHead&, int64_t first, float* scores, float* tile);
   PagedKernels<float> paged_float32;
   PagedKernels<uint16_t> paged_float16;
@@ -205,7 +207,7 @@ struct Kernels {
   LogitSummary (*summarize)(const float* logits, int64_t columns, bool with_sum);
   // weights[i] = exp((logits[i] - largest) * inverse_temperature)
   void (*boltzmann)(const float* logits, int64_t columns, float largest, float inverse_temperature, float* weights);
-  // Indices of the logits >= threshold, rising; returns how many, writes at most `room`.
+  // Indices of the logits >= threshold, rising. Returns their number; writes at most `room`.
   int64_t (*at_least)(const float* logits, int64_t columns, float threshold, int32_t* indices, int64_t room);
 
   // Buckets of ranks largest - value, or distance / inverse: temperatures do not change their distribution.
@@ -213,9 +215,9 @@ struct Kernels {
   void (*rank_values)(const float* values, int64_t count, float largest, int32_t* buckets);
   void (*rank_distances)(const float* values, int64_t count, const Surprise&, int32_t* buckets);
   Moments (*measure_weights)(const float* values, const float* weights, int64_t count, const Scale&);
-  // Keeps the tokens above `last`, or of it and before index `end`, whose weight is at least min_weight. Their values
-  // are read from `values`, which may be tokens.values; their ids are the indices unless tokens has ids. Returns how
-  // many are kept.
+  // Keeps the tokens whose value is above `last`, or is `last` at an index before `end`, and whose weight is at least
+  // min_weight. Reads their values from `values`, which can be tokens.values; their ids are the indices unless has_ids.
+  // Returns the number of kept tokens.
   int64_t (*keep_likely)(const Tokens& tokens, const float* values, bool has_ids, int64_t count, float last,
                          int64_t end, float min_weight);
   // The same for tokens whose distance is at most `farthest`.
@@ -228,8 +230,8 @@ const Kernels& Avx2Kernels();    // x86 with AVX2, FMA and F16C
 const Kernels& Avx512Kernels();  // AVX-512 F, BW, DQ, VL and VNNI
 const Kernels& AmxKernels();     // those of AVX-512, int8 products in AMX tiles
 
-// The best table this processor runs, or the one ANTIPHON_CPU (portable, avx2, avx512, amx) names. Throws
-// std::runtime_error for another name, or one the processor cannot run.
+// The fastest table that this processor can run, or the one that ANTIPHON_CPU (portable, avx2, avx512, amx) names.
+// Throws std::runtime_error for another name, or for a table that the processor cannot run.
 const Kernels& ActiveKernels();
 
 }  // namespace antiphon

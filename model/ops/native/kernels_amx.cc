@@ -2,8 +2,8 @@
 // Programming Reference, chapter 3.
 //
 // A tile of activations is 16 rows of 64 bytes, stored tile by tile (rows a power of two apart would share few sets of
-// the first cache), a tile of weights is 16 columns by 64 inputs exactly as packed, a
-// tile of sums is 16 by 16. Two by two tiles of sums share their operands: four products for four loads.
+// the L1 cache). A tile of weights is 16 columns by 64 inputs, exactly as packed. A tile of sums is 16 by 16. Two by
+// two tiles of sums share their operands: four products for four loads.
 #include "kernel_table.h"
 
 namespace antiphon {

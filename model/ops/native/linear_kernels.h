@@ -32,7 +32,7 @@ ANTIPHON_INLINE F32 Erf(F32 x) {
 
 // tanh by the exponential; near zero, where that loses digits, by Cephes' polynomial. Error: a few ulp.
 ANTIPHON_INLINE F32 Tanh(F32 x) {
-  const F32 bounded = Min(Splat(20.0f), Max(Splat(-20.0f), x));  // in this order NaN stays
+  const F32 bounded = Min(Splat(20.0f), Max(Splat(-20.0f), x));  // in this order NaN stays NaN
   const F32 square = x * x;
   F32 p = Fma(square, Splat(-5.70498872745e-3f), Splat(2.06390887954e-2f));
   p = Fma(p, square, Splat(-5.37397155531e-2f));
@@ -60,7 +60,8 @@ ANTIPHON_INLINE F32 Activate(F32 x) {
   return x;
 }
 
-// Calls body(constant) with the activation as a template argument: a branch inside the loops costs more than they do.
+// Calls body(constant) with the activation as a template argument: a branch inside the loops costs more than their
+// arithmetic.
 template <typename Body>
 ANTIPHON_INLINE void WithActivation(Activation activation, const Body& body) {
   switch (activation) {
@@ -134,7 +135,7 @@ void FloatProduct(const float* x, int64_t rows, const FloatWeight& weight, Activ
   });
 }
 
-// Rounded to the nearest, ties to even, and kept within 0 .. 255; NaN becomes some byte as well.
+// Rounds to the nearest integer, ties to even, and limits it to 0 .. 255; NaN becomes an arbitrary byte.
 ANTIPHON_INLINE void StoreBytes(F32 v, uint8_t* to) {
 #if defined(__AVX512F__)
   const __m512i integers = _mm512_max_epi32(_mm512_cvtps_epi32(reinterpret_cast<__m512>(v)), _mm512_setzero_si512());
@@ -159,7 +160,7 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
   }
   if (k < inputs) {
     const int part = static_cast<int>(inputs - k);
-    const F32 v = LoadPart(x + k, part);  // the zeros beyond change neither sign nor size
+    const F32 v = LoadPart(x + k, part);  // zeros after the row change no sign and no maximum
     low = Min(v, low);
     high = Max(v, high);
   }
@@ -167,7 +168,7 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
   const bool is_positive = least >= 0.0f;
   const float size = -least > most ? -least : most;
   const float levels = is_positive ? 255.0f : 127.0f;
-  // A row of zeros keeps step 0 and integers `zero`; so does one too small for float32 to divide by.
+  // A row of zeros has step 0 and integers `zero`, as has a row whose numbers are too small to divide by in float32.
   const float inverse = size > 1e-35f ? levels / size : 0.0f;
   *step = size > 1e-35f ? size / levels : 0.0f;
   *zero = is_positive ? 0 : kMiddle;
@@ -209,7 +210,7 @@ class Dequantizer {
   }
 
  private:
-  U32 offsets_;  // unsigned: column sums of a foreign model may be any numbers
+  U32 offsets_;  // unsigned, since a foreign model can have any column sums
   F32 scales_, bias_;
   int width_;
 };
@@ -236,7 +237,7 @@ ANTIPHON_INLINE void DotTile(const uint8_t* rows, const int8_t* columns, int64_t
 }
 constexpr int kDotRows = 4, kDotPanels = 4;  // with more chains GCC 12 stores each of them at every step
 #else
-// Sums of one row and panel.
+// Sums for one row and one panel.
 ANTIPHON_INLINE I32 DotPanel(const uint8_t* row, const int8_t* panel, int64_t padded) {
 #if defined(__AVX2__)
   // Widened to 16 bits: the 8-bit multiply of AVX2 would saturate.

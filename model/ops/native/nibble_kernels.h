@@ -1,7 +1,7 @@
 // Products with 4-bit weights: exact sums within a group of 32 inputs, float32 from group to group in rising order.
 // Included by one file per instruction set; simd.h lists the rules for such files.
 //
-// An integer of 4 bits is used in the upper nibble of a byte, that is, as 16 times itself. This takes a mask, and for
+// An integer of 4 bits is used in the upper nibble of a byte, that is, as 16 times itself. This needs a mask, and for
 // lower nibbles a shift, but no sign extension. The scales include the factor 1 / 16.
 #pragma once
 
@@ -17,8 +17,8 @@ constexpr int64_t kGroupBytes = kNibbleGroup / 2 * kPanel;  // of one panel
 #if defined(__AVX512VNNI__)
 constexpr int kNibbleRows = 4, kNibblePanels = 2;
 
-// Sums of Rows x Panels over one group. rows: its first input of the first row; columns: the group of the first panel,
-// `spacing` bytes before the next panel's.
+// Sums of Rows x Panels over one group. rows: first input of the group in the first row. columns: the group in the
+// first panel; the same group of the next panel is `spacing` bytes further.
 template <int Rows, int Panels>
 ANTIPHON_INLINE void NibbleGroup(const uint8_t* rows, int64_t padded, const uint8_t* columns, int64_t spacing,
                                  I32 (&sums)[Rows][Panels]) {
@@ -73,7 +73,7 @@ ANTIPHON_INLINE I32 NibbleDots(const uint8_t* row, const uint8_t* panel) {
   } result;
   for (int half = 0; half < 2; ++half) {
     const __m256i pairs = _mm256_hadd_epi32(sums[2 * half], sums[2 * half + 1]);
-    result.half[half] = _mm256_permute4x64_epi64(pairs, 0xd8);  // hadd works on the halves of a vector apart
+    result.half[half] = _mm256_permute4x64_epi64(pairs, 0xd8);  // hadd adds within each half of a vector
   }
   return result.whole;
 #else

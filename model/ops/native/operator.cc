@@ -49,9 +49,9 @@ int64_t Attributes::Int(const char* name) const {
 }
 
 int64_t Attributes::Size(const char* name) const {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const int64_t value = Int(name);
-  Require(value >= 1 && value <= kMost, name, value, "it must be 1 to " + std::to_string(kMost));
+  Require(value >= 1 && value <= kMaxSize, name, value, "it must be 1 to " + std::to_string(kMaxSize));
   return value;
 }
 
@@ -92,7 +92,7 @@ Tensor Call::Input(size_t index, const char* name, size_t rank) const {
 void* Call::Output(size_t index, std::initializer_list<int64_t> dims) const {
   OrtValue* value = nullptr;
   Check(api_, api_->KernelContext_GetOutput(context_, index, dims.begin(), dims.size(), &value), "output");
-  if (value == nullptr) return nullptr;  // nobody reads it
+  if (value == nullptr) return nullptr;  // no node reads this output
   void* data = nullptr;
   Check(api_, api_->GetTensorMutableData(value, &data), "output");
   return data;

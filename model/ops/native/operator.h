@@ -53,12 +53,12 @@ class Attributes {
   const OrtKernelInfo* info_;
 };
 
-// One run of one node.
+// One execution of one node.
 class Call {
  public:
   Call(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
 
-  // Returns an input of that rank. Throws OperatorError naming it when it is missing or has another rank.
+  // Returns an input of the given rank. Throws OperatorError naming it when it is missing or has another rank.
   Tensor Input(size_t index, const char* name, size_t rank) const;
   Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
   void* Output(size_t index, std::initializer_list<int64_t> dims) const;

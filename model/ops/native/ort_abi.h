@@ -24,7 +24,7 @@ constexpr int kOrtInvalidArgument = 2;   // OrtErrorCode
 constexpr int kOrtLoggingWarning = 2;    // OrtLoggingLevel
 constexpr int kOrtDeviceAllocator = 0;   // OrtAllocatorType; an environment refuses foreign arenas under another name
 constexpr int kOrtMemTypeDefault = 0;    // OrtMemType
-constexpr uint32_t kOrtApiVersion = 18;  // first whose OrtAllocator has Reserve; custom ops need 17 for versions
+constexpr uint32_t kOrtApiVersion = 18;  // first with OrtAllocator::Reserve; versions of custom operators need 17
 constexpr const char* kSupportedRuntime = "1.31.";  // the release line this ABI was checked against
 
 // ONNXTensorElementDataType; kAnyElement lets an input have any type, which the operator checks at run time.
@@ -117,14 +117,14 @@ static_assert(sizeof(OrtApiBase) == 16);
 // Functions by which the runtime describes and runs an operator. Null is allowed where a comment says so.
 struct OrtCustomOp {
   uint32_t version;
-  void* create_kernel_v1;  // null: CreateKernelV2 is there
+  void* create_kernel_v1;  // null: CreateKernelV2 is used
   const char* (*GetName)(const OrtCustomOp*);
   const char* (*GetExecutionProviderType)(const OrtCustomOp*);
   int (*GetInputType)(const OrtCustomOp*, size_t index);
   size_t (*GetInputTypeCount)(const OrtCustomOp*);
   int (*GetOutputType)(const OrtCustomOp*, size_t index);
   size_t (*GetOutputTypeCount)(const OrtCustomOp*);
-  void* kernel_compute_v1;  // null: KernelComputeV2 is there
+  void* kernel_compute_v1;  // null: KernelComputeV2 is used
   void (*KernelDestroy)(void* kernel);
   int (*GetInputCharacteristic)(const OrtCustomOp*, size_t index);
   int (*GetOutputCharacteristic)(const OrtCustomOp*, size_t index);

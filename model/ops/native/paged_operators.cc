@@ -41,11 +41,11 @@ struct Pool {
   }
 };
 
-// The blocks of every row: pointers to this layer's part, as many as `lengths` positions need.
+// Blocks of every row: pointers to this layer's part of each block that `lengths` positions need.
 template <typename Element>
 class Tables {
  public:
-  // lengths(row): positions of the row that may be read or written.
+  // lengths(row): number of the row's positions that are read or written.
   template <typename Lengths>
   Tables(const Pool& pool, const Tensor& table, int64_t rows, const Lengths& lengths)
       : width_(table.dims[1]), pointers_(static_cast<size_t>(rows * table.dims[1])) {
@@ -77,19 +77,20 @@ const PagedKernels<uint16_t>& Paged(const Kernels& kernels, uint16_t) { return k
 
 // Calls body(row, head, scores) for every row and head. Where there are many rows, a task takes whole rows, since a
 // block's heads are adjacent.
-// scores: room for `positions` floats, one buffer for each task (for every head, the workspace's lock is too slow).
+// scores: room for `positions` floats, one buffer for each task (one for each head would take the workspace's lock too
+// often).
 template <typename Body>
 void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_t positions, const Body& body) {
   if (rows == 0) return;
   const auto tasks = static_cast<int64_t>(TasksFor(macs / kAttentionMacsPerNs));
   const int64_t groups = rows >= tasks ? 1 : std::min(heads, (tasks + rows - 1) / rows);
   const int64_t share = (heads + groups - 1) / groups;  // heads of a task
-  const int64_t together = std::max<int64_t>(1, rows * groups / tasks);
+  const int64_t items_per_task = std::max<int64_t>(1, rows * groups / tasks);
   const int64_t items = rows * groups;
-  call.Parallel(static_cast<size_t>((items + together - 1) / together), [&](size_t task) {
+  call.Parallel(static_cast<size_t>((items + items_per_task - 1) / items_per_task), [&](size_t task) {
     const Scratch<float> scores(static_cast<size_t>(RoundUp(positions, kBlockSize)));
-    const int64_t begin = static_cast<int64_t>(task) * together;
-    for (int64_t item = begin; item < std::min(begin + together, items); ++item) {
+    const int64_t begin = static_cast<int64_t>(task) * items_per_task;
+    for (int64_t item = begin; item < std::min(begin + items_per_task, items); ++item) {
       const int64_t row = item / groups, first = item % groups * share;
       for (int64_t head = first; head < std::min(first + share, heads); ++head) body(row, head, scores.data());
     }

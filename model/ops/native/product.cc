@@ -56,7 +56,7 @@ void QuantizeRows(const Call& call, QuantizeKernel quantize, const float* x, int
         [&](int64_t begin, int64_t end) { quantize(x, inputs, padded_inputs, rows, begin, end); });
 }
 
-// Any weight whose product reads quantised rows; it takes weight_bytes.
+// Product of any weight that needs quantised rows; the weight occupies weight_bytes.
 template <typename Weight, typename Product>
 void MultiplyQuantized(const Call& call, const float* x, int64_t rows, int64_t inputs, const Weight& weight,
                        int64_t weight_bytes, Activation activation, float* out, QuantizeKernel quantize,

@@ -13,7 +13,7 @@ namespace antiphon {
 // Throws OperatorError for another name than none, relu, gelu, gelu_tanh, silu, tanh.
 Activation ActivationNamed(const std::string& name);
 
-// The packed weights of a call, checked against `inputs` and `outputs`; bias may be an absent Tensor.
+// The packed weights of a call, checked against `inputs` and `outputs`; bias can be an absent Tensor.
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs);
 QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
                               int64_t inputs, int64_t outputs);

@@ -24,7 +24,7 @@ thread_local CountingAllocator* t_workspace = nullptr;
 }  // namespace
 
 CountingAllocator& ProcessWorkspace() {
-  // Never destroyed: the environment may free its last block after static destructors have run.
+  // Never destroyed: the environment can free its last block after static destructors have run.
   static auto* workspace = new CountingAllocator;
   return *workspace;
 }
@@ -56,9 +56,9 @@ const OrtMemoryInfo* Info(const OrtAllocator*) { return g_memory_info; }
 OrtAllocator g_allocator{kOrtApiVersion, Allocate, Free, Info, Allocate};
 
 // Keeps the code in memory: a session closes the library when it ends, but the environment keeps the allocator.
-void StayLoaded() {
+void KeepLoaded() {
   Dl_info self;
-  if (dladdr(reinterpret_cast<void*>(&StayLoaded), &self) != 0) {
+  if (dladdr(reinterpret_cast<void*>(&KeepLoaded), &self) != 0) {
     dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
   }
 }
@@ -68,7 +68,7 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   static bool registered = false;
   const std::lock_guard<std::mutex> lock(mutex);
   if (registered) return nullptr;
-  StayLoaded();
+  KeepLoaded();
   OrtEnv* env = nullptr;  // the process has one; this reference is never released
   if (OrtStatus* failed = api->CreateEnv(kOrtLoggingWarning, "antiphon", &env)) return failed;
   if (OrtStatus* failed = api->CreateCpuMemoryInfo(kOrtDeviceAllocator, kOrtMemTypeDefault, &g_memory_info)) {
@@ -88,8 +88,8 @@ std::vector<const OrtCustomOp*> AllOperators() {
   return all;
 }
 
-// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark behind
-// an optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
+// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark after an
+// optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
 std::string Signature(const OrtCustomOp* op) {
   std::string text = op->GetName(op);
   for (size_t index = 0; index < op->GetInputTypeCount(op); ++index) {
@@ -135,7 +135,7 @@ OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
 
 ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(kOrtApiVersion);
-  if (api == nullptr) return nullptr;  // older than any release that could create a status for us; never registered
+  if (api == nullptr) return nullptr;  // a release too old to create our OrtStatus: registers nothing
   const char* version = base->GetVersionString();
   if (std::strncmp(version, kSupportedRuntime, std::strlen(kSupportedRuntime)) != 0) {
     const std::string message = std::string("this build of Antiphon's native library works with ONNX Runtime ") +
@@ -146,11 +146,11 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   return AddOperators(api, options);
 }
 
-// Raise it whenever operators, their packing or these functions change: model/ops/workspace.py loads only the number
-// that it names.
+// Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
+// another number than its own.
 ANTIPHON_EXPORT int antiphon_native_version() { return 4; }
 
-// The signature of every operator, one in a line; a test compares them with the declarations in model/ops/operators.
+// The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
   static const std::string* signatures = [] {
     auto* text = new std::string;
@@ -169,10 +169,10 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
   }
 }
 
-// Another allocator, for a thread to use. It is never destroyed, since blocks may outlive its user; 3 KiB each.
+// Creates another allocator, for a thread to use. It is never destroyed, since blocks can outlive its user; 3 KiB each.
 ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
 
-// Ends the use of an allocator; blocks still held go back to the operating system when they are freed.
+// Ends the use of an allocator; blocks still in use go back to the operating system when they are freed.
 ANTIPHON_EXPORT void antiphon_workspace_close(CountingAllocator* workspace) { workspace->Close(); }
 
 // Makes the calling thread allocate from it; nullptr is the process's own allocator. Returns the previous allocator.

@@ -9,7 +9,7 @@
 namespace antiphon {
 namespace {
 
-// Calls body(offset, lanes used) for a row of `width` in vectors.
+// Calls body(offset, lanes used) for every vector of a row of `width` numbers.
 template <typename Body>
 ANTIPHON_INLINE void Vectors(int64_t width, const Body& body) {
   int64_t k = 0;
@@ -17,7 +17,7 @@ ANTIPHON_INLINE void Vectors(int64_t width, const Body& body) {
   if (k < width) body(k, static_cast<int>(width - k));
 }
 
-// sum = x + residual, kept in `sum` or else in `normed`, which may hold it until it is normed.
+// Stores x + residual in `sum`, or, where that is null, in `normed` until the norm overwrites it; returns the address.
 ANTIPHON_INLINE float* AddResidual(const float* x, const float* residual, int64_t width, float* normed, float* sum) {
   float* to = sum != nullptr ? sum : normed;
   Vectors(width, [&](int64_t k, int part) {

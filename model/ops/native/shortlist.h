@@ -1,5 +1,5 @@
-// One row of values over the vocabulary, and its largest values, found without sorting the rest. Candidates, top-k and
-// nuclei are subsets of these.
+// One row of values over the vocabulary, and its largest values, found without sorting the rest. Candidates and the
+// tokens that top-k and top-p keep are subsets of these.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ inline bool IsLikelier(const Candidate& a, const Candidate& b) {
 }
 inline bool HasLowerId(const Candidate& a, const Candidate& b) { return a.id < b.id; }
 
-// The `count` likeliest tokens of a row, ties by lowest id; in no order.
+// The `count` likeliest tokens of a row, in no order; of equal values the lowest ids.
 class Shortlist {
  public:
   // Throws std::runtime_error when the workspace refuses memory.

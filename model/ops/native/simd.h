@@ -1,8 +1,9 @@
 // Vectors of sixteen floats, for the instruction set that this translation unit is compiled for.
 //
-// The compiler's vector extensions provide the width; intrinsics are used only where it would miss an instruction. Rules
-// for this file and all that include it: everything is in an unnamed namespace and uses no standard template, since
-// these files are compiled with different flags and the linker must never use one file's copy for another. Results
+// The compiler's vector extensions provide the width; intrinsics are used only where the compiler would not find an
+// instruction. Rules for this file and all that include it: everything is in an unnamed namespace and uses no standard
+// template, since these files are compiled with different flags and the linker must never use one file's copy in
+// another. Results
 // are bit-identical for equal inputs on one instruction set; compile with -ffp-contract=off, so that only Fma fuses.
 #pragma once
 
@@ -54,7 +55,7 @@ ANTIPHON_INLINE void StorePart(float* to, F32 v, int count) {
 #endif
 }
 
-// Listed lane by lane: adding x to zeros would turn -0 into 0.
+// Written lane by lane, since adding x to zeros would turn -0 into 0.
 ANTIPHON_INLINE F32 Splat(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 ANTIPHON_INLINE F32 Fma(F32 a, F32 b, F32 c) {
@@ -82,31 +83,31 @@ ANTIPHON_INLINE F32 ToFloat(I32 v) { return __builtin_convertvector(v, F32); }
 // Lane numbers 0 .. 15.
 ANTIPHON_INLINE I32 Iota() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-// v with its lanes `step` places on, around the end.
-ANTIPHON_INLINE F32 Turned(F32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
-ANTIPHON_INLINE I32 Turned(I32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
+// Rotates v: lane i of the result is lane (i + step) mod 16 of v.
+ANTIPHON_INLINE F32 Rotated(F32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
+ANTIPHON_INLINE I32 Rotated(I32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
 
-// In a fixed order: halves are folded onto each other.
+// Adds in a fixed order: the upper half to the lower half, until one lane is left.
 ANTIPHON_INLINE float Sum(F32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v += Turned(v, half);
+  for (int half = kLanes / 2; half > 0; half /= 2) v += Rotated(v, half);
   return v[0];
 }
 
 ANTIPHON_INLINE float Largest(F32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v = Max(Turned(v, half), v);
+  for (int half = kLanes / 2; half > 0; half /= 2) v = Max(Rotated(v, half), v);
   return v[0];
 }
 
 ANTIPHON_INLINE int32_t Smallest(I32 v) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    const I32 turned = Turned(v, half);
-    v = turned < v ? turned : v;
+    const I32 rotated = Rotated(v, half);
+    v = rotated < v ? rotated : v;
   }
   return v[0];
 }
 
 ANTIPHON_INLINE bool IsAny(I32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v |= Turned(v, half);
+  for (int half = kLanes / 2; half > 0; half /= 2) v |= Rotated(v, half);
   return v[0] != 0;
 }
 
@@ -148,7 +149,7 @@ ANTIPHON_INLINE float HalfToFloat(uint16_t half) {
   return value;
 }
 
-// To the nearest, ties to even; what float16 cannot hold becomes its largest number, 65504.
+// Rounds to the nearest, ties to even; a number that float16 cannot hold becomes its largest number, 65504.
 ANTIPHON_INLINE uint16_t FloatToHalf(float value) {
   if (value > 65504.0f) value = 65504.0f;
   if (value < -65504.0f) value = -65504.0f;

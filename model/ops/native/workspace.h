@@ -1,7 +1,7 @@
 // The counting allocators that ONNX Runtime's sessions and the kernels of this library allocate from.
 //
-// ONNX Runtime has one allocator a process. The calling thread chooses which of ours serves it, so that each model's
-// memory is counted and limited separately. A block goes back to the allocator that it is from.
+// ONNX Runtime has one allocator in a process. The calling thread chooses which of our allocators it uses, so that each
+// model's memory is counted and limited separately. A block goes back to the allocator that it is from.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,13 @@ namespace antiphon {
 // The process's own allocator.
 CountingAllocator& ProcessWorkspace();
 
-// The allocator of the calling thread: the one it chose, or the process's own.
+// The allocator of the calling thread: the one that it chose, or the process's own.
 CountingAllocator& Workspace();
 
 // Makes the calling thread use an allocator, nullptr for the process's own. Returns the previous one.
 CountingAllocator* UseWorkspace(CountingAllocator* workspace) noexcept;
 
-// Lends a thread of a pool the allocator of the thread that it works for.
+// Makes a thread of a pool use the allocator of the thread that it works for.
 class WorkspaceOf {
  public:
   explicit WorkspaceOf(CountingAllocator& workspace) noexcept : previous_(UseWorkspace(&workspace)) {}
@@ -32,7 +32,7 @@ class WorkspaceOf {
   CountingAllocator* previous_;
 };
 
-// Working memory of a kernel for one call or one task. It is counted like every tensor of the run, and not cleared.
+// Working memory of a kernel for one call or one task. It is counted like every tensor of the graph, and not cleared.
 // The constructor throws std::runtime_error when the workspace limit is exceeded.
 template <typename T>
 class Scratch {

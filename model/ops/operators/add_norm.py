@@ -1,4 +1,4 @@
-"""Residual sum and the norm behind it, in one operator.
+"""Residual sum and the norm after it, in one operator.
 
 Axes: N packed tokens, M model width.
 """

@@ -1,4 +1,4 @@
-"""List of all operators. Importing it registers them with PyTorch."""
+"""List of all operators. The import of this module registers them with PyTorch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ BIAS_TABLE = Input(
     "bias_table",
     "float",
     "H, 2 * reach + 1",
-    "score bias by distance key - query; the farthest entry holds for all beyond (T5: Raffel et al. 2020, section 2.1)",
+    "score bias by distance key - query; the outermost entries cover larger distances (T5: Raffel et al. 2020,"
+    " section 2.1)",
     optional=True,
 )
 SLOPES = Input(

@@ -31,13 +31,13 @@ DISENTANGLED_ATTENTION = Operator(
             "position_rows",
             "int32",
             "2 * reach + 1",
-            "row of the tables by distance query - key, never falling; the farthest entry holds for all beyond",
+            "row of the tables by distance query - key, never falling; the outermost entries cover larger distances",
         ),
         Input("position_keys", "float", "P, H D", "keys of relative positions", optional=True),
         Input("position_queries", "float", "P, H D", "queries of relative positions", optional=True),
     ),
     attributes=(NUM_HEADS, SCALE),
-    outputs=(Output("out", "float", "N, H D", "mixed values"),),
+    outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
     shapes=lambda given: [(given["qkv"].shape[0], given["qkv"].shape[1] // 3)],
 )
 
@@ -53,13 +53,13 @@ def disentangled_attention(
     num_heads: int,
     scale: float,
 ) -> Tensor:
-    """Attend sequence by sequence; `disentangled.py` has the scores."""
-    mixed = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
+    """Attend sequence by sequence; `disentangled.py` defines the scores."""
+    attended = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
     reach = len(position_rows) // 2
     for start, stop in token_ranges(offsets):
         query, key, value = (part[None] for part in split_heads(qkv[start:stop], 3, num_heads))  # [1, T, H, D]
         positions = torch.arange(stop - start)
         rows = position_rows[(positions[:, None] - positions).clamp(-reach, reach) + reach].long()
         bias = position_scores(query, key, position_keys, position_queries, rows) * scale
-        mixed[start:stop] = attention(query, key, value, None, bias, causal=False, scale=scale)[0].flatten(1)
-    return mixed
+        attended[start:stop] = attention(query, key, value, None, bias, causal=False, scale=scale)[0].flatten(1)
+    return attended

@@ -25,7 +25,7 @@ EMBED = Operator(
     shapes=lambda given: [(given["input_ids"].shape[0], given["weight"].shape[1])],
     weight=PackedWeight(
         sizes=("vocab", "width"),
-        # An embedding reads single rows, so that it needs no sums of them.
+        # An embedding reads single rows, so it needs no column sums.
         parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8[:2]},
     ),
 )
@@ -35,6 +35,6 @@ EMBED = Operator(
 def embed(
     input_ids: Tensor, positions: Tensor, weight: Tensor, position_table: Tensor | None, *, scale: float
 ) -> Tensor:
-    """Look every token up."""
+    """Return the embedding of every token."""
     vectors = weight[input_ids] * scale
     return vectors if position_table is None else vectors + position_table[positions.long()]

@@ -20,7 +20,7 @@ QUERY = Input("query", "float", "B, T, H, D", "queries")
 
 ATTENTION = Operator(
     name="attention",
-    purpose="Attention over keys that come with the call (Vaswani et al. 2017, section 3.2.1).",
+    purpose="Attention over keys that are inputs of the call (Vaswani et al. 2017, section 3.2.1).",
     inputs=(
         QUERY,
         Input("key", "float", "B, S, H, D", "keys"),
@@ -29,28 +29,28 @@ ATTENTION = Operator(
         Input("bias", "float", "1 or B, 1 or H, T, S", "added to the scores", optional=True),
     ),
     attributes=(Attribute("causal", bool, "query t sees keys up to t + S - T only"), SCALE),
-    outputs=(Output("output", "float", "B, T, H, D", "mixed values"),),
+    outputs=(Output("output", "float", "B, T, H, D", "weighted sums of values"),),
     shapes=lambda given: [given["query"].shape],
     has_kernel=False,
 )
 
 CACHED_ATTENTION = Operator(
     name="cached_attention",
-    purpose="Append new keys and values to each row's cache, then attend over all that the row holds.",
+    purpose="Append new keys and values to each row's cache, then attend over all cached tokens of the row.",
     inputs=(
         QUERY,
         Input("key", "float", "B, N, H, D", "new keys, N = T; or N = 0: nothing is appended"),
         Input("value", "float", "B, N, H, D", "new values"),
-        Input("cache_key", "float", "B, H, C, D", "keys held"),
-        Input("cache_value", "float", "B, H, C, D", "values held"),
-        Input("cache_lens", "int32", "B", "tokens that each row holds before the call"),
+        Input("cache_key", "float", "B, H, C, D", "cached keys"),
+        Input("cache_value", "float", "B, H, C, D", "cached values"),
+        Input("cache_lens", "int32", "B", "number of cached tokens of each row before the call"),
         Input("bias", "float", "1 or B, 1 or H, T, C", "added to the scores", optional=True),
     ),
     attributes=(SCALE,),
     outputs=(
-        Output("output", "float", "B, T, H, D", "mixed values"),
-        Output("present_key", "float", "B, H, C, D", "keys held after the call"),
-        Output("present_value", "float", "B, H, C, D", "values held after the call"),
+        Output("output", "float", "B, T, H, D", "weighted sums of values"),
+        Output("present_key", "float", "B, H, C, D", "cached keys after the call"),
+        Output("present_value", "float", "B, H, C, D", "cached values after the call"),
     ),
     shapes=lambda given: [given["query"].shape, given["cache_key"].shape, given["cache_value"].shape],
     has_kernel=False,
@@ -84,7 +84,7 @@ def cached_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append and attend, as `antiphon.model.ops.attention.cached_attention`; the caches are copies in any case."""
+    """Append and attend, as `antiphon.model.ops.attention.cached_attention`; it always copies the caches."""
     out, *present = eager_cached_attention(query, key, value, cache_key, cache_value, cache_lens, bias, scale=scale)
     if key.shape[1] == 0:
         present = [cache.clone() for cache in present]

@@ -32,7 +32,7 @@ PACKED_ATTENTION = Operator(
         SCALE,
         Attribute("causal", bool, "each token sees itself and the tokens before it only"),
     ),
-    outputs=(Output("out", "float", "N, H D", "mixed values"),),
+    outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
     shapes=lambda given: [(given["qkv"].shape[0], given["qkv"].shape[1] // 3)],
 )
 
@@ -49,10 +49,10 @@ def packed_attention(
     causal: bool,
 ) -> Tensor:
     """Attend sequence by sequence."""
-    mixed = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
+    attended = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
     for start, stop in token_ranges(offsets):
         query, key, value = split_heads(qkv[start:stop], 3, num_heads)  # [T, H, D]
         bias = score_bias(torch.arange(stop - start), stop - start, bias_table, slopes)
-        found = attention(query[None], key[None], value[None], None, bias, causal=causal, scale=scale)
-        mixed[start:stop] = found[0].flatten(1)
-    return mixed
+        result = attention(query[None], key[None], value[None], None, bias, causal=causal, scale=scale)
+        attended[start:stop] = result[0].flatten(1)
+    return attended

@@ -1,4 +1,4 @@
-"""Attention over the blocks of the cache pool (Kwon et al. 2023, section 4): of a row over itself and over its source.
+"""Attention over the blocks of the cache pool (Kwon et al. 2023, section 4): of rows over their targets and sources.
 
 The layout of the pool is that of cache_geometry.py.
 
@@ -47,7 +47,7 @@ PAGED_SELF_ATTENTION = Operator(
     ),
     attributes=(NUM_HEADS, SCALE, LAYER),
     outputs=(
-        Output("out", "float", "N, H D", "mixed values"),
+        Output("out", "float", "N, H D", "weighted sums of values"),
         Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache"),
     ),
     shapes=lambda given: [(given["qkv"].shape[0], given["qkv"].shape[1] // 3), given["cache"].shape],
@@ -55,7 +55,7 @@ PAGED_SELF_ATTENTION = Operator(
 
 PAGED_CROSS_ATTENTION = Operator(
     name="paged_cross_attention",
-    purpose="Attend from each row's new tokens to its source, whose keys and values its cross blocks hold.",
+    purpose="Attend from each row's new tokens to its source; its cross blocks hold the source's keys and values.",
     inputs=(
         Input("query", "float", "N, H D", "queries of each new token"),
         CACHE,
@@ -64,7 +64,7 @@ PAGED_CROSS_ATTENTION = Operator(
         Input("source_lens", "int32", "R", "tokens of each row's source"),
     ),
     attributes=(NUM_HEADS, SCALE, LAYER),
-    outputs=(Output("out", "float", "N, H D", "mixed values"),),
+    outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
     shapes=lambda given: [given["query"].shape],
 )
 
@@ -84,17 +84,17 @@ def paged_self_attention(
     layer: int,
 ) -> tuple[Tensor, Tensor]:
     """Append and attend row by row, in a copy of the cache."""
-    cache, mixed = cache.clone(), qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
+    cache, attended = cache.clone(), qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
     for table, (start, stop) in zip(block_tables.tolist(), token_ranges(offsets), strict=True):
         query, key, value = split_heads(qkv[start:stop], 3, num_heads)  # [T, H, D]
         row_positions = positions[start:stop].tolist()
         for token, position in enumerate(row_positions):
             write_position(cache, layer, table, position, key[token], value[token])
         for token, position in enumerate(row_positions):
-            held = read_positions(cache, layer, table, position + 1, query.shape[2])
+            cached = read_positions(cache, layer, table, position + 1, query.shape[2])
             bias = score_bias(torch.tensor([position]), position + 1, bias_table, slopes)
-            mixed[start + token] = _attend_one(query[token], *held, bias, scale)
-    return mixed, cache
+            attended[start + token] = _attend_one(query[token], *cached, bias, scale)
+    return attended, cache
 
 
 @register(PAGED_CROSS_ATTENTION)
@@ -110,13 +110,13 @@ def paged_cross_attention(
     layer: int,
 ) -> Tensor:
     """Attend row by row."""
-    mixed, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
+    attended, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
     rows = zip(block_tables.tolist(), source_lens.tolist(), token_ranges(offsets), strict=True)
     for table, length, (start, stop) in rows:
-        held = read_positions(cache, layer, table, length, queries.shape[2])
+        cached = read_positions(cache, layer, table, length, queries.shape[2])
         for token in range(start, stop):
-            mixed[token] = _attend_one(queries[token], *held, None, scale)
-    return mixed
+            attended[token] = _attend_one(queries[token], *cached, None, scale)
+    return attended
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -32,5 +32,5 @@ def rotary(qkv: Tensor, positions: Tensor, table: Tensor, *, num_heads: int) -> 
     parts = qkv.reshape(qkv.shape[0], 3, num_heads, table.shape[1])  # [N, 3, H, D]
     cos, sin = table[positions.long()][:, None, None].chunk(2, dim=-1)  # [N, 1, 1, D / 2]
     first, second = parts[:, :2].chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((turned, parts[:, 2:]), dim=1).flatten(1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated, parts[:, 2:]), dim=1).flatten(1)

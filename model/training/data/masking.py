@@ -40,7 +40,7 @@ class Masking:
     def _choose(self, ordinary: Tensor, chance: torch.Generator) -> Tensor:
         """Return a mask [B, S] bool of the predicted tokens, a random choice from the ordinary ones."""
         counts = ordinary.sum(dim=1)
-        wanted = (counts * self.config.rate).round().long().clamp(min=1).minimum(counts)
+        num_predicted = (counts * self.config.rate).round().long().clamp(min=1).minimum(counts)
         order = torch.rand(ordinary.shape, generator=chance).masked_fill(~ordinary, 2.0).argsort(dim=1)
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
-        return rank < wanted[:, None]
+        return rank < num_predicted[:, None]

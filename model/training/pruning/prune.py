@@ -145,7 +145,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that `antiphon train` wrote")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the pruned checkpoint; must be new")
-    parser.add_argument("--heads", type=int, required=True, metavar="N", help="heads each attention module keeps")
+    parser.add_argument(
+        "--heads", type=int, required=True, metavar="N", help="number of heads of each attention module"
+    )
     parser.add_argument("--data", type=Path, help="measure importance on the data of a recipe, in this folder")
     parser.add_argument("--recipe", help="name of the recipe (default: that of the checkpoint)")
     parser.add_argument(

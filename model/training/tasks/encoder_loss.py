@@ -68,8 +68,8 @@ def _labelled(memory: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     K is rounded up, because oneDNN compiles a kernel for every new K.
     """
-    kept = labels != IGNORED_LABEL
-    hidden, labels = memory[kept], labels[kept]
+    is_labelled = labels != IGNORED_LABEL
+    hidden, labels = memory[is_labelled], labels[is_labelled]
     padding = padding_of(len(labels))
     return functional.pad(hidden, (0, 0, 0, padding)), functional.pad(labels, (0, padding), value=IGNORED_LABEL)
 
@@ -83,8 +83,9 @@ def label_accuracy(model: Transformer, batches: Iterable[EncoderBatch]) -> dict[
     for batch in (batch.to(device) for batch in batches):
         memory = model.encode(batch.ids, batch.lens, batch.type_ids)
         for task, labels in batch.labels.items():
-            kept = labels != IGNORED_LABEL
-            states, wanted = memory[:, 0][kept] if task in FIRST_TOKEN_TASKS else memory[kept], labels[kept]
-            right[task] = right.get(task, 0) + int((model.read_out(task, states).argmax(dim=-1) == wanted).sum())
-            total[task] = total.get(task, 0) + len(wanted)
+            is_labelled = labels != IGNORED_LABEL
+            states = memory[:, 0] if task in FIRST_TOKEN_TASKS else memory
+            states, expected = states[is_labelled], labels[is_labelled]
+            right[task] = right.get(task, 0) + int((model.read_out(task, states).argmax(dim=-1) == expected).sum())
+            total[task] = total.get(task, 0) + len(expected)
     return {f"{task}_accuracy": right[task] / total[task] for task in right if total[task]}

@@ -78,8 +78,8 @@ class PretrainTask:
         self.masking = self._masking()
 
     def _train_tokenizer(self, texts: Sequence[str], documents: Sequence[Sequence[str]]) -> Tokenizer:
-        everything = [*texts, *(sentence for document in documents for sentence in document)]
-        return Tokenizer.train(everything, self.recipe.vocab_size, extra_special=[MASK_TOKEN])
+        all_texts = [*texts, *(sentence for document in documents for sentence in document)]
+        return Tokenizer.train(all_texts, self.recipe.vocab_size, extra_special=[MASK_TOKEN])
 
     def _config(self) -> ModelConfig:
         init = self.folders.init

@@ -44,10 +44,10 @@ class BatchLoss(nn.Module):
         model = self.model
         cross_kv = model.project_memory(model.encode(batch.source, batch.source_lens))
         hidden = model.decode(batch.inputs, cross_kv, batch.source_lens)
-        kept = batch.labels != IGNORED_LABEL
+        is_labelled = batch.labels != IGNORED_LABEL
         output = model.output
         loss = linear_cross_entropy(
-            hidden[kept], output.weight, batch.labels[kept], smoothing=smoothing, bias=output.bias
+            hidden[is_labelled], output.weight, batch.labels[is_labelled], smoothing=smoothing, bias=output.bias
         )
         return loss[None]
 

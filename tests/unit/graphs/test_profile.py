@@ -154,7 +154,7 @@ def test_profile_refuses_a_wrong_random_model_in_one_line(
 def test_profile_reports_that_there_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = write_bundle(tmp_path / "fused", tiny_model(tiny_config(LONGEST)))
     assert run_profile(str(bundle.path), "--plot", str(tmp_path / "chosen.png")) == 0
-    assert "holds no eager graphs" in capsys.readouterr().err
+    assert "has no eager graphs" in capsys.readouterr().err
     assert (tmp_path / "chosen.png").exists()
 
 
@@ -178,8 +178,8 @@ def test_profile_refuses_a_budget_that_is_too_small(bundle: Bundle) -> None:
     [
         (["--lengths", "16,x,64"], "--lengths is '16,x,64'; it must be whole numbers joined by commas"),
         (["--lengths", "16,32"], "--lengths has 2 different lengths; a fit needs 3"),
-        (["--lengths", "16,32,513"], "--lengths asks for 513; the model takes sources of up to 512 tokens"),
-        (["--rows", "0"], "--rows asks for 0; each must be at least 1"),
+        (["--lengths", "16,32,513"], "--lengths has 513; the model supports sources of up to 512 tokens"),
+        (["--rows", "0"], "--rows has 0; each must be at least 1"),
         (["--plot", "absent/plot.png"], "--plot is absent/plot.png, but there is no directory absent"),
     ],
 )
