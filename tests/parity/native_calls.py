@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
 from tests.parity.native_nodes import ramp
 
@@ -23,7 +24,6 @@ Call = tuple[Arrays, dict[str, Any]]
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 _OUTPUTS = [1, 16, 40, 257]
 _HEADS = [(1, 8), (2, 16), (3, 24), (1, 70)]
-_ACTIVATIONS = ["none", "relu", "gelu", "gelu_tanh", "silu", "tanh"]
 _LAYERS = 2
 
 
@@ -75,7 +75,7 @@ def _linear(rng: Rng, *, quantized: bool) -> Call:
     rows, inputs, outputs = any_size(rng, 200), any_size(rng), pick(rng, _OUTPUTS)
     weights = _packed(rng, outputs, inputs, quantized=quantized)
     arrays: Arrays = {"x": floats(rng, rows, inputs), **weights, "bias": maybe(rng, floats(rng, outputs))}
-    return arrays, dict(width=outputs, activation=pick(rng, _ACTIVATIONS))
+    return arrays, dict(width=outputs, activation=pick(rng, [*ACTIVATIONS]))
 
 
 def _nibble_linear(rng: Rng) -> Call:
@@ -90,7 +90,7 @@ def _nibble_linear(rng: Rng) -> Call:
 
 
 def _gate(rng: Rng) -> Call:
-    return {"x": floats(rng, any_size(rng), 2 * any_size(rng))}, dict(activation=pick(rng, _ACTIVATIONS))
+    return {"x": floats(rng, any_size(rng), 2 * any_size(rng))}, dict(activation=pick(rng, [*ACTIVATIONS]))
 
 
 def _add_norm(rng: Rng) -> Call:

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.native_stepper import settings_of
 from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.ops.operators.all_operators import OPERATORS
 from tests.batches import Choice, choices_of
+from tests.parity import native_calls
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
 HEADS, WIDTH = 2, 8
@@ -39,6 +41,12 @@ def embed() -> Call:
         "position_table": normal(4, 8),
     }  # fmt: skip
     return arrays, dict(width=8, vocab=10, scale=1.0)
+
+
+def quantized_embed() -> Call:
+    (arrays, attributes), packed = embed(), pack_int8(normal(10, 8))
+    table = arrays.pop("position_table")
+    return {**arrays, "weight": packed.integers, "scales": packed.scales, "position_table": table}, attributes
 
 
 def linear() -> Call:
@@ -147,11 +155,11 @@ def reals(*values: float) -> NDArray[np.float32]:
 
 
 CALLS = {
-    "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "NibbleLinear": nibble_linear, "Gate": gate,
-    "AddNorm": add_norm, "Rotary": rotary, "PackedAttention": packed_attention,
-    "DisentangledAttention": disentangled_attention, "PagedSelfAttention": paged_self_attention,
-    "PagedCrossAttention": paged_cross_attention, "PagedWrite": paged_write, "Select": select,
-    "QuantizedSelect": quantized_select,
+    "Embed": embed, "QuantizedEmbed": quantized_embed, "Linear": linear, "QuantizedLinear": quantized_linear,
+    "NibbleLinear": nibble_linear, "Gate": gate, "AddNorm": add_norm, "Rotary": rotary,
+    "PackedAttention": packed_attention, "DisentangledAttention": disentangled_attention,
+    "PagedSelfAttention": paged_self_attention, "PagedCrossAttention": paged_cross_attention,
+    "PagedWrite": paged_write, "Select": select, "QuantizedSelect": quantized_select,
 }  # fmt: skip
 
 # Operator, what is changed (an input's new value, or an attribute's), what the message must say.
@@ -164,6 +172,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Embed", {"position_table": normal(4, 9)}, "position_table is 9"),
     ("Embed", {"weight": pack_float(normal(10, 7))}, "weight"),
     ("Embed", {"weight": pack_float(normal(30, 8))}, "weight"),
+    ("QuantizedEmbed", {"input_ids": np.array([0, 10, 3])}, "input_ids is 10"),
+    ("QuantizedEmbed", {"positions": ints(0, 1, 4)}, "positions is 4"),
+    ("QuantizedEmbed", {"scales": normal(7)}, "scales"),
+    ("QuantizedEmbed", {"vocab": 30}, "weight"),
     ("Linear", {"x": normal(3, 9)}, "weight"),
     ("Linear", {"width": 40}, "weight"),
     ("Linear", {"bias": normal(19)}, "bias"),
@@ -281,6 +293,12 @@ def run_changed(op_type: str, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         (attributes if name in attributes else arrays)[name] = value
     run_node(op_type, arrays, **attributes)
+
+
+def test_every_kernel_is_called_at_random_and_with_bad_input() -> None:
+    kernels = {node.name for operator in OPERATORS for node in operator.kernels()}
+    assert kernels == native_calls.CALLS.keys(), "tests/parity/native_calls.py"
+    assert kernels == CALLS.keys() == {op_type for op_type, _, _ in BAD}
 
 
 @pytest.mark.parametrize("op_type", CALLS)
