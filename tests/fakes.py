@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
-from antiphon.model.ops.choices import Choices, choose
+from antiphon.model.ops.sampling import SamplingArrays, sample
 from antiphon.service.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.domain.tasks import Generate, Score
-from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
+from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
 _R = TypeVar("_R", bound=Request)
 
@@ -134,17 +134,17 @@ class FakeRunner:
         weights = np.sin(np.arange(MEMORY_WIDTH * width, dtype=np.float32)).reshape(MEMORY_WIDTH, width)
         return np.stack([row @ weights for row in states])
 
-    def decode(self, batch: DecodeBatch) -> Draw:
+    def decode(self, batch: DecodeBatch) -> Samples:
         _require(self.has_decoder, "it decodes nothing")
         num_rows = batch.num_rows
         self.before_decode(num_rows)
         _require(num_rows == len(batch.offsets) - 1 <= self.max_rows, "arrays of unequal length")
         _require(batch.offsets[0] == 0 and batch.offsets[-1] == batch.num_tokens, "offsets that miss tokens")
-        _check_choices(batch)
+        _check_sampling(batch)
         self._check_sharing(batch)
         self.decoded_rows.append(num_rows)
         self.decoded_tokens.append(batch.num_tokens)
-        picks = batch.choices.picks
+        picks = batch.sampling.picks
         logits = np.empty((len(picks), self.vocab_size), np.float32)
         for row in range(num_rows):
             source, history, mark = self._past(batch, row)
@@ -152,7 +152,7 @@ class FakeRunner:
                 mark = self._feed(batch, row, index, history, mark)
                 if (held := np.flatnonzero(picks == index)).size:
                     logits[held] = self.logits_after(source, history)
-        return choose(logits, batch.choices, batch.positions[picks])
+        return sample(logits, batch.sampling, batch.positions[picks])
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         _require(len(sources) == len(targets) == len(set(targets.tolist())), f"blocks copied to {targets.tolist()}")
@@ -287,15 +287,17 @@ def _mark(before: int, token_id: int) -> int:
     return zlib.crc32(token_id.to_bytes(8, "little", signed=True), before)
 
 
-def _check_choices(batch: DecodeBatch) -> None:
-    choices = batch.choices
-    lengths = {len(getattr(choices, name)) for name in Choices.__slots__ if not name.startswith("edit_")}
-    _require(lengths == {len(choices.edit_offsets) - 1}, "choices of unequal length")
-    _require(bool(((choices.picks >= 0) & (choices.picks < batch.num_tokens)).all()), f"picks {choices.picks.tolist()}")
-    _require(bool((np.diff(choices.edit_offsets) >= 0).all()), f"edit_offsets {choices.edit_offsets.tolist()}")
-    num_edits = int(choices.edit_offsets[-1])
-    _require(num_edits <= min(len(choices.edit_ids), len(choices.edit_values)), f"{num_edits} edits are not there")
-    width = max(0, int(choices.num_logprobs.max(initial=0)))
+def _check_sampling(batch: DecodeBatch) -> None:
+    sampling = batch.sampling
+    lengths = {len(getattr(sampling, name)) for name in SamplingArrays.__slots__ if not name.startswith("edit_")}
+    _require(lengths == {len(sampling.edit_offsets) - 1}, "sampling parameters of unequal length")
+    _require(
+        bool(((sampling.picks >= 0) & (sampling.picks < batch.num_tokens)).all()), f"picks {sampling.picks.tolist()}"
+    )
+    _require(bool((np.diff(sampling.edit_offsets) >= 0).all()), f"edit_offsets {sampling.edit_offsets.tolist()}")
+    num_edits = int(sampling.edit_offsets[-1])
+    _require(num_edits <= min(len(sampling.edit_ids), len(sampling.edit_values)), f"{num_edits} edits are not there")
+    width = max(0, int(sampling.ints("num_logprobs").max(initial=0)))
     _require(batch.max_num_logprobs == width, f"max_num_logprobs is {batch.max_num_logprobs}, not {width}")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,14 +14,6 @@ from antiphon.model.bundle.manifest import Lowering
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.ops.cache_geometry import pool_axes
-from antiphon.model.ops.choices import PER_CHOICE
-
-_TYPES_OF_CHOICES: dict[type[np.generic], torch.dtype] = {
-    np.float32: torch.float32,
-    np.int32: torch.int32,
-    np.int64: torch.int64,
-    np.uint64: torch.int64,  # the same bits
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,11 +84,11 @@ def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
         logits = _floats("logits", "batch", config.vocab_size)
         return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
     return [
-        _ids("token_ids", "choices"),
-        _floats("logprobs", "choices"),
-        _ids("top_ids", "choices", "top"),
-        _floats("top_logprobs", "choices", "top"),
-        _floats("top_scores", "choices", "top"),
+        _ids("token_ids", "samples"),
+        _floats("logprobs", "samples"),
+        _ids("top_ids", "samples", "top"),
+        _floats("top_logprobs", "samples", "top"),
+        _floats("top_scores", "samples", "top"),
     ]
 
 
@@ -128,10 +119,9 @@ def _paged_decoder_inputs(config: ModelConfig) -> list[Port]:
         _ints("cross_tables", "rows", "cross_table"),
         _ints("source_lens", "rows"),
         pool_port(config),
-        *(
-            Port(name=name, dtype=_TYPES_OF_CHOICES[dtype], axes=("choices",))
-            for name, (dtype, _) in PER_CHOICE.items()
-        ),
+        _ints("picks", "samples"),
+        _floats("float_params", "samples", "num_float_params"),
+        _ids("int_params", "samples", "num_int_params"),
         _ints("edit_offsets", "edit_offsets"),
         _ints("edit_ids", "edits"),
         _floats("edit_values", "edits", 3),

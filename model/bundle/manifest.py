@@ -31,9 +31,7 @@ from antiphon.model.text.format import TextFormat
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
-# Equal to version 3, except that the manifest has no checksum of itself.
-_VERSION_WITHOUT_CHECKSUM = 2
+FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 # Plain names that are not hidden: no name leads out of the directory.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
@@ -82,10 +80,8 @@ class GraphSet(_Strict):
             the encoder's states.
         decoder: input_ids [N] int64, positions [N] int32, offsets [R+1] int32 (the new tokens of row r, at least one),
             self_tables [R,X], cross_tables [R,Y], source_lens [R] int32, cache, and the sampling parameters of K next
-            tokens, see ops/choices.py: picks [K] int32, temperatures [K] float32, top_ks [K] int32, top_ps, min_ps,
-            typical_ps [K] float32, seeds [K] int64 (bits of a uint64), given_ids [K] int64, num_logprobs,
-            is_normalized, is_exclusive [K] int32, edit_offsets [K+1] int32, edit_ids [E] int32, edit_values [E,3]
-            float32
+            tokens, see ops/sampling.py: picks [K] int32, float_params [K,F] float32, int_params [K,I] int64,
+            edit_offsets [K+1] int32, edit_ids [E] int32, edit_values [E,3] float32
             -> token_ids [K] int64, logprobs [K] float32, top_ids [K,k] int64, top_logprobs, top_scores [K,k] float32;
             k is the largest of num_logprobs, at least 0.
 
@@ -307,21 +303,14 @@ def _verified(source: Path) -> dict[str, object]:
 
 
 def _check_version(source: Path, version: object, *, has_checksum: bool) -> None:
-    """Raise BundleError for an unknown version or a missing checksum; warn for the version without checksum."""
-    if version not in (FORMAT_VERSION, _VERSION_WITHOUT_CHECKSUM):
+    """Raise BundleError for another version or a missing checksum."""
+    if version != FORMAT_VERSION:
         raise BundleError(
-            f"{source}: format_version is {version!r:.40}; this Antiphon reads "
-            f"{_VERSION_WITHOUT_CHECKSUM} and {FORMAT_VERSION}: export or import it again"
+            f"{source}: format_version is {version!r:.40}; this Antiphon reads {FORMAT_VERSION}: export or import the "
+            "model again"
         )
-    if version == FORMAT_VERSION and not has_checksum:
-        raise BundleError(f"{source}: checksum is missing; format_version {version} has one: export or import it again")
-    if version == _VERSION_WITHOUT_CHECKSUM:
-        log.warning(
-            "%s: format_version %s has no checksum of this file, so damage to it is not detected; "
-            "export or import it again",
-            source,
-            version,
-        )
+    if not has_checksum:
+        raise BundleError(f"{source}: checksum is missing: export or import the model again")
 
 
 def _in_one_line(error: object) -> str:

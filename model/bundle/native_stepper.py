@@ -19,7 +19,7 @@ from antiphon.model.bundle.onnx_runtime import ort
 from antiphon.model.bundle.session import native_session
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
-from antiphon.model.ops.choices import Choices, greedy_choices
+from antiphon.model.ops.sampling import SamplingArrays, greedy_sampling
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -114,8 +114,7 @@ class NativeStepper:
             "cross_tables": sequences.cross_tables,
             "source_lens": sequences.source_lens,
             "cache": sequences.cache,
-            **settings_of(greedy_choices(np.cumsum(counts, dtype=np.int32) - 1)),
-            "num_logprobs": np.full(len(counts), self._config.vocab_size, np.int32),
+            **sampling_inputs(self._greedy(np.cumsum(counts, dtype=np.int32) - 1)),
         }
         token_ids, logprobs, top_ids, top_logprobs, top_scores = run_native(self._decoder, inputs)
         if (token_ids < 0).any():
@@ -127,11 +126,16 @@ class NativeStepper:
             raise StepError("top_scores differ from top_logprobs although no logits were changed")
         return found
 
+    def _greedy(self, picks: NDArray[np.int32]) -> SamplingArrays:
+        """Return greedy parameters that request the log-probabilities of the whole vocabulary."""
+        sampling = greedy_sampling(picks)
+        sampling.ints("num_logprobs")[:] = self._config.vocab_size
+        return sampling
 
-def settings_of(choices: Choices) -> dict[str, NDArray[Any]]:
-    """Return the sampling inputs of a decoder graph by name; seeds are int64 with the same bits as the uint64 ones."""
-    settings = {field.name: getattr(choices, field.name) for field in fields(choices)}
-    return settings | {"seeds": choices.seeds.view(np.int64)}
+
+def sampling_inputs(sampling: SamplingArrays) -> dict[str, NDArray[Any]]:
+    """Return the sampling inputs of a decoder graph by name."""
+    return {field.name: getattr(sampling, field.name) for field in fields(sampling)}
 
 
 def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

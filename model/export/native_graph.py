@@ -26,7 +26,7 @@ from antiphon.model.ops.operators.packed_attention import packed_attention
 from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
 from antiphon.model.ops.operators.paged_write import paged_write
 from antiphon.model.ops.operators.rotary import rotary
-from antiphon.model.ops.operators.select import select
+from antiphon.model.ops.operators.sample import sample
 from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.transformer.positions import rotary_table
@@ -279,14 +279,14 @@ class PagedDecoder(_PackedStack):
     def forward(self, input_ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run one step.
 
-        input_ids [N] int64; then the fields of PagedRows and the settings of `select`, each in their order.
-        Returns the outputs of `select`, and the cache.
+        input_ids [N] int64; then the fields of PagedRows and the sampling parameters of `sample`, each in their order.
+        Returns the outputs of `sample`, and the cache.
         """
         rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
         hidden = self.step(input_ids, rows)
-        settings = tensors[len(PagedRows.__slots__) :]
-        chosen = select(hidden, self.output.weight, rows.positions, *settings, self.output.bias)
-        return (*chosen, rows.cache)
+        params = tensors[len(PagedRows.__slots__) :]
+        samples = sample(hidden, self.output.weight, rows.positions, *params, self.output.bias)
+        return (*samples, rows.cache)
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:
         """Return hidden states [N, M] of the new tokens, and replace the rows' cache."""

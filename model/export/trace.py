@@ -40,7 +40,7 @@ OPSET = 23
 _EXAMPLE_SIZES = {
     "batch": 3, "source": 7, "target_capacity": 11, "source_capacity": 13,
     "tokens": 17, "rows": 5, "offsets": 6, "table": 8, "self_table": 9, "cross_table": 10, "num_blocks": 19,
-    "choices": 4, "edit_offsets": 12, "edits": 14, "states": 15,
+    "samples": 4, "num_float_params": 20, "num_int_params": 21, "edit_offsets": 12, "edits": 14, "states": 15,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.native_encoder import NativeEncoder
-from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
+from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
 
 class EncoderRunner:
@@ -87,7 +87,7 @@ class EncoderRunner:
         graph.run_bound(graph.bind({"hidden": states}, {"outputs": outputs}))
         return outputs
 
-    def decode(self, batch: DecodeBatch) -> Draw:
+    def decode(self, batch: DecodeBatch) -> Samples:
         """Raise NotImplementedError; the engine never calls this without a decoder."""
         raise NotImplementedError("an encoder alone decodes nothing")
 

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from antiphon.model.bundle.graph import Graph
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.model.ops.choices import PER_CHOICE, Choices, Draw
+from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, Samples, SamplingArrays
 from antiphon.service.runtime.runner import DecodeBatch
 
 _FED = ("input_ids", "positions", "offsets", "self_tables", "cross_tables", "source_lens")
-_SETTINGS = {name: dtype for name, (dtype, _) in PER_CHOICE.items()}
 _TOPS: dict[str, type[np.generic]] = {"top_ids": np.int64, "top_logprobs": np.float32, "top_scores": np.float32}
 _FIRST_NUM_EDITS = 256
 
@@ -43,26 +42,30 @@ class NativeDecoder:
         self._self_tables = _tables(max_rows, model.max_target_len)
         self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # at least one column
         self._source_lens = np.zeros(max_rows, np.int32)
-        self._settings = {name: np.zeros(max_rows, kind) for name, kind in _SETTINGS.items()}
+        self._params: Arrays = {
+            "picks": np.zeros(max_rows, np.int32),
+            "float_params": np.zeros((max_rows, len(FLOAT_PARAMS)), np.float32),
+            "int_params": np.zeros((max_rows, len(INT_PARAMS)), np.int64),
+        }
         self._edit_offsets = np.zeros(max_rows + 1, np.int32)
         self._edit_ids = np.zeros(_FIRST_NUM_EDITS, np.int32)
         self._edit_values = np.zeros((_FIRST_NUM_EDITS, 3), np.float32)
         self._chosen: Arrays = {"token_ids": np.zeros(max_rows, np.int64), "logprobs": np.zeros(max_rows, np.float32)}
         self._tops = {name: np.zeros(0, kind) for name, kind in _TOPS.items()}
-        self._held: Choices | None = None  # parameters that the bound arrays hold
-        self._bound: dict[tuple[int, int], tuple[Any, Draw]] = {}
-        inputs = [*_FED, "cache", *_SETTINGS, "edit_offsets", "edit_ids", "edit_values"]
+        self._held: SamplingArrays | None = None  # parameters that the bound arrays hold
+        self._bound: dict[tuple[int, int], tuple[Any, Samples]] = {}
+        inputs = [*_FED, "cache", *self._params, "edit_offsets", "edit_ids", "edit_values"]
         graph.require(inputs, [*self._chosen, *_TOPS])
 
-    def run(self, batch: DecodeBatch) -> Draw:
+    def run(self, batch: DecodeBatch) -> Samples:
         """Run one step; see NativeRunner.decode."""
-        rows, choices = batch.num_rows, batch.choices
+        rows, sampling = batch.num_rows, batch.sampling
         if not 0 < rows <= self._max_rows:
             raise ValueError(f"decode of {rows} rows; it must be 1 to {self._max_rows}")
-        if batch.num_tokens != rows or len(choices) != rows:
+        if batch.num_tokens != rows or len(sampling) != rows:
             return self._run_once(batch)
-        if choices is not self._held:
-            self._hold(choices, rows)
+        if sampling is not self._held:
+            self._hold(sampling, rows)
         self._input_ids[:rows] = batch.token_ids
         self._positions[:rows] = batch.positions
         self._self_tables[:rows, : batch.self_tables.shape[1]] = batch.self_tables
@@ -72,12 +75,12 @@ class NativeDecoder:
         self._graph.run_bound(bound[0])
         return bound[1]
 
-    def _run_once(self, batch: DecodeBatch) -> Draw:
+    def _run_once(self, batch: DecodeBatch) -> Samples:
         """Run a step of a rare shape, whose binding is not kept: rows with a prefix, or targets to be scored."""
-        choices, num_choices = batch.choices, len(batch.choices)
+        sampling, num_samples = batch.sampling, len(batch.sampling)
         self._held = None
-        self._hold_edits(choices)
-        settings: Arrays = {name: getattr(choices, name) for name in _SETTINGS}
+        self._hold_edits(sampling)
+        params: Arrays = {name: getattr(sampling, name) for name in self._params}
         fed = (
             batch.token_ids,
             batch.positions,
@@ -86,43 +89,43 @@ class NativeDecoder:
             batch.cross_tables,
             batch.source_lens,
         )
-        inputs = dict(zip(_FED, fed, strict=True)) | settings | {"edit_offsets": choices.edit_offsets}
-        shape = (num_choices, batch.max_num_logprobs)
-        samples = Draw(
-            np.zeros(num_choices, np.int64),
-            np.zeros(num_choices, np.float32),
+        inputs = dict(zip(_FED, fed, strict=True)) | params | {"edit_offsets": sampling.edit_offsets}
+        shape = (num_samples, batch.max_num_logprobs)
+        samples = Samples(
+            np.zeros(num_samples, np.int64),
+            np.zeros(num_samples, np.float32),
             *(np.zeros(shape, kind) for kind in _TOPS.values()),
         )
         contiguous = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         self._graph.run_bound(self._binding(contiguous, samples))
         return samples
 
-    def _hold(self, choices: Choices, rows: int) -> None:
+    def _hold(self, sampling: SamplingArrays, rows: int) -> None:
         """Copy the sampling parameters of the rows; a later batch with the same object needs no copy."""
         self._held = None
-        for name, array in self._settings.items():
-            array[:rows] = getattr(choices, name)
-        self._edit_offsets[: rows + 1] = choices.edit_offsets
-        self._hold_edits(choices)
-        self._held = choices
+        for name, array in self._params.items():
+            array[:rows] = getattr(sampling, name)
+        self._edit_offsets[: rows + 1] = sampling.edit_offsets
+        self._hold_edits(sampling)
+        self._held = sampling
 
-    def _hold_edits(self, choices: Choices) -> None:
-        num_edits = int(choices.edit_offsets[-1])
+    def _hold_edits(self, sampling: SamplingArrays) -> None:
+        num_edits = int(sampling.edit_offsets[-1])
         if num_edits > len(self._edit_ids):
             capacity = max(num_edits, 2 * len(self._edit_ids))
             self._bound.clear()
             self._edit_ids = np.zeros(capacity, np.int32)
             self._edit_values = np.zeros((capacity, 3), np.float32)
-        self._edit_ids[:num_edits] = choices.edit_ids[:num_edits]
-        self._edit_values[:num_edits] = choices.edit_values[:num_edits]
+        self._edit_ids[:num_edits] = sampling.edit_ids[:num_edits]
+        self._edit_values[:num_edits] = sampling.edit_values[:num_edits]
 
-    def _bind(self, rows: int, width: int) -> tuple[Any, Draw]:
+    def _bind(self, rows: int, width: int) -> tuple[Any, Samples]:
         """Bind the arrays for this number of rows and candidates, and keep the binding."""
         if rows * width > len(self._tops["top_ids"]):
             self._bound.clear()
             self._tops = {name: np.zeros(self._max_rows * width, kind) for name, kind in _TOPS.items()}
         tops = [array[: rows * width].reshape(rows, width) for array in self._tops.values()]
-        samples = Draw(self._chosen["token_ids"][:rows], self._chosen["logprobs"][:rows], *tops)
+        samples = Samples(self._chosen["token_ids"][:rows], self._chosen["logprobs"][:rows], *tops)
         inputs: Arrays = {
             "input_ids": self._input_ids[:rows],
             "positions": self._positions[:rows],
@@ -132,16 +135,15 @@ class NativeDecoder:
             "source_lens": self._source_lens[:rows],
             "edit_offsets": self._edit_offsets[: rows + 1],
         }
-        settings = {name: array[:rows] for name, array in self._settings.items()}
-        bound = self._bound[rows, width] = (self._binding(inputs | settings, samples), samples)
+        params = {name: array[:rows] for name, array in self._params.items()}
+        bound = self._bound[rows, width] = (self._binding(inputs | params, samples), samples)
         return bound
 
-    def _binding(self, inputs: Arrays, samples: Draw) -> Any:
+    def _binding(self, inputs: Arrays, samples: Samples) -> Any:
         """Return a binding of these inputs, the cache and the edits; with candidates only where there are any."""
         shared = {"cache": self._cache, "edit_ids": self._edit_ids, "edit_values": self._edit_values}
         names = [*self._chosen, *(_TOPS if samples.top_ids.shape[1] else ())]
-        seeds = inputs["seeds"].view(np.int64)
-        return self._graph.bind({**inputs, **shared, "seeds": seeds}, {name: getattr(samples, name) for name in names})
+        return self._graph.bind({**inputs, **shared}, {name: getattr(samples, name) for name in names})
 
 
 def _tables(max_rows: int, max_len: int) -> NDArray[np.int32]:

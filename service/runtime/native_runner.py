@@ -23,7 +23,7 @@ from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.native_decoder import NativeDecoder
 from antiphon.service.runtime.native_encoder import NativeEncoder
 from antiphon.service.runtime.reserve import reserve
-from antiphon.service.runtime.runner import DecodeBatch, Draw, EncodeReport
+from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
 _LANES = 16  # head widths in the pool are multiples of it
 
@@ -93,7 +93,7 @@ class NativeRunner:
             raise ValueError("a decoder alone encodes nothing")
         return self._encoder.run(sources, block_tables=block_tables, keep_memory=keep_memory)
 
-    def decode(self, batch: DecodeBatch) -> Draw:
+    def decode(self, batch: DecodeBatch) -> Samples:
         """Feed every row its new tokens and sample its next one, in one pass; arrays are valid until the next pass.
 
         Raises ValueError when the batch does not fit, GraphError when the graph fails: the operators check every

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw
+from antiphon.model.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays
 
-__all__ = ["NONE_ALLOWED", "NOT_FINITE", "Choices", "DecodeBatch", "Draw", "EncodeReport", "Runner"]
+__all__ = ["NONE_ALLOWED", "NOT_FINITE", "DecodeBatch", "EncodeReport", "Runner", "Samples", "SamplingArrays"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,8 @@ class DecodeBatch:
         entries beyond its length are ignored. Rows can share blocks, except a block that one of them writes in this
         step.
     source_lens [R] int32: tokens of each row's source.
-    choices: where it is the same object as in the step before, its arrays, edits included, are the same too.
-    max_num_logprobs: the largest of choices.num_logprobs, at least 0: the width of a Draw.
+    sampling: where it is the same object as in the step before, its arrays, edits included, are the same too.
+    max_num_logprobs: the largest num_logprobs of sampling, at least 0: the width of the candidates in Samples.
     """
 
     token_ids: NDArray[np.int64]
@@ -64,7 +64,7 @@ class DecodeBatch:
     self_tables: NDArray[np.int32]
     cross_tables: NDArray[np.int32]
     source_lens: NDArray[np.int32]
-    choices: Choices
+    sampling: SamplingArrays
     max_num_logprobs: int = 0
 
     @property
@@ -150,8 +150,8 @@ class Runner(Protocol):
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return outputs [K, O] of a head for rows [K, M] of the encoder output; each row is computed independently."""
 
-    def decode(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its new tokens and make the choices. Positions may be fed again, with the same bits.
+    def decode(self, batch: DecodeBatch) -> Samples:
+        """Feed every row its new tokens and sample. Positions may be fed again, with the same bits.
 
         Several rows may read the same blocks.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.model.ops.choices import greedy_choices
+from antiphon.model.ops.sampling import greedy_sampling
 from antiphon.service.runtime.runner import NOT_FINITE, DecodeBatch, Runner
 
 # Length of a typical source in tokens.
@@ -72,7 +72,7 @@ def _decode(runner: Runner) -> None:
             self_tables=rows[:, None] + (num_rows if runner.has_encoder else 0),
             cross_tables=rows[:, None],
             source_lens=np.full(num_rows, int(runner.has_encoder), np.int32),
-            choices=greedy_choices(rows),
+            sampling=greedy_sampling(rows),
         )
     )
     if (samples.token_ids[:num_rows] == NOT_FINITE).any():

@@ -211,7 +211,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "newer": (
         lambda copy: edit_manifest(copy, lambda manifest: manifest.update(format_version=FORMAT_VERSION + 1)),
-        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads 2 and {FORMAT_VERSION}: export",
+        f"format_version is {FORMAT_VERSION + 1}; this Antiphon reads {FORMAT_VERSION}: export",
     ),
     "bad field": (
         lambda copy: edit_manifest(copy, lambda manifest: manifest["model"].update(num_heads=0)),

@@ -24,7 +24,7 @@ from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metric_families import MetricFamilies
 from antiphon.service.observability.metrics import Metrics
 from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.runtime.runner import DecodeBatch, Draw, Runner
+from antiphon.service.runtime.runner import DecodeBatch, Runner, Samples
 from tests.fakes import FakeClock
 
 
@@ -38,7 +38,7 @@ class Watcher:
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
-    def decode(self, batch: DecodeBatch) -> Draw:
+    def decode(self, batch: DecodeBatch) -> Samples:
         self.num_mixed_steps += batch.num_tokens > batch.num_rows > 1
         return self._runner.decode(batch)
 

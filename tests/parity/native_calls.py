@@ -198,7 +198,16 @@ def _edits(rng: Rng, count: int, vocab: int) -> Arrays:
     }  # fmt: skip
 
 
-def _select(rng: Rng, *, quantized: bool) -> Call:
+# Temperatures, top_p, min_p and typical_p.
+_FLOAT_PARAMS = (
+    np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32),
+    np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32),
+    np.array([0, 0, 1e-30, 0.1, 1], np.float32),
+    np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32),
+)
+
+
+def _sample(rng: Rng, *, quantized: bool) -> Call:
     tokens, width, vocab = any_size(rng), any_size(rng), pick(rng, [*_OUTPUTS, 700])
     count = tokens if rng.random() < 0.5 else any_size(rng, 40) * bool(tokens)
     picks = rng.integers(0, max(tokens, 1), count, np.int32)
@@ -206,15 +215,18 @@ def _select(rng: Rng, *, quantized: bool) -> Call:
         "hidden": floats(rng, tokens, width), **_packed(rng, vocab, width, quantized=quantized),
         "positions": rng.integers(LOWEST, HIGHEST, tokens, np.int32),
         "picks": np.arange(count, dtype=np.int32) if count == tokens and rng.random() < 0.5 else picks,
-        "temperatures": rng.choice(np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32), count),
-        "top_ks": rng.choice(np.array([0, 1, 5, vocab, HIGHEST], np.int32), count),
-        "top_ps": rng.choice(np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32), count),
-        "min_ps": rng.choice(np.array([0, 0, 1e-30, 0.1, 1], np.float32), count),
-        "typical_ps": rng.choice(np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32), count),
-        "seeds": rng.integers(-(2**63), 2**63 - 1, count),
-        "given_ids": rng.choice(np.array([-1, -1, 0, vocab - 1]), count),
-        "num_logprobs": rng.choice(np.array([-1, 0, 1, vocab // 2, vocab, vocab + 3], np.int32), count),
-        "is_normalized": rng.integers(0, 2, count, np.int32), "is_exclusive": rng.integers(0, 2, count, np.int32),
+        "float_params": np.stack([rng.choice(values, count) for values in _FLOAT_PARAMS], axis=1),
+        "int_params": np.stack(
+            [
+                rng.choice(np.array([0, 1, 5, vocab, HIGHEST]), count),
+                rng.integers(-(2**63), 2**63 - 1, count),
+                rng.choice(np.array([-1, -1, 0, vocab - 1]), count),
+                rng.choice(np.array([-1, 0, 1, vocab // 2, vocab, vocab + 3]), count),
+                rng.integers(0, 2, count),
+                rng.integers(0, 2, count),
+            ],
+            axis=1,
+        ),
         **_edits(rng, count, vocab), "bias": maybe(rng, floats(rng, vocab)),
     }  # fmt: skip
     return arrays, dict(vocab=vocab)
@@ -234,6 +246,6 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     "PagedSelfAttention": _paged_self_attention,
     "PagedCrossAttention": _paged_cross_attention,
     "PagedWrite": _paged_write,
-    "Select": lambda rng: _select(rng, quantized=False),
-    "QuantizedSelect": lambda rng: _select(rng, quantized=True),
+    "Sample": lambda rng: _sample(rng, quantized=False),
+    "QuantizedSample": lambda rng: _sample(rng, quantized=True),
 }

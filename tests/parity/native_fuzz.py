@@ -28,14 +28,14 @@ _ODD = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, -0.0]
 _EXTREMES = [-(2**63), LOWEST, -65536, -1, 0, 1, 15, 16, 17, 1000, 65536, HIGHEST, 2**63 - 1]
 # Attributes that decide sizes; the name of an activation, say, is another test's.
 _SIZES = ("width", "vocab", "num_heads", "layer")
-# What says how tokens are chosen: checked number by number, unlike the numbers that the model computes with.
-_SETTINGS = ("temperatures", "top_ps", "min_ps", "typical_ps", "edit_values")
+# Sampling parameters: the operator checks each number, unlike the numbers that the model computes with.
+_CHECKED = ("float_params", "edit_values")
 
 
 def odd_numbers(rng: Rng, call: Call) -> None:
     """Put numbers that are not finite, or hardly, into an array of floats."""
     names = [name for name, array in call[0].items() if array is not None and array.dtype.kind == "f" and array.size]
-    names = [name for name in names if name not in _SETTINGS]
+    names = [name for name in names if name not in _CHECKED]
     if names:
         array = call[0][pick(rng, names)]
         assert array is not None

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.choices import choose
+from antiphon.model.ops.sampling import sample
 from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
-from tests.batches import Choice, choices_of
+from tests.batches import SampleSettings, sampling_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 BOS_ID, EOS_ID, VOCAB = 1, 2, 24
@@ -32,10 +32,10 @@ def model(seed: int) -> LogitsOf:
     return logits_of
 
 
-def _choice(edits: LogitsProcessors) -> Choice:
+def _choice(edits: LogitsProcessors) -> SampleSettings:
     ids, values = edits.current()
     edited = [(token_id, *row) for token_id, row in zip(ids.tolist(), values.tolist(), strict=True)]
-    return Choice(is_exclusive=edits.is_exclusive, edits=edited)
+    return SampleSettings(is_exclusive=edits.is_exclusive, edits=edited)
 
 
 def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...], max_new_tokens: int) -> list[int]:
@@ -43,8 +43,8 @@ def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...],
     target = (BOS_ID, *prefix)
     edits = LogitsProcessors.of(params, target, EOS_ID)
     for _ in range(max_new_tokens):
-        choices = choices_of([0], [Choice() if edits is None else _choice(edits)])
-        token_id = int(choose(logits_of(target)[None], choices, np.zeros(1, np.int32)).token_ids[0])
+        sampling = sampling_of([0], [SampleSettings() if edits is None else _choice(edits)])
+        token_id = int(sample(logits_of(target)[None], sampling, np.zeros(1, np.int32)).token_ids[0])
         if token_id in (EOS_ID, *params.stop_ids):
             break
         target = (*target, token_id)

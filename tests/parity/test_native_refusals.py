@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.native_stepper import settings_of
+from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
 from antiphon.model.ops.operators.all_operators import OPERATORS
-from tests.batches import Choice, choices_of
+from antiphon.model.ops.sampling import neutral_sampling
+from tests.batches import SampleSettings, sampling_of
 from tests.parity import native_calls
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
@@ -121,11 +122,28 @@ def paged_write() -> Call:
     return arrays, dict(num_heads=HEADS, layer=0)
 
 
-def select() -> Call:
+def float_param(name: str, *values: float) -> Arrays:
+    """Return float parameters of two samples with these values of one parameter."""
+    sampling = neutral_sampling(2)
+    sampling.floats(name)[:] = values
+    return {"float_params": sampling.float_params}
+
+
+def int_param(name: str, *values: int) -> Arrays:
+    """Return integer parameters of two samples with these values of one parameter."""
+    sampling = neutral_sampling(2)
+    sampling.ints(name)[:] = values
+    return {"int_params": sampling.int_params}
+
+
+def sample() -> Call:
     edits = [(0, 1.0, 1.0, 0.0), (19, 0.0, 2.0, -np.inf)]
-    choices = choices_of([0, 2], [Choice(num_logprobs=2, edits=edits), Choice(temperature=1.0, top_k=3, seed=2)])
+    sampling = sampling_of(
+        [0, 2], [SampleSettings(num_logprobs=2, edits=edits), SampleSettings(temperature=1.0, top_k=3, seed=2)]
+    )
     arrays: Arrays = {
-        "hidden": normal(3, 8), "weight": pack_float(normal(20, 8)), "positions": ints(0, 1, 2), **settings_of(choices),
+        "hidden": normal(3, 8), "weight": pack_float(normal(20, 8)), "positions": ints(0, 1, 2),
+        **sampling_inputs(sampling),
     }  # fmt: skip
     return arrays, dict(vocab=20)
 
@@ -138,8 +156,8 @@ def nibble_linear() -> Call:
     return {"x": normal(3, 8), **weight, "bias": normal(20)}, dict(width=20, activation="none")
 
 
-def quantized_select() -> Call:
-    arrays, attributes = select()
+def quantized_sample() -> Call:
+    arrays, attributes = sample()
     packed = pack_int8(normal(20, 8))
     weight: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
     return {"hidden": arrays.pop("hidden"), **weight, **{k: v for k, v in arrays.items() if k != "weight"}}, attributes
@@ -150,16 +168,12 @@ def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.floa
     return {"edit_values": np.array([(0, 1, 0), (bias, penalty, shift)], np.float32)}
 
 
-def reals(*values: float) -> NDArray[np.float32]:
-    return np.array(values, np.float32)
-
-
 CALLS = {
     "Embed": embed, "QuantizedEmbed": quantized_embed, "Linear": linear, "QuantizedLinear": quantized_linear,
     "NibbleLinear": nibble_linear, "Gate": gate, "AddNorm": add_norm, "Rotary": rotary,
     "PackedAttention": packed_attention, "DisentangledAttention": disentangled_attention,
     "PagedSelfAttention": paged_self_attention, "PagedCrossAttention": paged_cross_attention,
-    "PagedWrite": paged_write, "Select": select, "QuantizedSelect": quantized_select,
+    "PagedWrite": paged_write, "Sample": sample, "QuantizedSample": quantized_sample,
 }  # fmt: skip
 
 # Operator, what is changed (an input's new value, or an attribute's), what the message must say.
@@ -200,7 +214,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Rotary", {"num_heads": 5}, "qkv is 48"),
     ("Rotary", {"num_heads": 0}, "num_heads is 0"),
     ("Linear", {"width": 2**63 - 1}, "width is 9223372036854775807"),
-    ("Select", {"vocab": -1}, "vocab is -1"),
+    ("Sample", {"vocab": -1}, "vocab is -1"),
     ("PackedAttention", {"offsets": ramp([2, 2])}, "offsets is 4"),
     ("PackedAttention", {"offsets": ints(1, 2, 5)}, "offsets.* is 1"),
     ("PackedAttention", {"offsets": ints(0, 7, 5)}, "offsets is 5"),
@@ -245,46 +259,47 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("PagedWrite", {"offsets": ramp([5, 20])}, "block_tables is -7"),
     ("PagedWrite", {"kv": normal(25, 33)}, "kv is 33"),
     ("PagedWrite", {"layer": -1}, "layer is -1"),
-    ("Select", {"positions": ints(0, 1)}, "positions is 2"),
-    ("Select", {"picks": ints(0, 3)}, "picks is 3.* below 3"),
-    ("Select", {"picks": ints(-1, 2)}, "picks is -1"),
-    ("Select", {"picks": ints(0)}, "temperatures is 2.* number of picks"),
-    ("Select", {"temperatures": reals(0, -1)}, "temperatures of choice is 1"),
-    ("Select", {"temperatures": reals(np.nan, 1)}, "temperatures of choice is 0"),
-    ("Select", {"top_ps": reals(np.nan, 1)}, "top_ps of choice is 0"),
-    ("Select", {"min_ps": reals(0, np.nan)}, "min_ps of choice is 1"),
-    ("Select", {"min_ps": reals(1.5, 0)}, "min_ps of choice is 0"),
-    ("Select", {"typical_ps": reals(np.nan, 1)}, "typical_ps of choice is 0"),
-    ("Select", {"typical_ps": reals(1, -0.5)}, "typical_ps of choice is 1"),
-    ("Select", {"top_ks": ints(1, -2)}, "top_ks is -2"),
-    ("Select", {"seeds": np.array([1])}, "seeds is 1"),
-    ("Select", {"given_ids": np.array([-1, 20])}, "given_ids is 20"),
-    ("Select", {"given_ids": np.array([-2, -1])}, "given_ids is -2"),
-    ("Select", {"given_ids": np.array([2**63 - 1, -1])}, "given_ids is 9223372036854775807"),
-    ("Select", {"num_logprobs": ints(1025, 0)}, "num_logprobs is 1025"),
-    ("Select", {"num_logprobs": ints(0, -2)}, "num_logprobs is -2"),
-    ("Select", {"num_logprobs": ints(1)}, "num_logprobs is 1.* number of picks"),
-    ("Select", {"is_normalized": ints(0, 2)}, "is_normalized is 2"),
-    ("Select", {"is_exclusive": ints(-1, 0)}, "is_exclusive is -1"),
-    ("Select", {"edit_offsets": ints(0, 2)}, "edit_offsets is 2"),
-    ("Select", {"edit_offsets": ints(0, 2, 1)}, "edit_offsets is 1.* rise"),
-    ("Select", {"edit_offsets": ints(-1, 0, 0)}, "edit_offsets is -1"),
-    ("Select", {"edit_offsets": ints(0, 2, 3)}, "edit_offsets is 3.* to 2 at most"),
-    ("Select", {"edit_ids": ints(0, 20)}, "edit_ids is 20"),
-    ("Select", {"edit_ids": ints(-1, 0)}, "edit_ids is -1"),
-    ("Select", {"edit_ids": ints(0)}, "edit_values is 2"),
-    ("Select", {"edit_values": normal(2, 2)}, "width of edit_values is 2"),
-    ("Select", edit(np.nan, 1, 0), "edit_values of edit is 1"),
-    ("Select", edit(np.inf, 1, 0), "edit_values of edit is 1"),
-    ("Select", edit(0, 0, 0), "edit_values of edit is 1"),
-    ("Select", edit(0, -2, 0), "edit_values of edit is 1"),
-    ("Select", edit(0, np.nan, 0), "edit_values of edit is 1"),
-    ("Select", edit(0, np.inf, 0), "edit_values of edit is 1"),
-    ("Select", edit(0, 1, np.nan), "edit_values of edit is 1"),
-    ("Select", edit(0, 1, np.inf), "edit_values of edit is 1"),
-    ("Select", {"vocab": 200}, "weight"),
-    ("Select", {"bias": normal(19)}, "bias dimension 0 is 19.* must be 20"),
-    ("QuantizedSelect", {"bias": normal(21)}, "bias dimension 0 is 21.* must be 20"),
+    ("Sample", {"positions": ints(0, 1)}, "positions is 2"),
+    ("Sample", {"picks": ints(0, 3)}, "picks is 3.* below 3"),
+    ("Sample", {"picks": ints(-1, 2)}, "picks is -1"),
+    ("Sample", {"picks": ints(0)}, "rows of float_params is 2.* number of picks"),
+    ("Sample", float_param("temperature", 0, -1), "temperature of sample is 1"),
+    ("Sample", float_param("temperature", np.nan, 1), "temperature of sample is 0"),
+    ("Sample", float_param("top_p", np.nan, 1), "top_p of sample is 0"),
+    ("Sample", float_param("min_p", 0, np.nan), "min_p of sample is 1"),
+    ("Sample", float_param("min_p", 1.5, 0), "min_p of sample is 0"),
+    ("Sample", float_param("typical_p", np.nan, 1), "typical_p of sample is 0"),
+    ("Sample", float_param("typical_p", 1, -0.5), "typical_p of sample is 1"),
+    ("Sample", {"float_params": normal(2, 3)}, "columns of float_params is 3.* must be 4"),
+    ("Sample", int_param("top_k", 1, -2), "top_k is -2"),
+    ("Sample", int_param("forced_id", -1, 20), "forced_id is 20"),
+    ("Sample", int_param("forced_id", -2, -1), "forced_id is -2"),
+    ("Sample", int_param("forced_id", 2**63 - 1, -1), "forced_id is 9223372036854775807"),
+    ("Sample", int_param("num_logprobs", 1025, 0), "num_logprobs is 1025"),
+    ("Sample", int_param("num_logprobs", 0, -2), "num_logprobs is -2"),
+    ("Sample", int_param("is_normalized", 0, 2), "is_normalized is 2"),
+    ("Sample", int_param("is_exclusive", -1, 0), "is_exclusive is -1"),
+    ("Sample", {"int_params": np.zeros((1, 6), np.int64)}, "rows of int_params is 1.* number of picks"),
+    ("Sample", {"int_params": np.zeros((2, 7), np.int64)}, "columns of int_params is 7.* must be 6"),
+    ("Sample", {"edit_offsets": ints(0, 2)}, "edit_offsets is 2"),
+    ("Sample", {"edit_offsets": ints(0, 2, 1)}, "edit_offsets is 1.* rise"),
+    ("Sample", {"edit_offsets": ints(-1, 0, 0)}, "edit_offsets is -1"),
+    ("Sample", {"edit_offsets": ints(0, 2, 3)}, "edit_offsets is 3.* to 2 at most"),
+    ("Sample", {"edit_ids": ints(0, 20)}, "edit_ids is 20"),
+    ("Sample", {"edit_ids": ints(-1, 0)}, "edit_ids is -1"),
+    ("Sample", {"edit_ids": ints(0)}, "edit_values is 2"),
+    ("Sample", {"edit_values": normal(2, 2)}, "width of edit_values is 2"),
+    ("Sample", edit(np.nan, 1, 0), "edit_values of edit is 1"),
+    ("Sample", edit(np.inf, 1, 0), "edit_values of edit is 1"),
+    ("Sample", edit(0, 0, 0), "edit_values of edit is 1"),
+    ("Sample", edit(0, -2, 0), "edit_values of edit is 1"),
+    ("Sample", edit(0, np.nan, 0), "edit_values of edit is 1"),
+    ("Sample", edit(0, np.inf, 0), "edit_values of edit is 1"),
+    ("Sample", edit(0, 1, np.nan), "edit_values of edit is 1"),
+    ("Sample", edit(0, 1, np.inf), "edit_values of edit is 1"),
+    ("Sample", {"vocab": 200}, "weight"),
+    ("Sample", {"bias": normal(19)}, "bias dimension 0 is 19.* must be 20"),
+    ("QuantizedSample", {"bias": normal(21)}, "bias dimension 0 is 21.* must be 20"),
 ]
 
 
@@ -306,12 +321,12 @@ def test_calls_that_refusals_start_from_are_good(op_type: str) -> None:
     run_changed(op_type, {})
 
 
-@pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Select"])
+@pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Sample"])
 def test_calls_without_rows_give_nothing(op_type: str) -> None:
     kept = ("weight", "cache", "bias_table", "slopes", "edit_ids", "edit_values")
     arrays, _ = CALLS[op_type]()
     empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}
-    offsets = "edit_offsets" if op_type == "Select" else "offsets"
+    offsets = "edit_offsets" if op_type == "Sample" else "offsets"
     run_changed(op_type, {**empty, offsets: ints(0)})
 
 
@@ -328,7 +343,7 @@ def test_bad_input_is_refused_by_name_and_value(op_type: str, changes: dict[str,
         ("Linear", {"x": normal(3, 8).astype(np.float64)}),
         ("QuantizedLinear", {"weight": pack_int8(normal(20, 8)).integers.view(np.uint8)}),
         ("PagedWrite", {"block_tables": np.zeros((2, 2), np.int64)}),
-        ("Select", {"seeds": ints(1, 2)}),
+        ("Sample", {"int_params": np.zeros((2, 6), np.int32)}),
     ],
 )
 def test_wrong_element_type_is_refused_when_the_graph_is_loaded(op_type: str, changes: dict[str, Any]) -> None:
@@ -375,7 +390,7 @@ def test_every_processors_kernels_pass_the_same_tests(kernels: str) -> None:
     tried = subprocess.run([sys.executable, "-c", probe], env=asked, cwd=root, capture_output=True, text=True)
     if tried.returncode and "ANTIPHON_CPU" in tried.stderr:
         pytest.skip(tried.stderr.strip().splitlines()[-1])
-    files = [here / f"test_native_{name}.py" for name in ("ops", "nibbles", "select")]
+    files = [here / f"test_native_{name}.py" for name in ("ops", "nibbles", "sample")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *files], env=asked, cwd=root, capture_output=True, text=True
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.bundle.native_stepper import settings_of
+from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.ops.cache_pool import read_positions, write_position
 from antiphon.model.ops.operators.add_norm import add_norm
 from antiphon.model.ops.operators.all_operators import OPERATORS
@@ -20,9 +20,9 @@ from antiphon.model.ops.operators.packed_attention import packed_attention
 from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
 from antiphon.model.ops.operators.paged_write import paged_write
 from antiphon.model.ops.operators.rotary import rotary
-from antiphon.model.ops.operators.select import SELECT, select
+from antiphon.model.ops.operators.sample import SAMPLE, sample
 from antiphon.model.ops.torch_registration import torch_operator
-from tests.batches import Choice, choices_of
+from tests.batches import SampleSettings, sampling_of
 
 HEADS, WIDTH = 2, 8
 Call = tuple[Callable[..., Any], tuple[Tensor | None, ...], dict[str, Any]]
@@ -76,7 +76,7 @@ CALLS: dict[str, Call] = {
 
 
 def test_every_native_op_has_a_call() -> None:
-    assert {operator.name for operator in OPERATORS if operator.has_kernel} == {*CALLS, "select"}
+    assert {operator.name for operator in OPERATORS if operator.has_kernel} == {*CALLS, "sample"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -85,17 +85,17 @@ def test_native_op_passes_pytorch_checks(name: str) -> None:
     torch.library.opcheck(op, operands, attributes, test_utils=("test_schema", "test_faketensor"))  # type: ignore[arg-type]
 
 
-def test_select_op_passes_pytorch_checks() -> None:
+def test_sample_op_passes_pytorch_checks() -> None:
     """Its shape rule is left out: how many candidates come back is in the data."""
     settings = [
-        Choice(num_logprobs=2, edits=[(3, 0.5, 2.0, -1.0)]),
-        Choice(temperature=1.0, seed=7),
-        Choice(given_id=9),
+        SampleSettings(num_logprobs=2, edits=[(3, 0.5, 2.0, -1.0)]),
+        SampleSettings(temperature=1.0, seed=7),
+        SampleSettings(forced_id=9),
     ]
-    held = settings_of(choices_of([1, 0, 1], settings))
+    held = sampling_inputs(sampling_of([1, 0, 1], settings))
     operands = (normal(3, 8), normal(20, 8), ints(0, 1, 4), *map(torch.from_numpy, held.values()), normal(20))
-    torch.library.opcheck(torch_operator(SELECT), operands, test_utils="test_schema")
-    token_ids, logprobs, *tops = select(*operands)
+    torch.library.opcheck(torch_operator(SAMPLE), operands, test_utils="test_schema")
+    token_ids, logprobs, *tops = sample(*operands)
     assert token_ids.shape == logprobs.shape == (3,)
     assert token_ids[2] == 9
     assert [top.shape for top in tops] == [(3, 2)] * 3

@@ -13,10 +13,10 @@ from antiphon.model.bundle.manifest import Bundle, Precision
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.export.verify import TOLERANCES, compare
 from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.model.ops.choices import Draw
+from antiphon.model.ops.sampling import Samples
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.runtime.native_runner import NativeRunner
-from tests.batches import Choice, Tables, batch_of, choices_of
+from tests.batches import SampleSettings, Tables, batch_of, sampling_of
 
 # float32 sums in another order, through two layers of width 64 and their norms.
 MEMORY_TOLERANCE = 1e-5
@@ -80,14 +80,14 @@ def test_native_runner_keeps_the_states_of_pytorchs_encoder(bundle: Bundle, chec
 
 
 MIXED = (
-    Choice(num_logprobs=5),
-    Choice(temperature=1.5, top_k=40, top_p=0.9, seed=1, num_logprobs=0),
-    Choice(is_normalized=True, num_logprobs=8, edits=[(9, 3.0, 1.2, 0.0), (2, 0.0, 1.0, -np.inf)]),
-    Choice(temperature=0.8, min_p=0.02, typical_p=0.7, seed=2),
-    Choice(given_id=30, num_logprobs=3),
-    Choice(is_exclusive=True, temperature=1.0, seed=3, edits=[(i, 0.0, 1.0, 0.0) for i in range(20, 60)]),
-    Choice(edits=[(i, 0.0, 1.3, -0.1) for i in range(100)]),
-    Choice(temperature=3.0, seed=4, num_logprobs=20),
+    SampleSettings(num_logprobs=5),
+    SampleSettings(temperature=1.5, top_k=40, top_p=0.9, seed=1, num_logprobs=0),
+    SampleSettings(is_normalized=True, num_logprobs=8, edits=[(9, 3.0, 1.2, 0.0), (2, 0.0, 1.0, -np.inf)]),
+    SampleSettings(temperature=0.8, min_p=0.02, typical_p=0.7, seed=2),
+    SampleSettings(forced_id=30, num_logprobs=3),
+    SampleSettings(is_exclusive=True, temperature=1.0, seed=3, edits=[(i, 0.0, 1.0, 0.0) for i in range(20, 60)]),
+    SampleSettings(edits=[(i, 0.0, 1.3, -0.1) for i in range(100)]),
+    SampleSettings(temperature=3.0, seed=4, num_logprobs=20),
 )
 
 
@@ -99,12 +99,12 @@ def test_native_runner_makes_mixed_choices_the_same_bits_alone_and_in_a_crowd(
     sources, tokens = random_batch(bundle.manifest.model.vocab_size)
     runner = NativeRunner(bundle, max_rows=8, threads=threads, precision=precision)
     lens, tables = encode_native(runner, sources)
-    choices = choices_of(range(8), MIXED)
-    crowd = runner.decode(batch_of(tokens[:, :1].tolist(), [0] * 8, lens, tables=tables, choices=choices))
-    together = {field.name: getattr(crowd, field.name).copy() for field in dataclasses.fields(Draw)}
+    sampling = sampling_of(range(8), MIXED)
+    crowd = runner.decode(batch_of(tokens[:, :1].tolist(), [0] * 8, lens, tables=tables, sampling=sampling))
+    together = {field.name: getattr(crowd, field.name).copy() for field in dataclasses.fields(Samples)}
     for row, choice in enumerate(MIXED):
         own = ([tables[0][row]], [tables[1][row]])
-        batch = batch_of([[1]], [0], [lens[row]], tables=own, choices=choices_of([0], [choice]))
+        batch = batch_of([[1]], [0], [lens[row]], tables=own, sampling=sampling_of([0], [choice]))
         alone, width = runner.decode(batch), batch.max_num_logprobs
         for name, array in together.items():
             expected = array[row, :width] if name.startswith("top") else array[row]
@@ -117,11 +117,11 @@ def test_native_runner_judges_a_target_at_once_as_token_by_token(bundle: Bundle,
     runner = NativeRunner(bundle, max_rows=8, threads=1, precision=precision)
     lens, tables = encode_native(runner, sources)
     fed, given = tokens[:, :-1], tokens[:, 1:]
-    judged = choices_of(range(given.size), [Choice(given_id=int(i), num_logprobs=0) for i in given.ravel()])
-    at_once = runner.decode(batch_of(fed.tolist(), [0] * 8, lens, tables=tables, choices=judged)).logprobs.copy()
+    scored = sampling_of(range(given.size), [SampleSettings(forced_id=int(i), num_logprobs=0) for i in given.ravel()])
+    at_once = runner.decode(batch_of(fed.tolist(), [0] * 8, lens, tables=tables, sampling=scored)).logprobs.copy()
     for step in range(STEPS - 1):
-        choices = choices_of(range(8), [Choice(given_id=int(i), num_logprobs=0) for i in given[:, step]])
-        batch = batch_of(fed[:, step : step + 1].tolist(), [step] * 8, lens, tables=tables, choices=choices)
+        sampling = sampling_of(range(8), [SampleSettings(forced_id=int(i), num_logprobs=0) for i in given[:, step]])
+        batch = batch_of(fed[:, step : step + 1].tolist(), [step] * 8, lens, tables=tables, sampling=sampling)
         np.testing.assert_array_equal(runner.decode(batch).logprobs, at_once.reshape(given.shape)[:, step])
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from antiphon.model.bundle.checksum import with_checksum
 from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.text.format import Template, TextFormat
 from antiphon.model.text.template import LanguageIds, fill
@@ -119,7 +120,7 @@ def manifests(data: bytes) -> None:
     """Bytes as manifest.json of a bundle: refused, for no other file is there."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / MANIFEST_NAME).write_bytes(data)
+        (path / MANIFEST_NAME).write_bytes(_with_its_checksum(data))
         try:
             load_bundle(path)
         except BundleError as error:
@@ -157,10 +158,18 @@ def _template(choice: bytes) -> Template:
 
 
 def _seed_manifest() -> bytes:
-    """A manifest of version 2: it has no checksum, so that what is changed in it is read."""
     manifest = json.loads((SHIPPED_BUNDLE / MANIFEST_NAME).read_bytes())
     del manifest["checksum"]
-    return json.dumps(manifest | {"format_version": 2}).encode()
+    return json.dumps(manifest).encode()
+
+
+def _with_its_checksum(data: bytes) -> bytes:
+    """Return a JSON object with its checksum, so that changes in it are read; other bytes as they are."""
+    try:
+        manifest = json.loads(data)
+        return with_checksum(manifest) if isinstance(manifest, dict) else data
+    except (ValueError, RecursionError):
+        return data
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

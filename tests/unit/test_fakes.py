@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from antiphon.service.runtime.runner import DecodeBatch
-from tests.batches import Choice, batch_of, choices_of
+from tests.batches import SampleSettings, batch_of, sampling_of
 from tests.fakes import BOS_ID, EOS_ID, MEMORY_WIDTH, FakeRunner
 
 SOURCE = (9, 7, 8, EOS_ID)
@@ -39,8 +39,8 @@ def test_fake_runner_reads_the_history_from_the_blocks(runner: FakeRunner) -> No
 
 
 def test_fake_runner_chooses_after_any_token(runner: FakeRunner) -> None:
-    choices = choices_of([2, 0, 2], [Choice(), Choice(num_logprobs=2), Choice(given_id=5)])
-    held = batch_of([[BOS_ID, 5, 6]], [0], [len(SOURCE)], tables=([(10,)], [(0, 1)]), choices=choices)
+    sampling = sampling_of([2, 0, 2], [SampleSettings(), SampleSettings(num_logprobs=2), SampleSettings(forced_id=5)])
+    held = batch_of([[BOS_ID, 5, 6]], [0], [len(SOURCE)], tables=([(10,)], [(0, 1)]), sampling=sampling)
     drawn = runner.decode(held)
     assert drawn.token_ids[0] == runner.logits_after(SOURCE, (BOS_ID, 5, 6)).argmax()
     assert drawn.top_ids[1].tolist() == np.argsort(-runner.logits_after(SOURCE, (BOS_ID,)))[:2].tolist()

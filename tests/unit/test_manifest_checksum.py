@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, BundleError, load_bundle, write_manifest
+from antiphon.model.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, BundleError, load_bundle
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.manifests import edit_manifest
 
@@ -32,17 +31,9 @@ def refusal(bundle: Path) -> str:
     return str(caught.value)
 
 
-def without_checksum(bundle: Path) -> None:
-    """Return the manifest as Antiphon wrote it in version 2."""
-    manifest = json.loads((bundle / MANIFEST_NAME).read_bytes())
-    manifest.pop("checksum", None)
-    manifest["format_version"] = 2
-    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-
-
 def test_a_bit_flipped_in_any_byte_of_the_manifest_is_refused_with_its_name(copy: Path) -> None:
     rng = random.Random(7)
-    # The bits of the version too: 3 with its last bit flipped is 2, and version 2 needs no checksum.
+    # Every bit of the version too: another version must not disable the check.
     flips = [(at, rng.randrange(8)) for at in range(len(WHOLE))] + [(VERSION_AT, bit) for bit in range(8)]
     for at, bit in flips:
         (copy / MANIFEST_NAME).write_bytes(WHOLE[:at] + bytes([WHOLE[at] ^ 1 << bit]) + WHOLE[at + 1 :])
@@ -62,26 +53,19 @@ def test_edited_manifest_is_refused_with_a_remedy(copy: Path) -> None:
     assert "export or import it again" in message
 
 
-def test_a_manifest_of_this_version_without_checksum_is_refused(copy: Path) -> None:
-    without_checksum(copy)
-    text = (copy / MANIFEST_NAME).read_text().replace('"format_version": 2', f'"format_version": {FORMAT_VERSION}')
-    (copy / MANIFEST_NAME).write_text(text)
+def test_manifest_without_checksum_is_refused(copy: Path) -> None:
+    manifest = json.loads(WHOLE)
+    del manifest["checksum"]
+    (copy / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
     assert f"{copy / MANIFEST_NAME}: checksum is missing" in refusal(copy)
 
 
-def test_a_manifest_of_version_2_is_read_with_a_warning_and_written_with_a_checksum(
-    copy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    without_checksum(copy)
-    manifest = load_bundle(copy).manifest
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert str(copy / MANIFEST_NAME) in record.getMessage()
-    caplog.clear()
-    write_manifest(copy, manifest)
-    assert load_bundle(copy).manifest.model == manifest.model
-    assert not caplog.records
-    assert (copy / MANIFEST_NAME).read_bytes() == WHOLE
+@pytest.mark.parametrize("version", [1, 2, 3, FORMAT_VERSION + 1, None, "4"])
+def test_manifest_of_another_version_is_refused_with_a_remedy(copy: Path, version: object) -> None:
+    edit_manifest(copy, lambda manifest: manifest.update(format_version=version))
+    message = refusal(copy)
+    assert f"format_version is {version!r}; this Antiphon reads {FORMAT_VERSION}" in message
+    assert "export or import the model again" in message
 
 
 def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -21,13 +21,13 @@ from antiphon.model.bundle.manifest import (
     write_manifest,
 )
 from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.model.ops.choices import NONE_ALLOWED, Choices, Draw, choose
+from antiphon.model.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.runtime.runner import DecodeBatch
 from antiphon.service.runtime.runners import open_runner
 from antiphon.service.runtime.warm_up import warm_up
-from tests.batches import Choice, batch_of, choices_of
+from tests.batches import SampleSettings, batch_of, sampling_of
 from tests.unit.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 from tests.unit.tiny_native import tiny_native_config, write_native_bundle
 
@@ -72,12 +72,12 @@ class Tables:
         past_lens: Sequence[int],
         *,
         num_logprobs: int = -1,
-        choices: Choices | None = None,
+        sampling: SamplingArrays | None = None,
     ) -> DecodeBatch:
         width = max(map(len, self.cross))
         cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # what is unused may be anything
         tables = (self.self_tables, cross)
-        return batch_of(fed, past_lens, self.lens, tables=tables, num_logprobs=num_logprobs, choices=choices)
+        return batch_of(fed, past_lens, self.lens, tables=tables, num_logprobs=num_logprobs, sampling=sampling)
 
 
 def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> Tables:
@@ -131,24 +131,26 @@ def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundl
 # Every token of ragged rows is looked at, in an order of its own, and one of them twice.
 ENDS = ((2, 21), (0, 1), (1, 1), (0, 3), (2, 1), (2, 20), (0, 3))
 KINDS = (
-    Choice(temperature=0.5),
-    Choice(temperature=2.0, top_k=5, num_logprobs=3),
-    Choice(temperature=1.0, top_p=0.7, min_p=0.05),
-    Choice(temperature=3.0, typical_p=0.6, is_normalized=True, num_logprobs=0),
-    Choice(num_logprobs=24, is_normalized=True, edits=[(7, 9.0, 1.0, 0.0), (8, 0.0, 1.5, -2.0), (7, 0.0, 2.0, 1.0)]),
-    Choice(is_exclusive=True, temperature=1.0, num_logprobs=4, edits=[(3, 0.0, 1.0, 0.0), (9, 1.0, 0.5, 0.0)]),
-    Choice(given_id=11, num_logprobs=2, edits=[(4, 0.0, 1.0, -np.inf)]),
-    Choice(is_exclusive=True),
+    SampleSettings(temperature=0.5),
+    SampleSettings(temperature=2.0, top_k=5, num_logprobs=3),
+    SampleSettings(temperature=1.0, top_p=0.7, min_p=0.05),
+    SampleSettings(temperature=3.0, typical_p=0.6, is_normalized=True, num_logprobs=0),
+    SampleSettings(
+        num_logprobs=24, is_normalized=True, edits=[(7, 9.0, 1.0, 0.0), (8, 0.0, 1.5, -2.0), (7, 0.0, 2.0, 1.0)]
+    ),
+    SampleSettings(is_exclusive=True, temperature=1.0, num_logprobs=4, edits=[(3, 0.0, 1.0, 0.0), (9, 1.0, 0.5, 0.0)]),
+    SampleSettings(forced_id=11, num_logprobs=2, edits=[(4, 0.0, 1.0, -np.inf)]),
+    SampleSettings(is_exclusive=True),
 )
 
 
-def judged(model: TinyModel, choices: Choices, ends: Sequence[tuple[int, int]] = ENDS) -> Draw:
+def expected_samples(model: TinyModel, sampling: SamplingArrays, ends: Sequence[tuple[int, int]] = ENDS) -> Samples:
     """Return NumPy's samples after a recomputed pass; each end is a row and its number of targets."""
     logits = np.stack([model.logits(SOURCES[row], TARGETS[row][:end]) for row, end in ends])
-    return choose(logits, choices, np.array([end - 1 for _, end in ends], np.int32))
+    return sample(logits, sampling, np.array([end - 1 for _, end in ends], np.int32))
 
 
-def assert_same(found: Draw, expected: Draw) -> None:
+def assert_same(found: Samples, expected: Samples) -> None:
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     for name in ("logprobs", "top_logprobs", "top_scores"):
@@ -161,9 +163,9 @@ def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunne
     found = set()
     for seed in range(16):
         settings = [replace(KINDS[(seed + index) % len(KINDS)], seed=2**63 + seed) for index in range(len(ENDS))]
-        choices = choices_of(picks, settings)
-        drawn = runner.decode(tables.batch(TARGETS, [0] * 3, choices=choices))
-        assert_same(drawn, judged(model, choices))
+        sampling = sampling_of(picks, settings)
+        drawn = runner.decode(tables.batch(TARGETS, [0] * 3, sampling=sampling))
+        assert_same(drawn, expected_samples(model, sampling))
         found |= set(drawn.token_ids.tolist())
     assert len(found) > 8
     assert NONE_ALLOWED in found
@@ -178,22 +180,22 @@ def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
         (token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)
     ] * 15  # more than there is room for at first
     sets = [
-        [Choice()] * 3,
+        [SampleSettings()] * 3,
         list(KINDS[:3]),
-        [Choice(edits=many, num_logprobs=2), KINDS[4], Choice(num_logprobs=-1)],
-        [Choice()] * 3,
-        [Choice(num_logprobs=1), Choice(temperature=1.0, seed=4), KINDS[5]],
+        [SampleSettings(edits=many, num_logprobs=2), KINDS[4], SampleSettings(num_logprobs=-1)],
+        [SampleSettings()] * 3,
+        [SampleSettings(num_logprobs=1), SampleSettings(temperature=1.0, seed=4), KINDS[5]],
     ]
-    batches = [tables.batch([[1]] * 3, [0] * 3, choices=choices_of(range(3), settings)) for settings in sets]
+    batches = [tables.batch([[1]] * 3, [0] * 3, sampling=sampling_of(range(3), settings)) for settings in sets]
     ragged = tables.batch(TARGETS, [0] * 3, num_logprobs=1)
     for index in [0, 0, 1, 2, 0, 3, 4, 4, 1, 2, 2, 0]:
         for _ in range(2):
             drawn = runner.decode(batches[index])
-            assert_same(drawn, judged(model, batches[index].choices, [(row, 1) for row in range(3)]))
+            assert_same(drawn, expected_samples(model, batches[index].sampling, [(row, 1) for row in range(3)]))
         runner.decode(ragged)
     alone = batch_of([[1]], [0], tables.lens[:1], tables=(tables.self_tables[:1], tables.cross[:1]))
     assert runner.decode(alone).token_ids.shape == (1,)
-    assert_same(runner.decode(batches[2]), judged(model, batches[2].choices, [(row, 1) for row in range(3)]))
+    assert_same(runner.decode(batches[2]), expected_samples(model, batches[2].sampling, [(row, 1) for row in range(3)]))
 
 
 def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRunner, model: TinyModel) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.ops.choices import Choices, Draw
 from antiphon.model.ops.operator import Attribute, Input, Kind, Node, Operator, Output
 from antiphon.model.ops.operator_table import MARKER, document
 from antiphon.model.ops.operators.all_operators import OPERATORS
-from antiphon.model.ops.operators.select import OUTPUTS, SETTINGS
+from antiphon.model.ops.operators.sample import OUTPUTS, PARAMS
+from antiphon.model.ops.sampling import Samples, SamplingArrays
 from antiphon.model.ops.torch_registration import register, torch_operator, torch_schema
 from antiphon.model.ops.workspace import LIBRARY
 
@@ -47,9 +47,9 @@ def test_operators_are_registered_with_pytorch_as_declared() -> None:
         assert schema == f"antiphon::{operator.name}{torch_schema(operator)}"
 
 
-def test_select_is_declared_with_the_fields_of_choices_and_draw() -> None:
-    assert [given.name for given in SETTINGS] == [field.name for field in fields(Choices)]
-    assert [output.name for output in OUTPUTS] == [field.name for field in fields(Draw)]
+def test_sample_is_declared_with_the_fields_of_its_arrays() -> None:
+    assert [given.name for given in PARAMS] == [field.name for field in fields(SamplingArrays)]
+    assert [output.name for output in OUTPUTS] == [field.name for field in fields(Samples)]
 
 
 def test_function_with_other_parameters_than_declared_is_refused() -> None:

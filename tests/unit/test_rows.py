@@ -94,10 +94,13 @@ class Model:
             assert tuple(batch.self_tables[row, : group.num_self_blocks]) == sequence.self_block_table
             assert tuple(batch.cross_tables[row, : group.num_cross_blocks]) == group.cross_block_table
             assert batch.source_lens[row] == group.source_len
-            chosen = batch.choices
+            chosen = batch.sampling
             assert chosen.picks[row] == batch.offsets[row + 1] - 1
-            assert (chosen.temperatures[row], chosen.top_ks[row]) == (np.float32(params.temperature), params.top_k)
-            assert (chosen.top_ps[row], chosen.seeds[row]) == (np.float32(params.top_p), params.seed)
+            assert (chosen.floats("temperature")[row], chosen.ints("top_k")[row]) == (
+                np.float32(params.temperature),
+                params.top_k,
+            )
+            assert (chosen.floats("top_p")[row], chosen.seeds[row]) == (np.float32(params.top_p), params.seed)
             generated = self.fed[name] - len(group.request.prefix_ids)
             assert self.rows.num_generated(row) == max(generated, 0)
         assert batch.offsets[-1] == batch.num_tokens
@@ -158,8 +161,8 @@ def test_rows_advance_no_position_of_an_invalid_row(loop: asyncio.AbstractEventL
 def test_rows_keep_tiny_settings_apart_from_those_that_mean_off(loop: asyncio.AbstractEventLoop) -> None:
     model = Model(loop)
     model.add(SamplingParams(temperature=1e-60, top_p=1e-40, top_k=2**40), (), 3)
-    batch = model.rows.batch().choices
-    assert 0 < batch.temperatures[0] < 1e-30
-    assert 0 < batch.top_ps[0] < 1e-30
-    assert batch.top_ks[0] == 2**31 - 1
+    batch = model.rows.batch().sampling
+    assert 0 < batch.floats("temperature")[0] < 1e-30
+    assert 0 < batch.floats("top_p")[0] < 1e-30
+    assert batch.ints("top_k")[0] == 2**40
     assert math.isinf(model.rows.expiries.times_s[0])

@@ -24,19 +24,16 @@ from antiphon.model.bundle.manifest import (
     write_manifest,
 )
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops.choices import PER_CHOICE
 from antiphon.model.text.format import TextFormat
 from tests.unit.tiny_graphs import TinyModel
 
 PANEL = 16
 DOMAIN = "antiphon"
-_TYPES_OF_CHOICES = {
-    np.float32: TensorProto.FLOAT,
-    np.int32: TensorProto.INT32,
-    np.int64: TensorProto.INT64,
-    np.uint64: TensorProto.INT64,
+_PARAMS = {
+    "picks": (["K"], TensorProto.INT32),
+    "float_params": (["K", "F"], TensorProto.FLOAT),
+    "int_params": (["K", "I"], TensorProto.INT64),
 }
-_SETTINGS = {name: _TYPES_OF_CHOICES[dtype] for name, (dtype, _) in PER_CHOICE.items()}
 
 
 def write_native_bundle(path: Path, model: TinyModel, cache: CacheType = "float32") -> Bundle:
@@ -142,7 +139,7 @@ def _decoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
         _tensor("self_tables", ["R", "X"], TensorProto.INT32),
         _tensor("cross_tables", ["R", "Y"], TensorProto.INT32),
         _tensor("source_lens", ["R"], TensorProto.INT32),
-        *(_tensor(name, ["K"], kind) for name, kind in _SETTINGS.items()),
+        *(_tensor(name, *shape_and_type) for name, shape_and_type in _PARAMS.items()),
         _tensor("edit_offsets", ["choice_ends"], TensorProto.INT32),
         _tensor("edit_ids", ["E"], TensorProto.INT32),
         _tensor("edit_values", ["E", 3], TensorProto.FLOAT),
@@ -155,9 +152,9 @@ def _decoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
         query = graph.linear(hidden, f"cross_q_{layer}")
         read = [query, "cache", "cross_tables", "offsets", "source_lens"]
         hidden = graph.sum(hidden, graph.add("PagedCrossAttention", read, layer=layer, **graph.attention))
-    operands = [hidden, "embedding", "positions", *_SETTINGS, "edit_offsets", "edit_ids", "edit_values"]
+    operands = [hidden, "embedding", "positions", *_PARAMS, "edit_offsets", "edit_ids", "edit_values"]
     outputs = ["token_ids", "logprobs", "top_ids", "top_logprobs", "top_scores"]
-    graph.add("Select", operands, *outputs, vocab=model.config.vocab_size)
+    graph.add("Sample", operands, *outputs, vocab=model.config.vocab_size)
     kinds = [TensorProto.INT64, TensorProto.FLOAT] * 2 + [TensorProto.FLOAT]
     shapes = [["K"], ["K"], ["K", "k"], ["K", "k"], ["K", "k"]]
     return graph.model([_tensor(*port) for port in zip(outputs, shapes, kinds, strict=True)])

@@ -13,7 +13,7 @@ std::vector<const OrtCustomOp*> LinearOperators();
 std::vector<const OrtCustomOp*> RowOperators();
 std::vector<const OrtCustomOp*> PackedOperators();
 std::vector<const OrtCustomOp*> PagedOperators();
-std::vector<const OrtCustomOp*> SelectOperators();
+std::vector<const OrtCustomOp*> SampleOperators();
 
 // Calls body(row) for every row of a tensor [rows, width], on several threads when it is large.
 template <typename Body>

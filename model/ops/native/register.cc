@@ -82,7 +82,7 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
 std::vector<const OrtCustomOp*> AllOperators() {
   std::vector<const OrtCustomOp*> all;
   for (const auto& family : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
-                             antiphon::PagedOperators(), antiphon::SelectOperators()}) {
+                             antiphon::PagedOperators(), antiphon::SampleOperators()}) {
     all.insert(all.end(), family.begin(), family.end());
   }
   return all;
@@ -148,7 +148,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/ops/workspace.py loads only the number
 // that it names.
-ANTIPHON_EXPORT int antiphon_native_version() { return 3; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 4; }
 
 // The signature of every operator, one in a line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {

@@ -1,5 +1,5 @@
 // Sampling of a token from one row of values: temperature, top-k, top-p, min-p and typical-p, each applied to the tokens
-// that the one before kept, then one draw. Tests compare it with model/ops/warpers.py.
+// that the one before kept, then one draw. Tests compare it with model/ops/logits_warpers.py.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace antiphon {
 
 struct SamplingParams {
   float temperature;  // above 0
-  int32_t top_k;      // 0: off
+  int64_t top_k;      // 0: off
   float top_p;        // 1: off
   float min_p;        // 0: off
   float typical_p;    // 1: off

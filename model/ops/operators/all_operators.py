@@ -12,7 +12,7 @@ from antiphon.model.ops.operators.packed_attention import PACKED_ATTENTION
 from antiphon.model.ops.operators.paged_attention import PAGED_CROSS_ATTENTION, PAGED_SELF_ATTENTION
 from antiphon.model.ops.operators.paged_write import PAGED_WRITE
 from antiphon.model.ops.operators.rotary import ROTARY
-from antiphon.model.ops.operators.select import SELECT
+from antiphon.model.ops.operators.sample import SAMPLE
 
 OPERATORS: tuple[Operator, ...] = (
     EMBED,
@@ -25,7 +25,7 @@ OPERATORS: tuple[Operator, ...] = (
     PAGED_SELF_ATTENTION,
     PAGED_CROSS_ATTENTION,
     PAGED_WRITE,
-    SELECT,
+    SAMPLE,
     ATTENTION,
     CACHED_ATTENTION,
 )

@@ -13,7 +13,7 @@ from antiphon.service.engine.batch.block_tables import BlockTables
 from antiphon.service.engine.batch.first_input import FirstInput
 from antiphon.service.engine.batch.row_sampling import RowSampling, with_scored
 from antiphon.service.engine.sequence import Sequence
-from antiphon.service.runtime.runner import Choices, DecodeBatch
+from antiphon.service.runtime.runner import DecodeBatch, SamplingArrays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,15 +74,15 @@ class BatchBuilder:
         if self._batch is None:
             self.scored = []
             self._batch = self._first_batch(sequences) if self._first else self._next_batch(len(sequences))
-        choices = self._inputs.sampling.with_processors(self._batch.choices)
-        return self._batch if choices is self._batch.choices else dataclasses.replace(self._batch, choices=choices)
+        sampling = self._inputs.sampling.with_processors(self._batch.sampling)
+        return self._batch if sampling is self._batch.sampling else dataclasses.replace(self._batch, sampling=sampling)
 
     def _next_batch(self, num_rows: int) -> DecodeBatch:
         """Return a batch in which every row feeds one token."""
         inputs = self._inputs
         offsets = self._one_each[: num_rows + 1]
-        choices = inputs.sampling.of_rows(num_rows, self._one_each[:num_rows])
-        return self._batch_of(inputs.token_ids[:num_rows], inputs.positions[:num_rows], offsets, choices)
+        sampling = inputs.sampling.of_rows(num_rows, self._one_each[:num_rows])
+        return self._batch_of(inputs.token_ids[:num_rows], inputs.positions[:num_rows], offsets, sampling)
 
     def _first_batch(self, sequences: SequenceABC[Sequence]) -> DecodeBatch:
         """Return a batch in which some rows also feed a prefix, or a target to be scored."""
@@ -98,11 +98,15 @@ class BatchBuilder:
         # A row's last token has position positions[row]; the tokens before it have the positions right before.
         ends = np.repeat(inputs.positions[:num_rows] - offsets[1:] + 1, counts)
         positions = ends + np.arange(offsets[-1], dtype=np.int32)
-        choices = self._with_scored(inputs.sampling.of_rows(num_rows, offsets[1:] - 1), offsets, sequences)
-        return self._batch_of(token_ids, positions, offsets, choices)
+        sampling = self._with_scored(inputs.sampling.of_rows(num_rows, offsets[1:] - 1), offsets, sequences)
+        return self._batch_of(token_ids, positions, offsets, sampling)
 
     def _batch_of(
-        self, token_ids: NDArray[np.int64], positions: NDArray[np.int32], offsets: NDArray[np.int32], choices: Choices
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int32],
+        offsets: NDArray[np.int32],
+        sampling: SamplingArrays,
     ) -> DecodeBatch:
         inputs, num_rows = self._inputs, len(offsets) - 1
         return DecodeBatch(
@@ -112,11 +116,13 @@ class BatchBuilder:
             self_tables=inputs.tables.own[:num_rows],
             cross_tables=inputs.tables.cross[:num_rows],
             source_lens=inputs.source_lens[:num_rows],
-            choices=choices,
-            max_num_logprobs=max(0, int(choices.num_logprobs.max())),
+            sampling=sampling,
+            max_num_logprobs=max(0, int(sampling.ints("num_logprobs").max())),
         )
 
-    def _with_scored(self, choices: Choices, offsets: NDArray[np.int32], sequences: SequenceABC[Sequence]) -> Choices:
+    def _with_scored(
+        self, sampling: SamplingArrays, offsets: NDArray[np.int32], sequences: SequenceABC[Sequence]
+    ) -> SamplingArrays:
         """Return the rows' samples followed by one for each token that is scored before a row's last token."""
         scored = [
             (row, int(offsets[row]) + index, token_id)
@@ -124,7 +130,7 @@ class BatchBuilder:
             for index, token_id in first.scored
         ]
         if not scored:
-            return choices
+            return sampling
         self.scored = [(sequences[row], token_id) for row, _, token_id in scored]
         rows, picks, token_ids = (list(column) for column in zip(*scored, strict=True))
-        return with_scored(choices, rows, picks, token_ids)
+        return with_scored(sampling, rows, picks, token_ids)

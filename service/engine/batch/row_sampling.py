@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.ops.choices import PER_CHOICE, neutral_choices
 from antiphon.model.ops.counter_random import seed_of_output
+from antiphon.model.ops.sampling import FLOAT_PARAMS, neutral_sampling
 from antiphon.service.engine.batch.first_input import forced_id
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.runtime.runner import Choices
+from antiphon.service.runtime.runner import SamplingArrays
 
-_MAX_TOP_K = 2**31 - 1
-# Parameters become float32. One this small may be rounded, but not to 0, which has another meaning.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -26,37 +24,33 @@ class RowSampling:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self.held = neutral_choices(max_rows)
+        self.held = neutral_sampling(max_rows)
         self._processed: list[Sequence] = []  # sequences with logits processors
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Every array, with one entry for each row."""
-        return tuple(getattr(self.held, name) for name in PER_CHOICE)
+        return (self.held.float_params, self.held.int_params)
 
     def fill(self, row: int, sequence: Sequence) -> None:
         """Write the parameters of a sequence that starts in a row."""
-        params, held = sequence.group.request.params, self.held
-        held.temperatures[row] = max(params.temperature, _TINY) if params.temperature else 0.0
-        held.top_ks[row] = min(params.top_k, _MAX_TOP_K)
-        held.top_ps[row] = max(params.top_p, _TINY)
-        held.min_ps[row] = params.min_p
-        held.typical_ps[row] = max(params.typical_p, _TINY)
+        group, held = sequence.group, self.held
+        params, num_logprobs = group.request.params, group.request.num_logprobs
+        held.float_params[row] = [_as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
+        held.ints("top_k")[row] = params.top_k
         held.seeds[row] = seed_of_output(params.seed, sequence.index)
-        held.given_ids[row] = forced_id(sequence)
-        num_logprobs = sequence.group.request.num_logprobs
-        held.num_logprobs[row] = -1 if num_logprobs is None else num_logprobs
-        held.is_normalized[row] = held.is_exclusive[row] = 0
+        held.ints("forced_id")[row] = forced_id(sequence)
+        held.ints("num_logprobs")[row] = -1 if num_logprobs is None else num_logprobs
+        held.ints("is_normalized")[row] = group.is_beam_search
+        held.ints("is_exclusive")[row] = sequence.processors is not None and sequence.processors.is_exclusive
         if sequence.processors is not None:
-            held.is_exclusive[row] = sequence.processors.is_exclusive
             self._processed.append(sequence)
-        if sequence.group.is_beam_search:
-            held.is_normalized[row] = 1
-            held.num_logprobs[row] = num_candidates(sequence.group)
+        if group.is_beam_search:
+            held.ints("num_logprobs")[row] = num_candidates(group)
 
     def is_forced(self, row: int) -> bool:
         """Return whether the row's first token is forced and not sampled."""
-        return bool(self.held.given_ids[row] >= 0)
+        return bool(self.held.ints("forced_id")[row] >= 0)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the logits processors of a sequence that leaves its row."""
@@ -65,24 +59,25 @@ class RowSampling:
 
     def end_first_step(self, num_rows: int) -> None:
         """Let every row sample from now on: forced tokens are for a row's first step only."""
-        self.held.given_ids[:num_rows] = -1
+        self.held.ints("forced_id")[:num_rows] = -1
 
-    def of_rows(self, num_rows: int, picks: NDArray[np.int32]) -> Choices:
+    def of_rows(self, num_rows: int, picks: NDArray[np.int32]) -> SamplingArrays:
         """Return one sample for each row, after the token picked for it; without edits."""
         held = self.held
-        taken = {name: getattr(held, name)[:num_rows] for name in PER_CHOICE}
-        return Choices(
-            **taken | {"picks": picks},
+        return SamplingArrays(
+            picks=picks,
+            float_params=held.float_params[:num_rows],
+            int_params=held.int_params[:num_rows],
             edit_offsets=held.edit_offsets[: num_rows + 1],
             edit_ids=held.edit_ids,
             edit_values=held.edit_values,
         )
 
-    def with_processors(self, choices: Choices) -> Choices:
+    def with_processors(self, sampling: SamplingArrays) -> SamplingArrays:
         """Return the same samples with the edits that logits processors make now."""
         if not self._processed:
-            return choices
-        counts = np.zeros(len(choices), np.int32)
+            return sampling
+        counts = np.zeros(len(sampling), np.int32)
         ids, values = [], []
         for sequence in sorted(self._processed, key=Sequence.running_row):
             assert sequence.processors is not None
@@ -90,23 +85,32 @@ class RowSampling:
             counts[sequence.running_row()] = len(edit_ids)
             ids.append(edit_ids)
             values.append(edit_values)
-        offsets = np.zeros(len(choices) + 1, np.int32)
+        offsets = np.zeros(len(sampling) + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
         return dataclasses.replace(
-            choices, edit_offsets=offsets, edit_ids=np.concatenate(ids), edit_values=np.concatenate(values)
+            sampling, edit_offsets=offsets, edit_ids=np.concatenate(ids), edit_values=np.concatenate(values)
         )
 
 
-def with_scored(choices: Choices, rows: list[int], picks: list[int], token_ids: list[int]) -> Choices:
+def with_scored(sampling: SamplingArrays, rows: list[int], picks: list[int], token_ids: list[int]) -> SamplingArrays:
     """Return the rows' samples followed by one for each scored token.
 
     rows: row whose parameters apply. picks: fed token before the scored one. token_ids: the scored tokens.
     """
-    added = {name: getattr(choices, name)[rows] for name in PER_CHOICE}
-    added |= {"picks": np.array(picks, np.int32), "given_ids": np.array(token_ids, np.int64)}
-    joined = {name: np.concatenate((getattr(choices, name), array)) for name, array in added.items()}
-    no_edits = np.zeros(len(picks), np.int32)
-    return dataclasses.replace(choices, **joined, edit_offsets=np.concatenate((choices.edit_offsets, no_edits)))
+    joined = dataclasses.replace(
+        sampling,
+        picks=np.concatenate((sampling.picks, np.array(picks, np.int32))),
+        float_params=np.concatenate((sampling.float_params, sampling.float_params[rows])),
+        int_params=np.concatenate((sampling.int_params, sampling.int_params[rows])),
+        edit_offsets=np.concatenate((sampling.edit_offsets, np.full(len(picks), sampling.edit_offsets[-1], np.int32))),
+    )
+    joined.ints("forced_id")[len(sampling) :] = token_ids
+    return joined
+
+
+def _as_float32(value: float) -> float:
+    """Return the value, or the least float32 above 0 where it would be rounded to 0, which has another meaning."""
+    return max(value, _TINY) if value else 0.0
 
 
 def num_candidates(group: SequenceGroup) -> int:

@@ -22,7 +22,7 @@ from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import Item, TokenSink
-from antiphon.service.runtime.runner import Draw, Runner
+from antiphon.service.runtime.runner import Runner, Samples
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +92,7 @@ class BeamRows:
         if shape.searches.remove(held.search) is not None:
             shape.running[slot] = last
 
-    def advance(self, samples: Draw) -> list[SequenceGroup]:
+    def advance(self, samples: Samples) -> list[SequenceGroup]:
         """Move every beam to its next token; returns the groups whose search has ended, their rows not yet freed."""
         ended: list[SequenceGroup] = []
         for shape in self._shapes.values():
@@ -123,7 +123,7 @@ class BeamRows:
         count = group.request.params.num_return_sequences
         return shape.searches.hypotheses(held.search, count, reason=reason), held.num_streamed
 
-    def _advance_shape(self, shape: _Shape, samples: Draw) -> list[SequenceGroup]:
+    def _advance_shape(self, shape: _Shape, samples: Samples) -> list[SequenceGroup]:
         rows, candidates = shape.rows(), shape.searches.num_candidates
         moves = shape.searches.advance(
             samples.top_ids[rows, :candidates],

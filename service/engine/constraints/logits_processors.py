@@ -1,6 +1,6 @@
 """Penalties and constraints of one sequence, as a short list of tokens whose logits change.
 
-Each edit is (bias, penalty, shift) of a token id, as `Choices` describes them. Together they have the effect of
+Each edit is (bias, penalty, shift) of a token id, as `SamplingArrays` describes them. Together they have the effect of
 transformers' logits processors in their order: sequence bias, repetition penalty, n-grams, minimal length, suppressed
 tokens; presence and frequency penalties come after the repetition penalty. Knows ids only; no logits, no rows.
 """

@@ -14,7 +14,7 @@ from antiphon.service.domain.request import FinishReason, Task, TokenLogprob
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.sequence import Sequence
 from antiphon.service.engine.stream import Item, TokenSink
-from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Draw
+from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Committed:
     ended: list[Ended]
 
 
-def commit(rows: RunningRows, samples: Draw, eos_id: int) -> Committed:
+def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
     """Separate the samples of a step, by which the rows have advanced already."""
     num_rows, sinks = len(rows), rows.sinks
     token_ids = samples.token_ids[:num_rows]
@@ -67,7 +67,7 @@ def _reason(token_id: int, eos_id: int) -> FinishReason:
 
 
 def _check_tokens(
-    rows: RunningRows, samples: Draw, items: list[Item], is_silent: NDArray[np.bool_]
+    rows: RunningRows, samples: Samples, items: list[Item], is_silent: NDArray[np.bool_]
 ) -> tuple[dict[int, FinishReason], dict[int, tuple[TokenLogprob, ...]]]:
     """Check the tokens of `rows.checked`; returns rows that stop, and log-probabilities that belong to an end.
 
@@ -120,7 +120,7 @@ def _is_text(sequence: Sequence, token_id: int) -> bool:
     return request.task is Task.GENERATE and token_id not in request.params.stop_ids
 
 
-def _scored(rows: RunningRows, samples: Draw) -> dict[Sequence, tuple[TokenLogprob, ...]]:
+def _scored(rows: RunningRows, samples: Samples) -> dict[Sequence, tuple[TokenLogprob, ...]]:
     """Return the log-probabilities of targets, without their last tokens, which the rows' own samples score."""
     found: dict[Sequence, tuple[TokenLogprob, ...]] = {}
     for sample, (sequence, token_id) in enumerate(rows.scored, len(rows)):
@@ -129,7 +129,7 @@ def _scored(rows: RunningRows, samples: Draw) -> dict[Sequence, tuple[TokenLogpr
     return found
 
 
-def token_logprob(samples: Draw, sample: int, token_id: int, num_alternatives: int) -> TokenLogprob:
+def token_logprob(samples: Samples, sample: int, token_id: int, num_alternatives: int) -> TokenLogprob:
     """Return the log-probability of a sample's token, and those of alternatives."""
     ids = samples.top_ids[sample, :num_alternatives].tolist()
     logprobs = samples.top_logprobs[sample, :num_alternatives].tolist()

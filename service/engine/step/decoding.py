@@ -13,7 +13,7 @@ from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.parts import RunningState, StepParts
 from antiphon.service.engine.step.token_times import TokenTimes
 from antiphon.service.engine.stream import Item, TokenSink
-from antiphon.service.runtime.runner import NOT_FINITE, Draw
+from antiphon.service.runtime.runner import NOT_FINITE, Samples
 
 
 class StepTokens(NamedTuple):
@@ -53,7 +53,7 @@ class Decoding:
             return self._commit_beams(samples, finished)._replace(has_decoded=has_decoded)
         return StepTokens(*self._commit(samples), has_decoded)
 
-    def _commit(self, samples: Draw) -> tuple[tuple[TokenSink, ...], list[Item]]:
+    def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], list[Item]]:
         """End the outputs that are finished; returns the other rows' sinks and tokens."""
         committed = commit(self._rows, samples, self._runner.eos_id)
         # From the last row down: the row that moves into a freed one is then one that stays.
@@ -61,7 +61,7 @@ class Decoding:
             self._endings.end_output(ended)
         return committed.sinks, committed.items
 
-    def _commit_beams(self, samples: Draw, finished: list[SequenceGroup]) -> StepTokens:
+    def _commit_beams(self, samples: Samples, finished: list[SequenceGroup]) -> StepTokens:
         """End outputs and searches that are finished, where some rows are beams; returns the tokens to stream."""
         rows = self._rows
         is_invalid = rows.is_beam[: len(rows)] & (samples.token_ids[: len(rows)] == NOT_FINITE)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.model.ops.choices import greedy_choices
+from antiphon.model.ops.sampling import greedy_sampling
 from antiphon.service.runtime.runner import DecodeBatch, Runner
 from antiphon.service.tools.bench.sources import Ids
 
@@ -64,7 +64,7 @@ class StaticBatch:
             self_tables=_table(self._self, blocks_for(self._runner.max_target_len, self._runner.block_size)),
             cross_tables=_table(self._cross, blocks_for(self._runner.max_source_len, self._runner.block_size)),
             source_lens=self._source_lens,
-            choices=greedy_choices(each[:-1]),
+            sampling=greedy_sampling(each[:-1]),
         )
         return self._runner.decode(batch).token_ids.copy()
 

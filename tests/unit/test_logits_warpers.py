@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.ops.counter_random import seed_of_output, uniform_at
-from antiphon.model.ops.warpers import Warp, distribution, ids_of_largest, invert
+from antiphon.model.ops.logits_warpers import Warp, distribution, ids_of_largest, invert
 from antiphon.service.domain.request import MAX_SEED
 from tests.unit.sampling_reference import Logits, logits_of, reference_probabilities
 

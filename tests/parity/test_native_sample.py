@@ -1,4 +1,4 @@
-"""The end of a step, Select, against the NumPy account of it: every control, alone and together, and rows apart.
+"""The end of a step, Sample, against the NumPy account of it: every control, alone and together, and rows apart.
 
 Hidden states and weights are multiples of powers of two, few enough that logits are exact in any order of addition:
 tokens must then be the same, ties included. Only exp and sums of it differ in their last bits, so a sampled token may
@@ -17,12 +17,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.native_stepper import settings_of
+from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.export.packing import pack_float, pack_int8, unpack_int8
-from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, Choices, Draw, choose
 from antiphon.model.ops.counter_random import uniform_at
-from antiphon.model.ops.warpers import Warp, distribution
-from tests.batches import Choice, choices_of
+from antiphon.model.ops.logits_warpers import Warp, distribution
+from antiphon.model.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample
+from tests.batches import SampleSettings, sampling_of
 from tests.parity.native_nodes import normal, run_node
 
 EDGE = 1e-4
@@ -31,7 +31,7 @@ Arrays = dict[str, NDArray[Any]]
 Floats = NDArray[np.float32]
 
 
-def choices(vocab: int) -> st.SearchStrategy[Choice]:
+def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
     ids = st.integers(0, vocab - 1)
     edit = st.tuples(
         ids,
@@ -40,14 +40,14 @@ def choices(vocab: int) -> st.SearchStrategy[Choice]:
         st.sampled_from([0.0, -0.25, 2.0, -np.inf]),
     )
     return st.builds(
-        Choice,
+        SampleSettings,
         temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
         top_k=st.sampled_from([0, 0, 1, 3, 40, 100_000]),
         top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
         min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4, 1.0]),
         typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 0.01]),
         seed=st.integers(0, 2**64 - 1),
-        given_id=st.just(-1) | st.just(-1) | ids,
+        forced_id=st.just(-1) | st.just(-1) | ids,
         num_logprobs=st.integers(-1, min(vocab + 2, 8)),
         is_normalized=st.booleans(),
         is_exclusive=st.sampled_from([False, False, False, True]),
@@ -56,41 +56,41 @@ def choices(vocab: int) -> st.SearchStrategy[Choice]:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Floats, Floats, NDArray[np.int32], Choices]:
-    """Hidden states [N, M], weights [V, M], positions [N] and choices after some of the tokens."""
+def steps(draw: st.DrawFn) -> tuple[Floats, Floats, NDArray[np.int32], SamplingArrays]:
+    """Hidden states [N, M], weights [V, M], positions [N] and parameters of samples after some of the tokens."""
     vocab, width, tokens = draw(st.integers(1, 700)), draw(st.integers(1, 60)), draw(st.integers(1, 5))
-    held = draw(st.lists(choices(vocab), min_size=1, max_size=6))
+    held = draw(st.lists(sample_settings(vocab), min_size=1, max_size=6))
     picks = [draw(st.integers(0, tokens - 1)) for _ in held]
     random = np.random.default_rng([vocab, width, tokens])
     hidden, weight = exact(random, tokens, width), exact(random, vocab, width)
-    return hidden, weight, random.integers(0, 2000, tokens, np.int32), choices_of(picks, held)
+    return hidden, weight, random.integers(0, 2000, tokens, np.int32), sampling_of(picks, held)
 
 
 def exact(random: np.random.Generator, *shape: int) -> Floats:
     return (random.integers(-8, 9, shape) / 8).astype(np.float32)
 
 
-def run_select(
+def run_sample(
     hidden: Floats,
     weight: Floats,
     positions: NDArray[np.int32],
-    held: Choices,
+    held: SamplingArrays,
     *,
     bias: Floats | None = None,
     threads: int = 1,
-) -> Draw:
-    operands: Arrays = {"hidden": hidden, "weight": pack_float(weight), "positions": positions, **settings_of(held)}
+) -> Samples:
+    operands: Arrays = {"hidden": hidden, "weight": pack_float(weight), "positions": positions, **sampling_inputs(held)}
     if bias is not None:
         operands["bias"] = bias
-    return Draw(*run_node("Select", operands, threads=threads, vocab=len(weight)))
+    return Samples(*run_node("Sample", operands, threads=threads, vocab=len(weight)))
 
 
-def subset(held: Choices, rows: list[int]) -> Choices:
-    """Some of the choices, with their edits."""
+def subset(held: SamplingArrays, rows: list[int]) -> SamplingArrays:
+    """Return parameters of some of the samples, with their edits."""
     spans = [range(held.edit_offsets[row], held.edit_offsets[row + 1]) for row in rows]
     edits = [index for span in spans for index in span]
     whole = {field.name: getattr(held, field.name) for field in fields(held)}
-    return Choices(
+    return SamplingArrays(
         **{name: array[rows] for name, array in whole.items() if not name.startswith("edit")},
         edit_offsets=np.cumsum([0, *map(len, spans)], dtype=np.int32),
         edit_ids=held.edit_ids[edits],
@@ -98,13 +98,13 @@ def subset(held: Choices, rows: list[int]) -> Choices:
     )
 
 
-def warp_of(held: Choices, row: int) -> Warp:
+def warp_of(held: SamplingArrays, row: int) -> Warp:
     return Warp(
-        temperature=float(held.temperatures[row]),
-        top_k=int(held.top_ks[row]),
-        top_p=float(held.top_ps[row]),
-        min_p=float(held.min_ps[row]),
-        typical_p=float(held.typical_ps[row]),
+        temperature=float(held.floats("temperature")[row]),
+        top_k=int(held.ints("top_k")[row]),
+        top_p=float(held.floats("top_p")[row]),
+        min_p=float(held.floats("min_p")[row]),
+        typical_p=float(held.floats("typical_p")[row]),
     )
 
 
@@ -123,10 +123,11 @@ def may_draw(values: Floats, warp: Warp, uniform: float, token: int) -> bool:
     return False
 
 
-def values_of(logits: Floats, held: Choices, row: int) -> Floats:
-    """The edited values [V] of one choice, up to a number that all of them share: the scores of every token."""
-    everything = replace(subset(held, [row]), num_logprobs=np.array([len(logits)], np.int32))
-    drawn = choose(logits[None], everything, np.zeros(1, np.int32))
+def values_of(logits: Floats, held: SamplingArrays, row: int) -> Floats:
+    """The edited values [V] of one sample, up to a number that all of them share: the scores of every token."""
+    everything = subset(held, [row])
+    everything.ints("num_logprobs")[:] = len(logits)
+    drawn = sample(logits[None], everything, np.zeros(1, np.int32))
     values = np.full(len(logits), -np.inf, np.float32)
     listed = drawn.top_ids[0] >= 0
     values[drawn.top_ids[0][listed]] = drawn.top_scores[0][listed]
@@ -135,13 +136,15 @@ def values_of(logits: Floats, held: Choices, row: int) -> Floats:
 
 @EXAMPLES
 @given(steps(), st.booleans())
-def test_select_chooses_as_numpy_does(step: tuple[Floats, Floats, NDArray[np.int32], Choices], has_bias: bool) -> None:
+def test_sample_chooses_as_numpy_does(
+    step: tuple[Floats, Floats, NDArray[np.int32], SamplingArrays], has_bias: bool
+) -> None:
     hidden, weight, positions, held = step
     bias = exact(np.random.default_rng(len(weight)), len(weight)) if has_bias else None
     logits, places = hidden[held.picks] @ weight.T + (0 if bias is None else bias), positions[held.picks]
-    found, expected = run_select(hidden, weight, positions, held, bias=bias), choose(logits, held, places)
+    found, expected = run_sample(hidden, weight, positions, held, bias=bias), sample(logits, held, places)
     for row in np.flatnonzero(found.token_ids != expected.token_ids).tolist():
-        assert held.temperatures[row] > 0, (row, found.token_ids[row], expected.token_ids[row])
+        assert held.floats("temperature")[row] > 0, (row, found.token_ids[row], expected.token_ids[row])
         uniform = uniform_at(int(held.seeds[row]), int(places[row]))
         assert may_draw(values_of(logits[row], held, row), warp_of(held, row), uniform, int(found.token_ids[row]))
     same = found.token_ids == expected.token_ids
@@ -153,16 +156,16 @@ def test_select_chooses_as_numpy_does(step: tuple[Floats, Floats, NDArray[np.int
 
 @EXAMPLES
 @given(steps(), st.integers(0, 2**32 - 1))
-def test_choices_are_bit_identical_alone_and_on_two_threads(
-    step: tuple[Floats, Floats, NDArray[np.int32], Choices], seed: int
+def test_samples_are_bit_identical_alone_and_on_two_threads(
+    step: tuple[Floats, Floats, NDArray[np.int32], SamplingArrays], seed: int
 ) -> None:
     _, weight, positions, held = step
     hidden, weight = normal(len(positions), weight.shape[1], seed=seed), normal(*weight.shape, seed=seed)
-    found = run_select(hidden, weight, positions, held, threads=2)
+    found = run_sample(hidden, weight, positions, held, threads=2)
     for row in range(len(held)):
         token = held.picks[row]
         single = replace(subset(held, [row]), picks=np.zeros(1, np.int32))
-        alone = run_select(hidden[[token]], weight, positions[[token]], single)
+        alone = run_sample(hidden[[token]], weight, positions[[token]], single)
         np.testing.assert_array_equal(alone.token_ids[0], found.token_ids[row])
         np.testing.assert_array_equal(alone.logprobs[0], found.logprobs[row])
         width = alone.top_ids.shape[1]
@@ -187,12 +190,18 @@ def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
 @example(14, 59, 3)  # row 13 has such a state
 def test_quantized_select_equals_select_of_what_it_holds(tokens: int, width: int, vocab: int) -> None:
     """Row by row: a hidden state on the edge between two levels falls one way with, one way without fused products."""
-    held = choices_of(range(tokens), [Choice(num_logprobs=vocab)] * tokens)
+    held = sampling_of(range(tokens), [SampleSettings(num_logprobs=vocab)] * tokens)
     hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
     parts: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
     bias = normal(vocab, seed=3)
-    operands = {"hidden": hidden, **parts, "positions": np.zeros(tokens, np.int32), **settings_of(held), "bias": bias}
-    found = Draw(*run_node("QuantizedSelect", operands, vocab=vocab))
+    operands = {
+        "hidden": hidden,
+        **parts,
+        "positions": np.zeros(tokens, np.int32),
+        **sampling_inputs(held),
+        "bias": bias,
+    }
+    found = Samples(*run_node("QuantizedSample", operands, vocab=vocab))
     weight = (unpack_int8(packed.integers, vocab, width) * packed.scales[:vocab, None]).astype(np.float32)
     scores = np.take_along_axis(found.top_logprobs, found.top_ids.argsort(axis=1), axis=1)
     errors = []
@@ -203,8 +212,8 @@ def test_quantized_select_equals_select_of_what_it_holds(tokens: int, width: int
     assert (np.minimum(*errors) < 1e-3).all()
 
 
-def plain(rows: int, **changes: Any) -> Choices:
-    return choices_of(range(rows), [Choice(**changes)] * rows)
+def plain(rows: int, **changes: Any) -> SamplingArrays:
+    return sampling_of(range(rows), [SampleSettings(**changes)] * rows)
 
 
 def places(count: int) -> NDArray[np.int32]:
@@ -214,30 +223,32 @@ def places(count: int) -> NDArray[np.int32]:
 def test_ties_go_to_the_lowest_id() -> None:
     weight = np.zeros((90, 8), np.float32)
     weight[[3, 40, 41, 77]] = 1
-    found = run_select(np.ones((1, 8), np.float32), weight, places(1), plain(1, num_logprobs=6))
+    found = run_sample(np.ones((1, 8), np.float32), weight, places(1), plain(1, num_logprobs=6))
     assert found.token_ids.tolist() == [3]
     assert found.top_ids.tolist() == [[3, 40, 41, 77, 0, 1]]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"given_id": 4}, {"edits": [(3, 0.0, 1.0, -np.inf)]}])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"forced_id": 4}, {"edits": [(3, 0.0, 1.0, -np.inf)]}])
 def test_rows_of_numbers_that_are_not_finite_are_told_apart(value: float, changes: dict[str, Any]) -> None:
     hidden, weight = normal(3, 16), normal(50, 16)
     hidden[1] = value
     held = plain(3, num_logprobs=2, **changes)
-    found = run_select(hidden, weight, places(3), held)
+    found = run_sample(hidden, weight, places(3), held)
     assert found.token_ids[1] == NOT_FINITE
     assert found.top_ids[1].tolist() == [-1, -1]
     assert (found.token_ids[[0, 2]] >= 0).all()
-    beside = run_select(hidden[[0, 2]], weight, places(3)[[0, 2]], plain(2, num_logprobs=2, **changes))
-    for name in Draw.__slots__:
+    beside = run_sample(hidden[[0, 2]], weight, places(3)[[0, 2]], plain(2, num_logprobs=2, **changes))
+    for name in Samples.__slots__:
         np.testing.assert_array_equal(getattr(found, name)[[0, 2]], getattr(beside, name))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
-    held = choices_of(range(2), [Choice(temperature=temperature, is_exclusive=True, num_logprobs=2), Choice()])
-    found = run_select(normal(2, 8), normal(30, 8), places(2), held)
+    held = sampling_of(
+        range(2), [SampleSettings(temperature=temperature, is_exclusive=True, num_logprobs=2), SampleSettings()]
+    )
+    found = run_sample(normal(2, 8), normal(30, 8), places(2), held)
     assert found.token_ids[0] == NONE_ALLOWED
     assert found.token_ids[1] >= 0
     assert found.top_ids[0].tolist() == [-1, -1]
@@ -247,10 +258,11 @@ def test_a_choice_that_may_choose_nothing_says_so(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [1e-45, 1.0, 3e38, np.inf])
 def test_no_temperature_lets_forbidden_tokens_through(temperature: float) -> None:
     allowed = [(token_id, 0.0, 1.0, 0.0) for token_id in (7, 300)]
-    held = choices_of(
-        [0] * 64, [Choice(temperature=temperature, is_exclusive=True, edits=allowed, seed=seed) for seed in range(64)]
+    held = sampling_of(
+        [0] * 64,
+        [SampleSettings(temperature=temperature, is_exclusive=True, edits=allowed, seed=seed) for seed in range(64)],
     )
-    found = run_select(normal(1, 8), normal(400, 8), places(1), held)
+    found = run_sample(normal(1, 8), normal(400, 8), places(1), held)
     assert set(found.token_ids.tolist()) <= {7, 300}
 
 
@@ -262,8 +274,8 @@ def row_of(logits: Floats) -> tuple[Floats, Floats]:
 def drawn(logits: Floats, count: int, **changes: Any) -> list[int]:
     """Tokens that so many seeds draw from one row of logits [V]."""
     hidden, weight = row_of(logits)
-    held = choices_of([0] * count, [Choice(seed=seed, **changes) for seed in range(count)])
-    found: list[int] = run_select(hidden, weight, places(1), held).token_ids.tolist()
+    held = sampling_of([0] * count, [SampleSettings(seed=seed, **changes) for seed in range(count)])
+    found: list[int] = run_sample(hidden, weight, places(1), held).token_ids.tolist()
     return found
 
 
@@ -284,10 +296,10 @@ def test_large_vocabularies_are_narrowed_as_numpy_does(vocab: int, temperature: 
     logits = 3 * normal(vocab, seed=1)
     logits[::7] = logits[1::7][: len(logits[::7])]  # ties
     changes: dict[str, Any] = dict(temperature=temperature, **NARROWED[name])
-    held = choices_of([0] * 40, [Choice(seed=seed, **changes) for seed in range(40)])
+    held = sampling_of([0] * 40, [SampleSettings(seed=seed, **changes) for seed in range(40)])
     hidden, weight = row_of(logits)
-    found = run_select(hidden, weight, places(1), held).token_ids
-    expected = choose(np.repeat(logits[None], 40, axis=0), held, np.zeros(40, np.int32)).token_ids
+    found = run_sample(hidden, weight, places(1), held).token_ids
+    expected = sample(np.repeat(logits[None], 40, axis=0), held, np.zeros(40, np.int32)).token_ids
     for row in np.flatnonzero(found != expected).tolist():
         assert may_draw(logits, warp_of(held, row), uniform_at(row, 0), int(found[row]))
 
@@ -327,7 +339,7 @@ def test_samples_follow_the_distribution() -> None:
     draws, vocab = 4000, 12
     hidden, weight = np.repeat(normal(1, 6), draws, axis=0), normal(vocab, 6)
     held = plain(draws, temperature=0.8, seed=2**63 + 11)
-    found = run_select(hidden, weight, places(draws), held).token_ids
+    found = run_sample(hidden, weight, places(draws), held).token_ids
     _, weights = distribution(weight @ hidden[0], Warp(temperature=0.8))
     share = weights / weights.sum()
     deviation = np.sqrt(share * (1 - share) / draws)

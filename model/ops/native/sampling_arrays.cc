@@ -1,8 +1,9 @@
-#include "choices.h"
+#include "sampling_arrays.h"
 
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 
 namespace antiphon {
 
@@ -12,16 +13,18 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kCandidates = 1024;  // may be asked for of any vocabulary: a beam asks for 16 * (2 + 16) at most
 constexpr float kLargest = std::numeric_limits<float>::max();
 
-// An operand with one value for each choice.
+// An operand with one row of parameters for each sample.
 template <typename T>
-const T* OfChoices(const Call& call, size_t index, const char* name, int64_t count) {
-  const Tensor tensor = call.Input(index, name, 1);
-  Require(tensor.dims[0] == count, name, tensor.dims[0], "its length must be the number of picks");
+const T* Params(const Call& call, size_t index, const std::string& name, int64_t count, int64_t columns) {
+  const Tensor tensor = call.Input(index, name.c_str(), 2);
+  Require(tensor.dims[0] == count, ("rows of " + name).c_str(), tensor.dims[0], "they must be the number of picks");
+  Require(tensor.dims[1] == columns, ("columns of " + name).c_str(), tensor.dims[1],
+          "they must be " + std::to_string(columns));
   return tensor.as<T>();
 }
 
-void RequireOfChoice(bool ok, const char* name, int64_t choice, const char* allowed) {
-  Require(ok, (std::string(name) + " of choice").c_str(), choice, allowed);
+void RequireOfSample(bool ok, const char* name, int64_t sample, const char* allowed) {
+  Require(ok, (std::string(name) + " of sample").c_str(), sample, allowed);
 }
 
 // An edited value: never NaN, and never above the largest float, so that weights are numbers.
@@ -33,24 +36,16 @@ float Edited(float value, const Edit& edit) {
 
 }  // namespace
 
-Choices::Choices(const Call& call, size_t first, int64_t tokens, int64_t vocab) {
+SamplingArrays::SamplingArrays(const Call& call, size_t first, int64_t tokens, int64_t vocab) {
   const Tensor positions = call.Input(first, "positions", 1), picks = call.Input(first + 1, "picks", 1);
   Require(positions.dims[0] == tokens, "length of positions", positions.dims[0], "it must be the rows of hidden");
   count_ = picks.dims[0];
   positions_ = positions.as<int32_t>();
   picks_ = picks.as<int32_t>();
-  temperatures_ = OfChoices<float>(call, first + 2, "temperatures", count_);
-  top_ks_ = OfChoices<int32_t>(call, first + 3, "top_ks", count_);
-  top_ps_ = OfChoices<float>(call, first + 4, "top_ps", count_);
-  min_ps_ = OfChoices<float>(call, first + 5, "min_ps", count_);
-  typical_ps_ = OfChoices<float>(call, first + 6, "typical_ps", count_);
-  seeds_ = OfChoices<int64_t>(call, first + 7, "seeds", count_);
-  given_ids_ = OfChoices<int64_t>(call, first + 8, "given_ids", count_);
-  num_logprobs_ = OfChoices<int32_t>(call, first + 9, "num_logprobs", count_);
-  is_normalized_ = OfChoices<int32_t>(call, first + 10, "is_normalized", count_);
-  is_exclusive_ = OfChoices<int32_t>(call, first + 11, "is_exclusive", count_);
-  const Tensor offsets = call.Input(first + 12, "edit_offsets", 1), ids = call.Input(first + 13, "edit_ids", 1);
-  const Tensor values = call.Input(first + 14, "edit_values", 2);
+  float_params_ = Params<float>(call, first + 2, "float_params", count_, kNumFloatParams);
+  int_params_ = Params<int64_t>(call, first + 3, "int_params", count_, kNumIntParams);
+  const Tensor offsets = call.Input(first + 4, "edit_offsets", 1), ids = call.Input(first + 5, "edit_ids", 1);
+  const Tensor values = call.Input(first + 6, "edit_values", 2);
   Require(offsets.dims[0] == count_ + 1, "length of edit_offsets", offsets.dims[0],
           "it must be the number of picks and 1");
   Require(values.dims[0] == ids.dims[0], "rows of edit_values", values.dims[0], "they must be the number of edit_ids");
@@ -59,39 +54,40 @@ Choices::Choices(const Call& call, size_t first, int64_t tokens, int64_t vocab) 
   edit_ids_ = ids.as<int32_t>();
   edit_values_ = values.as<float>();
   for (int64_t i = 0; i < count_; ++i) {
-    CheckChoice(i, tokens, vocab);
+    CheckSample(i, tokens, vocab);
     most_logprobs_ = std::max(most_logprobs_, num_logprobs(i));
   }
   CheckEdits(ids.dims[0], vocab);
 }
 
-Edit Choices::edit(int64_t edit) const {
+Edit SamplingArrays::edit(int64_t edit) const {
   const float* values = edit_values_ + 3 * edit;
   return {values[0], values[1], values[2]};
 }
 
-void Choices::CheckChoice(int64_t i, int64_t tokens, int64_t vocab) const {
+void SamplingArrays::CheckSample(int64_t i, int64_t tokens, int64_t vocab) const {
   Require(picks_[i] >= 0 && picks_[i] < tokens, "picks", picks_[i], "it must be below " + std::to_string(tokens));
-  Require(given_ids_[i] >= -1 && given_ids_[i] < vocab, "given_ids", given_ids_[i],
+  Require(forced_id(i) >= -1 && forced_id(i) < vocab, "forced_id", forced_id(i),
           "it must be -1 or below " + std::to_string(vocab));
   const int64_t most = std::max(vocab, kCandidates);
-  Require(num_logprobs_[i] >= -1 && num_logprobs_[i] <= most, "num_logprobs", num_logprobs_[i],
+  Require(num_logprobs(i) >= -1 && num_logprobs(i) <= most, "num_logprobs", num_logprobs(i),
           "it must be -1 to " + std::to_string(most));
-  Require((is_normalized_[i] & ~1) == 0, "is_normalized", is_normalized_[i], "it must be 0 or 1");
-  Require((is_exclusive_[i] & ~1) == 0, "is_exclusive", is_exclusive_[i], "it must be 0 or 1");
+  for (const auto& [param, name] : {std::pair{kIsNormalized, "is_normalized"}, std::pair{kIsExclusive, "is_exclusive"}}) {
+    Require((integer(i, param) & ~1) == 0, name, integer(i, param), "it must be 0 or 1");
+  }
   CheckWarpers(i);
 }
 
-void Choices::CheckWarpers(int64_t i) const {
-  // Said so that NaN is refused.
-  RequireOfChoice(temperatures_[i] >= 0.0f, "temperatures", i, "it must be 0 or more");
-  Require(top_ks_[i] >= 0, "top_ks", top_ks_[i], "it must be 0 or more");
-  RequireOfChoice(top_ps_[i] >= 0.0f, "top_ps", i, "it must be 0 or more");
-  RequireOfChoice(min_ps_[i] >= 0.0f && min_ps_[i] <= 1.0f, "min_ps", i, "it must be 0 to 1");
-  RequireOfChoice(typical_ps_[i] >= 0.0f, "typical_ps", i, "it must be 0 or more");
+void SamplingArrays::CheckWarpers(int64_t i) const {
+  // Written so that NaN is refused.
+  RequireOfSample(real(i, kTemperature) >= 0.0f, "temperature", i, "it must be 0 or more");
+  Require(integer(i, kTopK) >= 0, "top_k", integer(i, kTopK), "it must be 0 or more");
+  RequireOfSample(real(i, kTopP) >= 0.0f, "top_p", i, "it must be 0 or more");
+  RequireOfSample(real(i, kMinP) >= 0.0f && real(i, kMinP) <= 1.0f, "min_p", i, "it must be 0 to 1");
+  RequireOfSample(real(i, kTypicalP) >= 0.0f, "typical_p", i, "it must be 0 or more");
 }
 
-void Choices::CheckEdits(int64_t room, int64_t vocab) const {
+void SamplingArrays::CheckEdits(int64_t room, int64_t vocab) const {
   Require(edit_offsets_[0] == 0, "edit_offsets", edit_offsets_[0], "the first must be 0");
   for (int64_t i = 0; i < count_; ++i) {
     Require(edit_offsets_[i + 1] >= edit_offsets_[i] && edit_offsets_[i + 1] <= room, "edit_offsets",
@@ -107,31 +103,32 @@ void Choices::CheckEdits(int64_t room, int64_t vocab) const {
   }
 }
 
-EditedRow::EditedRow(const Kernels& kernels, const Choices& choices, int64_t i, const ValueRow& logits, double log_sum)
-    : values_(static_cast<size_t>(choices.is_edited(i) ? logits.vocab : 0)),
-      largest_(static_cast<size_t>(choices.is_edited(i) ? ChunksOf(logits.vocab) : 0)),
+EditedRow::EditedRow(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& logits,
+                     double log_sum)
+    : values_(static_cast<size_t>(sampling.is_edited(i) ? logits.vocab : 0)),
+      largest_(static_cast<size_t>(sampling.is_edited(i) ? ChunksOf(logits.vocab) : 0)),
       row_(logits) {
-  if (!choices.is_edited(i)) return;
-  Fill(choices, i, logits, log_sum);
+  if (!sampling.is_edited(i)) return;
+  Fill(sampling, i, logits, log_sum);
   Summarize(kernels);
 }
 
-void EditedRow::Fill(const Choices& choices, int64_t i, const ValueRow& logits, double log_sum) const {
-  const double taken = choices.is_normalized(i) ? log_sum : 0.0;
+void EditedRow::Fill(const SamplingArrays& sampling, int64_t i, const ValueRow& logits, double log_sum) const {
+  const double taken = sampling.is_normalized(i) ? log_sum : 0.0;
   const auto value = [&](int64_t id) { return static_cast<float>(static_cast<double>(logits.values[id]) - taken); };
-  const int64_t begin = choices.first_edit(i), end = choices.end_of_edits(i);
-  if (choices.is_exclusive(i)) {
+  const int64_t begin = sampling.first_edit(i), end = sampling.end_of_edits(i);
+  if (sampling.is_exclusive(i)) {
     std::fill(values_.data(), values_.data() + logits.vocab, -kInfinity);
     for (int64_t edit = begin; edit < end; ++edit) {
-      const int32_t id = choices.edited_id(edit);
+      const int32_t id = sampling.edited_id(edit);
       values_[static_cast<size_t>(id)] = value(id);
     }
   } else {
     for (int64_t id = 0; id < logits.vocab; ++id) values_[static_cast<size_t>(id)] = value(id);
   }
   for (int64_t edit = begin; edit < end; ++edit) {
-    float& edited = values_[static_cast<size_t>(choices.edited_id(edit))];
-    edited = Edited(edited, choices.edit(edit));
+    float& edited = values_[static_cast<size_t>(sampling.edited_id(edit))];
+    edited = Edited(edited, sampling.edit(edit));
   }
 }
 

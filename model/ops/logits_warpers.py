@@ -29,8 +29,8 @@ class Warp:
     typical_p: float = 1.0
 
 
-def draw_from(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int:
-    """Draw a token from one row [V] of logits, of which the largest is finite; -inf forbids a token."""
+def sample_token(logits: NDArray[np.float32], warp: Warp, uniform: float) -> int:
+    """Sample a token from one row [V] of logits, of which the largest is finite; -inf forbids a token."""
     ids, weights = distribution(logits, warp)
     index = invert(weights, uniform)
     return index if ids is None else int(ids[index])

@@ -1,4 +1,4 @@
-"""Choices against transformers' logits processors, against their own distribution, and against their neighbours."""
+"""Sampling in NumPy against transformers' logits processors and against its own distribution."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.choices import NONE_ALLOWED, NOT_FINITE, PER_CHOICE, Choices, Draw, choose, greedy_choices
-from antiphon.model.ops.warpers import Warp
+from antiphon.model.ops.logits_warpers import Warp
+from antiphon.model.ops.sampling import (
+    NONE_ALLOWED,
+    NOT_FINITE,
+    Samples,
+    SamplingArrays,
+    greedy_sampling,
+    sample,
+)
 from antiphon.service.domain.request import MAX_SEED
-from tests.batches import Choice, choices_of
+from tests.batches import SampleSettings, sampling_of
 from tests.unit.sampling_reference import Logits, log_softmax, logits_of, reference_probabilities
 
-GREEDY = Choice()
+GREEDY = SampleSettings()
 FORBIDDEN = -np.inf
 
 
-def draw(logits: Logits, settings: list[Choice], positions: list[int] | None = None) -> Draw:
+def draw(logits: Logits, settings: list[SampleSettings], positions: list[int] | None = None) -> Samples:
     """Choose after rows of logits, one each; where these stand matters to draws only."""
     held = np.array(positions or [0] * len(settings), np.int32)
-    return choose(logits, choices_of(range(len(settings)), settings), held)
+    return sample(logits, sampling_of(range(len(settings)), settings), held)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +75,13 @@ def reference_scores(scores: NDArray[np.float64], control: Control) -> NDArray[n
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), vocab_size=st.integers(2, 30), is_normalized=st.booleans())
-def test_choices_are_edited_as_by_transformers(data: st.DataObject, vocab_size: int, is_normalized: bool) -> None:
+def test_samples_are_edited_as_by_transformers(data: st.DataObject, vocab_size: int, is_normalized: bool) -> None:
     control = data.draw(controls(vocab_size))
     logits = logits_of(1, vocab_size, seed=data.draw(st.integers(0, 10**6)))
     log_probabilities = log_softmax(logits[0])
     before = log_probabilities if is_normalized else logits[0].astype(np.float64)
     expected = reference_scores(before, control)
-    choice = Choice(num_logprobs=vocab_size, is_normalized=is_normalized, edits=control.edits)
+    choice = SampleSettings(num_logprobs=vocab_size, is_normalized=is_normalized, edits=control.edits)
     drawn = draw(logits, [choice])
     held = drawn.top_ids[0] >= 0
     assert sorted(drawn.top_ids[0, held]) == np.flatnonzero(expected > -np.inf).tolist()
@@ -91,61 +98,61 @@ def test_choices_are_edited_as_by_transformers(data: st.DataObject, vocab_size: 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10**6))
-def test_choices_draw_from_what_the_edits_left(data: st.DataObject, seed: int) -> None:
+def test_samples_come_from_what_the_edits_left(data: st.DataObject, seed: int) -> None:
     control, logits = data.draw(controls(12)), logits_of(1, 12, seed=seed)
     warp = Warp(temperature=1.5, top_k=6, min_p=0.05, typical_p=0.8)
     expected = reference_scores(logits[0].astype(np.float64), control)
     kept = reference_probabilities(expected.astype(np.float32), warp)
-    choice = Choice(temperature=1.5, top_k=6, min_p=0.05, typical_p=0.8, edits=control.edits)
+    choice = SampleSettings(temperature=1.5, top_k=6, min_p=0.05, typical_p=0.8, edits=control.edits)
     drawn = [draw(logits, [dataclasses.replace(choice, seed=seed)]).token_ids[0] for seed in range(20)]
     assert all(kept[token_id] > 0 for token_id in drawn)
 
 
-def test_choices_edit_one_token_several_times_in_order() -> None:
+def test_samples_edit_one_token_several_times_in_order() -> None:
     logits = np.array([[2.0, -3.0, 0.5]], np.float32)
     edits = [(0, 1.0, 2.0, -4.0), (1, 0.0, 1.0, 0.0), (0, 0.0, 3.0, 0.25), (0, 10.0, 1.0, 0.0)]
-    drawn = draw(logits, [Choice(num_logprobs=3, edits=edits)])
+    drawn = draw(logits, [SampleSettings(num_logprobs=3, edits=edits)])
     value = ((2.0 + 1.0) / 2.0 - 4.0) * 3.0 + 0.25 + 10.0
     assert drawn.top_ids[0].tolist() == [0, 2, 1]
     log_sum = np.log(np.exp(logits.astype(np.float64)).sum())
     np.testing.assert_allclose(drawn.top_scores[0], np.array([value, 0.5, -3.0]) - log_sum, rtol=1e-6)
 
 
-def test_choices_never_change_the_logits() -> None:
+def test_samples_never_change_the_logits() -> None:
     logits = logits_of(4, 50)
     before = logits.copy()
     edits = [(3, 1.0, 2.0, 0.0), (4, 0.0, 1.0, FORBIDDEN)]
     kinds = [
-        Choice(edits=edits),
-        Choice(is_normalized=True, num_logprobs=2),
-        Choice(temperature=1.0, is_exclusive=True, edits=edits),
-        Choice(temperature=2.0, top_p=0.5, typical_p=0.5),
+        SampleSettings(edits=edits),
+        SampleSettings(is_normalized=True, num_logprobs=2),
+        SampleSettings(temperature=1.0, is_exclusive=True, edits=edits),
+        SampleSettings(temperature=2.0, top_p=0.5, typical_p=0.5),
     ]
     draw(logits, kinds)
     np.testing.assert_array_equal(logits, before)
 
 
-def test_choices_are_exclusive_of_tokens_without_an_edit() -> None:
+def test_samples_are_exclusive_of_tokens_without_an_edit() -> None:
     logits = logits_of(1, 100)
     edits = [(7, 0.0, 1.0, 0.0), (40, 0.0, 1.0, 0.0), (41, 0.0, 1.0, FORBIDDEN)]
-    drawn = draw(logits, [Choice(is_exclusive=True, num_logprobs=4, edits=edits)])
+    drawn = draw(logits, [SampleSettings(is_exclusive=True, num_logprobs=4, edits=edits)])
     best = max((7, 40), key=lambda token_id: float(logits[0, token_id]))
     assert drawn.token_ids[0] == best
     assert drawn.top_ids[0].tolist() == [best, 47 - best, -1, -1]
     assert np.isneginf(drawn.top_scores[0, 2:]).all()
     assert not drawn.top_logprobs[0, 2:].any()
-    sampled = Choice(is_exclusive=True, temperature=5.0, edits=edits)
+    sampled = SampleSettings(is_exclusive=True, temperature=5.0, edits=edits)
     found = {int(draw(logits, [dataclasses.replace(sampled, seed=seed)]).token_ids[0]) for seed in range(200)}
     assert found == {7, 40}
 
 
-def test_choices_are_none_where_everything_is_forbidden() -> None:
+def test_samples_are_none_where_everything_is_forbidden() -> None:
     logits = logits_of(3, 4)
     all_forbidden = [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in range(4)]
     kinds = [
-        Choice(edits=all_forbidden, num_logprobs=2),
-        Choice(is_exclusive=True, temperature=1.0, num_logprobs=1),
-        Choice(edits=all_forbidden, given_id=2, num_logprobs=1),
+        SampleSettings(edits=all_forbidden, num_logprobs=2),
+        SampleSettings(is_exclusive=True, temperature=1.0, num_logprobs=1),
+        SampleSettings(edits=all_forbidden, forced_id=2, num_logprobs=1),
     ]
     drawn = draw(logits, kinds)
     assert drawn.token_ids.tolist() == [NONE_ALLOWED, NONE_ALLOWED, 2]
@@ -156,9 +163,12 @@ def test_choices_are_none_where_everything_is_forbidden() -> None:
     assert np.isneginf(drawn.top_scores).all()
 
 
-def test_choices_judge_a_given_token_and_draw_nothing() -> None:
+def test_samples_score_a_forced_token_and_draw_none() -> None:
     logits = logits_of(2, 60)
-    kinds = [Choice(given_id=17, num_logprobs=3), Choice(given_id=5, temperature=1.0, edits=[(5, -9.0, 1.0, 0.0)])]
+    kinds = [
+        SampleSettings(forced_id=17, num_logprobs=3),
+        SampleSettings(forced_id=5, temperature=1.0, edits=[(5, -9.0, 1.0, 0.0)]),
+    ]
     drawn = draw(logits, kinds)
     assert drawn.token_ids.tolist() == [17, 5]
     np.testing.assert_allclose(drawn.logprobs, [log_softmax(logits[0])[17], 0.0], rtol=1e-6)
@@ -169,23 +179,24 @@ def test_choices_judge_a_given_token_and_draw_nothing() -> None:
 CHI_SQUARE_7 = 24.32
 
 
-def test_choices_drawn_over_seeds_follow_the_distribution() -> None:
+def test_samples_drawn_over_seeds_follow_the_distribution() -> None:
     logits, num_draws = logits_of(1, 8, scale=1.0), 8000
     drawn = draw(
-        np.repeat(logits, num_draws, axis=0), [Choice(temperature=1.3, seed=seed) for seed in range(num_draws)]
+        np.repeat(logits, num_draws, axis=0), [SampleSettings(temperature=1.3, seed=seed) for seed in range(num_draws)]
     )
     observed = np.bincount(drawn.token_ids, minlength=8)
     expected = num_draws * reference_probabilities(logits[0], Warp(temperature=1.3))
     assert ((observed - expected) ** 2 / expected).sum() < CHI_SQUARE_7
 
 
-def test_choices_drawn_of_what_warpers_left_follow_the_distribution() -> None:
+def test_samples_of_warped_logits_follow_the_distribution() -> None:
     logits = logits_of(1, 300, scale=1.0)
     warp = Warp(temperature=1.3, top_k=40, top_p=0.95, min_p=0.1, typical_p=0.9)
     expected = reference_probabilities(logits[0], warp)
     kept = np.flatnonzero(expected)
     kinds = [
-        Choice(temperature=1.3, top_k=40, top_p=0.95, min_p=0.1, typical_p=0.9, seed=seed) for seed in range(10_000)
+        SampleSettings(temperature=1.3, top_k=40, top_p=0.95, min_p=0.1, typical_p=0.9, seed=seed)
+        for seed in range(10_000)
     ]
     observed = np.bincount(draw(np.repeat(logits, len(kinds), axis=0), kinds).token_ids, minlength=300)
     assert observed[expected == 0].sum() == 0
@@ -194,19 +205,19 @@ def test_choices_drawn_of_what_warpers_left_follow_the_distribution() -> None:
     assert chi_square < freedom + 4.5 * np.sqrt(2 * freedom)  # 4.5 deviations of a chi-square
 
 
-def choice_strategy(vocab_size: int) -> st.SearchStrategy[Choice]:
+def choice_strategy(vocab_size: int) -> st.SearchStrategy[SampleSettings]:
     edit = st.tuples(
         st.integers(0, vocab_size - 1), st.sampled_from([0.0, 2.5]), st.sampled_from([1.0, 1.5]), st.just(-0.5)
     )
     return st.builds(
-        Choice,
+        SampleSettings,
         temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
         top_k=st.sampled_from([0, 1, 4, 100]),
         top_p=st.sampled_from([0.3, 0.9, 1.0]),
         min_p=st.sampled_from([0.0, 0.2]),
         typical_p=st.sampled_from([0.7, 1.0]),
         seed=st.integers(0, MAX_SEED),
-        given_id=st.sampled_from([-1, -1, 0]),
+        forced_id=st.sampled_from([-1, -1, 0]),
         num_logprobs=st.integers(-1, 7),
         is_normalized=st.booleans(),
         is_exclusive=st.booleans(),
@@ -224,7 +235,7 @@ def test_choice_is_the_same_alone_and_among_others(data: st.DataObject, rows: in
     together = draw(logits, kinds, positions)
     order = data.draw(st.permutations(range(rows)))
     moved = draw(logits[order].copy(), [kinds[i] for i in order], [positions[i] for i in order])
-    for field in dataclasses.fields(Draw):
+    for field in dataclasses.fields(Samples):
         np.testing.assert_array_equal(getattr(moved, field.name), getattr(together, field.name)[order])
     for row in range(rows):
         alone = draw(logits[row : row + 1].copy(), [kinds[row]], [positions[row]])
@@ -235,65 +246,69 @@ def test_choice_is_the_same_alone_and_among_others(data: st.DataObject, rows: in
         assert (together.top_ids[row, width:] == -1).all()
 
 
-def test_choices_repeat_themselves_for_a_seed_and_differ_between_positions() -> None:
+def test_samples_repeat_themselves_for_a_seed_and_differ_between_positions() -> None:
     logits = logits_of(1, 500, scale=0.5)
-    kinds = [Choice(temperature=1.0, seed=12)]
+    kinds = [SampleSettings(temperature=1.0, seed=12)]
     once = [int(draw(logits, kinds, [position]).token_ids[0]) for position in range(30)]
     again = [int(draw(logits, kinds, [position]).token_ids[0]) for position in range(30)]
     assert once == again
     assert len(set(once)) > 15
 
 
-def test_choices_take_the_lowest_id_among_equals() -> None:
+def test_samples_take_the_lowest_id_among_equals() -> None:
     logits = np.array([[0.0, 5.0, 5.0, 1.0, 5.0]], np.float32)
     assert draw(logits, [GREEDY]).token_ids[0] == 1
-    assert draw(logits, [Choice(temperature=1.0, top_k=1)]).token_ids[0] == 1
-    assert draw(logits, [Choice(num_logprobs=2)]).top_ids[0].tolist() == [1, 2]
-    assert draw(logits, [Choice(num_logprobs=5)]).top_ids[0].tolist() == [1, 2, 4, 3, 0]
-    assert draw(logits, [Choice(edits=[(0, 5.0, 1.0, 0.0)])]).token_ids[0] == 0
+    assert draw(logits, [SampleSettings(temperature=1.0, top_k=1)]).token_ids[0] == 1
+    assert draw(logits, [SampleSettings(num_logprobs=2)]).top_ids[0].tolist() == [1, 2]
+    assert draw(logits, [SampleSettings(num_logprobs=5)]).top_ids[0].tolist() == [1, 2, 4, 3, 0]
+    assert draw(logits, [SampleSettings(edits=[(0, 5.0, 1.0, 0.0)])]).token_ids[0] == 0
 
 
-def test_choices_are_greedy_in_the_limits_of_their_settings() -> None:
+def test_samples_are_greedy_in_the_limits_of_their_settings() -> None:
     logits = logits_of(6, 400)
     greedy = draw(logits, [GREEDY] * 6).token_ids
     for choice in (
-        Choice(temperature=1e-30, seed=5),
-        Choice(temperature=2.0, top_k=1, seed=5),
-        Choice(temperature=2.0, top_p=1e-9, seed=5),
-        Choice(temperature=2.0, min_p=1.0, seed=5),
+        SampleSettings(temperature=1e-30, seed=5),
+        SampleSettings(temperature=2.0, top_k=1, seed=5),
+        SampleSettings(temperature=2.0, top_p=1e-9, seed=5),
+        SampleSettings(temperature=2.0, min_p=1.0, seed=5),
     ):
         assert draw(logits, [choice] * 6, [3] * 6).token_ids.tolist() == greedy.tolist()
 
 
-def test_choices_never_draw_a_token_the_model_forbids() -> None:
+def test_samples_never_draw_a_token_the_model_forbids() -> None:
     logits = np.full((1, 600), -np.inf, np.float32)
     logits[0, [5, 300, 599]] = 0.0
     for top_k, top_p, typical_p in ((0, 1.0, 1.0), (10, 1.0, 1.0), (0, 0.99, 1.0), (10, 0.99, 1.0), (0, 1.0, 0.5)):
-        kinds = [Choice(temperature=1.0, top_k=top_k, top_p=top_p, typical_p=typical_p)]
+        kinds = [SampleSettings(temperature=1.0, top_k=top_k, top_p=top_p, typical_p=typical_p)]
         drawn = {int(draw(logits, kinds, [position]).token_ids[0]) for position in range(60)}
         assert drawn == {5, 300, 599}
-    assert draw(logits, [Choice(num_logprobs=5)]).top_ids[0].tolist() == [5, 300, 599, -1, -1]
+    assert draw(logits, [SampleSettings(num_logprobs=5)]).top_ids[0].tolist() == [5, 300, 599, -1, -1]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_choices_mark_only_the_row_whose_logits_are_not_finite(bad: float) -> None:
+def test_samples_mark_only_the_row_whose_logits_are_not_finite(bad: float) -> None:
     logits = logits_of(3, 50)
     logits[1, 7] = bad
-    for choice in (Choice(num_logprobs=2), Choice(temperature=1.0, num_logprobs=2), Choice(given_id=3, num_logprobs=2)):
+    for choice in (
+        SampleSettings(num_logprobs=2),
+        SampleSettings(temperature=1.0, num_logprobs=2),
+        SampleSettings(forced_id=3, num_logprobs=2),
+    ):
         drawn = draw(logits, [choice] * 3)
         assert (drawn.token_ids == NOT_FINITE).tolist() == [False, True, False]
         assert drawn.logprobs[1] == 0.0
         assert drawn.top_ids[1].tolist() == [-1, -1]
     logits[1] = -np.inf
-    assert draw(logits, [Choice(temperature=1.0)] * 3).token_ids.tolist()[1] == NOT_FINITE
+    assert draw(logits, [SampleSettings(temperature=1.0)] * 3).token_ids.tolist()[1] == NOT_FINITE
 
 
-def test_choices_give_log_probabilities_of_the_models_own_distribution() -> None:
+def test_samples_give_log_probabilities_of_the_models_own_distribution() -> None:
     logits = logits_of(3, 200)
     kinds = [
-        Choice(num_logprobs=4),
-        Choice(temperature=2.0, top_k=3, seed=7, num_logprobs=4),
-        Choice(temperature=0.5, seed=8, num_logprobs=4),
+        SampleSettings(num_logprobs=4),
+        SampleSettings(temperature=2.0, top_k=3, seed=7, num_logprobs=4),
+        SampleSettings(temperature=0.5, seed=8, num_logprobs=4),
     ]
     drawn = draw(logits, kinds, [0, 1, 2])
     scores = log_softmax(logits)
@@ -307,28 +322,23 @@ def test_choices_give_log_probabilities_of_the_models_own_distribution() -> None
     assert not draw(logits, [GREEDY] * 3).logprobs.any()
 
 
-def test_choices_give_each_the_log_probabilities_it_asks_for() -> None:
+def test_samples_give_each_the_log_probabilities_it_asks_for() -> None:
     logits = logits_of(4, 3)
-    drawn = draw(logits, [Choice(num_logprobs=count) for count in (-1, 0, 1, 5)])
+    drawn = draw(logits, [SampleSettings(num_logprobs=count) for count in (-1, 0, 1, 5)])
     assert (drawn.top_ids >= 0).sum(axis=1).tolist() == [0, 0, 1, 3]
     assert (drawn.logprobs != 0).tolist() == [False, True, True, True]
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == drawn.top_scores.shape == (4, 5)
 
 
-def test_greedy_choices_are_those_of_settings_that_are_off() -> None:
-    built, listed = greedy_choices(np.array([2, 0, 5], np.int32)), choices_of([2, 0, 5])
-    for field in dataclasses.fields(Choices):
+def test_greedy_sampling_has_neutral_parameters() -> None:
+    built, listed = greedy_sampling(np.array([2, 0, 5], np.int32)), sampling_of([2, 0, 5])
+    for field in dataclasses.fields(SamplingArrays):
         ours, theirs = getattr(built, field.name), getattr(listed, field.name)
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_settings_are_listed_in_the_order_of_their_fields() -> None:
-    """The native operator takes them by position."""
-    assert [*PER_CHOICE, "edit_offsets", "edit_ids", "edit_values"] == [one.name for one in dataclasses.fields(Choices)]
-
-
-def test_no_choices_are_an_empty_draw() -> None:
-    drawn = choose(np.zeros((0, 9), np.float32), choices_of([]), np.zeros(0, np.int32))
+def test_no_samples_are_an_empty_result() -> None:
+    drawn = sample(np.zeros((0, 9), np.float32), sampling_of([]), np.zeros(0, np.int32))
     assert drawn.token_ids.shape == (0,)
     assert drawn.top_ids.shape == (0, 0)

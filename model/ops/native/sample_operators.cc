@@ -1,0 +1,300 @@
+// Sample and QuantizedSample, the end of a step: they sample the next token after each picked token.
+//
+// The logits of a chunk of columns are kept only until they are summarised. Whole rows are kept only for samples that
+// need more than the largest logit and the forced token's. Chunks are fixed, so sums over the vocabulary have one order.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "sampling_arrays.h"
+#include "operators.h"
+#include "product.h"
+#include "sampling.h"
+#include "shortlist.h"
+#include "workspace.h"
+
+namespace antiphon {
+
+namespace {
+
+constexpr int64_t kNotFinite = -1;
+constexpr int64_t kNoneAllowed = -2;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Hidden states of the picked tokens, [samples, width]: the tensor itself where all tokens are picked in order.
+class PickedHidden {
+ public:
+  PickedHidden(const Tensor& hidden, const SamplingArrays& sampling)
+      : gathered_(IsAsItLies(hidden, sampling) ? 0 : static_cast<size_t>(sampling.count() * hidden.dims[1])),
+        data_(hidden.as<float>()) {
+    const int64_t width = hidden.dims[1];
+    if (IsAsItLies(hidden, sampling) || width == 0) return;
+    for (int64_t i = 0; i < sampling.count(); ++i) {
+      std::memcpy(gathered_.data() + i * width, data_ + sampling.picks()[i] * width,
+                  static_cast<size_t>(width) * sizeof(float));
+    }
+    data_ = gathered_.data();
+  }
+  const float* data() const { return data_; }
+
+ private:
+  static bool IsAsItLies(const Tensor& hidden, const SamplingArrays& sampling) {
+    if (hidden.dims[0] != sampling.count()) return false;
+    for (int64_t i = 0; i < sampling.count(); ++i) {
+      if (sampling.picks()[i] != i) return false;
+    }
+    return true;
+  }
+
+  Scratch<float> gathered_;
+  const float* data_;
+};
+
+// Kept parts of the logits: a summary of every sample and chunk, forced tokens' logits, and whole rows where needed.
+class Logits {
+ public:
+  Logits(const SamplingArrays& sampling, int64_t vocab)
+      : sampling_(sampling),
+        vocab_(vocab),
+        chunks_(ChunksOf(vocab)),
+        summaries_(static_cast<size_t>(sampling.count() * chunks_)),
+        largest_(static_cast<size_t>(sampling.count() * chunks_)),
+        forced_logits_(static_cast<size_t>(sampling.count())),
+        slots_(static_cast<size_t>(sampling.count())),
+        kept_(static_cast<size_t>(AssignSlots() * vocab)) {}
+
+  int64_t chunks() const { return chunks_; }
+
+  // Takes one chunk's logits, [samples, kChunk]. Called once for each chunk, from any thread.
+  void Take(const Kernels& kernels, int64_t chunk, const float* logits) const {
+    const int64_t first = chunk * kChunk, columns = std::min(kChunk, vocab_ - first);
+    for (int64_t i = 0; i < sampling_.count(); ++i, logits += kChunk) {
+      const LogitSummary summary = kernels.summarize(logits, columns, sampling_.needs_log_sum(i));
+      summaries_[static_cast<size_t>(i * chunks_ + chunk)] = summary;
+      largest_[static_cast<size_t>(i * chunks_ + chunk)] = summary.largest;
+      const int64_t place = sampling_.forced_id(i) - first;
+      if (place >= 0 && place < columns) forced_logits_[static_cast<size_t>(i)] = logits[place];
+      if (slots_[static_cast<size_t>(i)] < 0) continue;
+      std::memcpy(kept_.data() + slots_[static_cast<size_t>(i)] * vocab_ + first, logits,
+                  static_cast<size_t>(columns) * sizeof(float));
+    }
+  }
+
+  struct Best {
+    int64_t id;  // kNotFinite where the logits are not finite
+    float logit;
+    double log_sum;  // log of the sum of exp over the vocabulary; 0 where the sample does not need it
+  };
+
+  Best BestOf(int64_t i) const {
+    const LogitSummary* chunk = summaries_.data() + i * chunks_;
+    Best best{0, -kInfinity, 0.0};
+    bool is_valid = true;
+    for (int64_t index = 0; index < chunks_; ++index) {
+      is_valid = is_valid && chunk[index].invalid == 0;
+      if (chunk[index].largest > best.logit) best = {index * kChunk + chunk[index].index, chunk[index].largest, 0.0};
+    }
+    if (!is_valid || !std::isfinite(best.logit)) return {kNotFinite, best.logit, 0.0};
+    if (sampling_.needs_log_sum(i)) {
+      double sum = 0;
+      for (int64_t index = 0; index < chunks_; ++index) {
+        if (chunk[index].largest == -kInfinity) continue;  // nothing to add, and its own sum is not a number
+        sum += static_cast<double>(chunk[index].sum) * std::exp(static_cast<double>(chunk[index].largest) - best.logit);
+      }
+      best.log_sum = best.logit + std::log(sum);
+    }
+    return best;
+  }
+
+  float ForcedLogitOf(int64_t i) const { return forced_logits_[static_cast<size_t>(i)]; }
+
+  // The whole row of a sample that needs it.
+  ValueRow Row(int64_t i, const Best& best) const {
+    return {kept_.data() + slots_[static_cast<size_t>(i)] * vocab_, vocab_, largest_.data() + i * chunks_, best.logit,
+            best.id};
+  }
+
+ private:
+  int64_t AssignSlots() const {
+    int64_t used = 0;
+    for (int64_t i = 0; i < sampling_.count(); ++i) {
+      slots_[static_cast<size_t>(i)] = sampling_.needs_row(i) ? used++ : -1;
+    }
+    return used;
+  }
+
+  const SamplingArrays& sampling_;
+  int64_t vocab_;
+  int64_t chunks_;
+  Scratch<LogitSummary> summaries_;
+  Scratch<float> largest_;
+  Scratch<float> forced_logits_;
+  Scratch<int64_t> slots_;
+  Scratch<float> kept_;
+};
+
+// The five outputs of a call.
+class Samples {
+ public:
+  Samples(const Call& call, const SamplingArrays& sampling) : width_(sampling.most_logprobs()) {
+    const int64_t count = sampling.count();
+    token_ids_ = static_cast<int64_t*>(call.Output(0, {count}));
+    logprobs_ = static_cast<float*>(call.Output(1, {count}));
+    top_ids_ = static_cast<int64_t*>(call.Output(2, {count, width_}));
+    top_logprobs_ = static_cast<float*>(call.Output(3, {count, width_}));
+    top_scores_ = static_cast<float*>(call.Output(4, {count, width_}));
+  }
+
+  // Computes sample i.
+  void Make(const Kernels& kernels, const SamplingArrays& sampling, const Logits& logits, int64_t i) const {
+    WriteNeutral(i);
+    const Logits::Best best = logits.BestOf(i);
+    token_ids_[i] = best.id;
+    if (best.id < 0) return;
+    if (!sampling.needs_row(i)) {
+      if (sampling.forced_id(i) >= 0) token_ids_[i] = sampling.forced_id(i);
+      WriteLogprob(sampling, i, sampling.forced_id(i) >= 0 ? logits.ForcedLogitOf(i) : best.logit, best.log_sum);
+      return;
+    }
+    const ValueRow own = logits.Row(i, best);
+    const EditedRow edited(kernels, sampling, i, own, best.log_sum);
+    token_ids_[i] = TokenOf(kernels, sampling, i, edited.row());
+    if (token_ids_[i] >= 0) WriteLogprob(sampling, i, own.values[token_ids_[i]], best.log_sum);
+    List(kernels, sampling, i, edited.row(), own, best.log_sum);
+  }
+
+ private:
+  // Values of outputs that were not requested or not found.
+  void WriteNeutral(int64_t i) const {
+    if (logprobs_ != nullptr) logprobs_[i] = 0.0f;
+    for (int64_t place = i * width_; place < (i + 1) * width_; ++place) {
+      if (top_ids_ != nullptr) top_ids_[place] = -1;
+      if (top_logprobs_ != nullptr) top_logprobs_[place] = 0.0f;
+      if (top_scores_ != nullptr) top_scores_[place] = -kInfinity;
+    }
+  }
+
+  void WriteLogprob(const SamplingArrays& sampling, int64_t i, float logit, double log_sum) const {
+    if (logprobs_ != nullptr && sampling.num_logprobs(i) >= 0) logprobs_[i] = static_cast<float>(logit - log_sum);
+  }
+
+  static int64_t TokenOf(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& row) {
+    if (sampling.forced_id(i) >= 0) return sampling.forced_id(i);
+    if (row.largest == -kInfinity) return kNoneAllowed;
+    if (!sampling.is_sampled(i)) return row.likeliest;
+    return SampleRow(kernels, row, sampling.sampling(i), sampling.uniform(i));
+  }
+
+  // Lists the candidates of sample i: the largest of `row`, with their log-probabilities by the model's logits in `own`.
+  void List(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& row, const ValueRow& own,
+            double log_sum) const {
+    if (sampling.num_logprobs(i) <= 0) return;
+    const Shortlist list(kernels, row, std::min(sampling.num_logprobs(i), row.vocab));
+    std::sort(list.begin(), list.end(), IsLikelier);
+    int64_t place = i * width_;
+    for (const Candidate* candidate = list.begin(); candidate < list.end(); ++candidate, ++place) {
+      if (candidate->value == -kInfinity) return;
+      const double taken = sampling.is_normalized(i) ? 0.0 : log_sum;
+      if (top_ids_ != nullptr) top_ids_[place] = candidate->id;
+      if (top_logprobs_ != nullptr) top_logprobs_[place] = static_cast<float>(own.values[candidate->id] - log_sum);
+      if (top_scores_ != nullptr) top_scores_[place] = static_cast<float>(candidate->value - taken);
+    }
+  }
+
+  int64_t width_;
+  int64_t* token_ids_;
+  float* logprobs_;
+  int64_t* top_ids_;
+  float* top_logprobs_;
+  float* top_scores_;
+};
+
+// Runs product(chunk, first panel, last panel, out) for every chunk and samples from its results.
+template <typename Product>
+void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, const Product& product) {
+  const Kernels& kernels = ActiveKernels();
+  const Samples samples(call, sampling);
+  if (sampling.count() == 0) return;
+  const Logits logits(sampling, vocab);
+  const int64_t panels = RoundUp(vocab, kPanel) / kPanel;
+  call.Parallel(static_cast<size_t>(logits.chunks()), [&](size_t task) {
+    const auto chunk = static_cast<int64_t>(task);
+    const Scratch<float> columns(static_cast<size_t>(sampling.count() * kChunk));
+    product(chunk * kChunkPanels, std::min((chunk + 1) * kChunkPanels, panels), columns.data());
+    logits.Take(kernels, chunk, columns.data());
+  });
+  const auto make = [&](size_t i) { samples.Make(kernels, sampling, logits, static_cast<int64_t>(i)); };
+  bool is_heavy = false;
+  for (int64_t i = 0; i < sampling.count(); ++i) is_heavy = is_heavy || sampling.needs_row(i);
+  if (is_heavy) {
+    call.Parallel(static_cast<size_t>(sampling.count()), make);
+  } else {
+    for (int64_t i = 0; i < sampling.count(); ++i) make(static_cast<size_t>(i));
+  }
+}
+
+class Sample {
+ public:
+  static constexpr const char* kName = "Sample";
+  static constexpr Port kInputs[] = {
+      // hidden, weight; positions, then those of SamplingArrays; bias
+      {kFloat32}, {kFloat32},
+      {kInt32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
+
+  explicit Sample(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
+
+  void Run(const Call& call) const {
+    const Tensor hidden = call.Input(0, "hidden", 2);
+    const FloatWeight weight =
+        CheckedWeight(call.Input(1, "weight", 3), call.OptionalInput(9, "bias", 1), hidden.dims[1], vocab_);
+    const SamplingArrays sampling(call, 2, hidden.dims[0], vocab_);
+    const PickedHidden picked(hidden, sampling);
+    SampleAll(call, sampling, vocab_, [&](int64_t begin, int64_t end, float* out) {
+      ActiveKernels().float_product(picked.data(), sampling.count(), weight, Activation::kNone, begin, end, out, kChunk);
+    });
+  }
+
+ private:
+  int64_t vocab_;
+};
+
+class QuantizedSample {
+ public:
+  static constexpr const char* kName = "QuantizedSample";
+  static constexpr Port kInputs[] = {
+      // hidden, weight, scales, column_sums; positions, then those of SamplingArrays; bias
+      {kFloat32}, {kInt8}, {kFloat32}, {kInt32},
+      {kInt32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
+
+  explicit QuantizedSample(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
+
+  void Run(const Call& call) const {
+    const Tensor hidden = call.Input(0, "hidden", 2);
+    const QuantizedWeight weight =
+        CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1), call.Input(3, "column_sums", 1),
+                      call.OptionalInput(11, "bias", 1), hidden.dims[1], vocab_);
+    const SamplingArrays sampling(call, 4, hidden.dims[0], vocab_);
+    const PickedHidden picked(hidden, sampling);
+    const QuantizedBuffer buffer(sampling.count(), weight.padded_inputs);
+    QuantizeAll(call, picked.data(), hidden.dims[1], weight.padded_inputs, buffer.rows());
+    SampleAll(call, sampling, vocab_, [&](int64_t begin, int64_t end, float* out) {
+      ActiveKernels().quantized_product(buffer.rows(), weight, Activation::kNone, begin, end, out, kChunk);
+    });
+  }
+
+ private:
+  int64_t vocab_;
+};
+
+}  // namespace
+
+std::vector<const OrtCustomOp*> SampleOperators() {
+  static const Registration<Sample> sample;
+  static const Registration<QuantizedSample> quantized;
+  return {&sample, &quantized};
+}
+
+}  // namespace antiphon
