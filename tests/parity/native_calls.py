@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
 from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
+from antiphon.model.ops.sampling import FLOAT_PARAMS
 from tests.parity.native_nodes import ramp
 
 Rng = np.random.Generator
@@ -198,13 +199,12 @@ def _edits(rng: Rng, count: int, vocab: int) -> Arrays:
     }  # fmt: skip
 
 
-# Temperatures, top_p, min_p and typical_p.
-_FLOAT_PARAMS = (
-    np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32),
-    np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32),
-    np.array([0, 0, 1e-30, 0.1, 1], np.float32),
-    np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32),
-)
+_FLOAT_PARAMS = {
+    "temperature": np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32),
+    "top_p": np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32),
+    "min_p": np.array([0, 0, 1e-30, 0.1, 1], np.float32),
+    "typical_p": np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32),
+}
 
 
 def _sample(rng: Rng, *, quantized: bool) -> Call:
@@ -215,7 +215,7 @@ def _sample(rng: Rng, *, quantized: bool) -> Call:
         "hidden": floats(rng, tokens, width), **_packed(rng, vocab, width, quantized=quantized),
         "positions": rng.integers(LOWEST, HIGHEST, tokens, np.int32),
         "picks": np.arange(count, dtype=np.int32) if count == tokens and rng.random() < 0.5 else picks,
-        "float_params": np.stack([rng.choice(values, count) for values in _FLOAT_PARAMS], axis=1),
+        "float_params": np.stack([rng.choice(_FLOAT_PARAMS[name], count) for name in FLOAT_PARAMS], axis=1),
         "int_params": np.stack(
             [
                 rng.choice(np.array([0, 1, 5, vocab, HIGHEST]), count),
