@@ -12,13 +12,13 @@ from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.rpc.v1.pacing import Pacing
-from antiphon.service.server.loading import Shared, load
-from antiphon.service.server.memory import MemoryBudget
+from antiphon.service.server.models.loading import Shared, load
+from antiphon.service.server.models.memory import MemoryBudget
 from antiphon.service.server.process import build_server
 from antiphon.service.server.settings import ServerConfig
 from tests.waits import client_waits

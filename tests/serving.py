@@ -25,18 +25,18 @@ from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.observability.call import Call
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.probes import Probes
-from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.rpc.v1.attention_maps import Explains
+from antiphon.service.rpc.v1.answers.attention_maps import Explains
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import Calls
-from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.rpc.v1.options import default_options
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
+from antiphon.service.rpc.v1.requests.options import default_options
 from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.server.access import Access

@@ -33,15 +33,15 @@ from antiphon.model.bundle.manifest import (
 )
 from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from antiphon.model.config import ModelConfig, Part
-from antiphon.model.export.contrib_lowering import LoweringError
-from antiphon.model.export.explain_graph import trace_explain, verify_explain
-from antiphon.model.export.explain_weights import Layout, store_as
-from antiphon.model.export.packing import pack_weights
-from antiphon.model.export.quantize import quantize
-from antiphon.model.export.trace import trace_decoder, trace_encoder, trace_head
-from antiphon.model.export.verify import VerificationError, verify
-from antiphon.model.export.verify_encoder import verify_encoder
-from antiphon.model.export.weights_file import WeightsFile
+from antiphon.model.export.explain.explain_graph import trace_explain, verify_explain
+from antiphon.model.export.explain.explain_weights import Layout, store_as
+from antiphon.model.export.graphs.contrib_lowering import LoweringError
+from antiphon.model.export.graphs.trace import trace_decoder, trace_encoder, trace_head
+from antiphon.model.export.verification.verify import VerificationError, verify
+from antiphon.model.export.verification.verify_encoder import verify_encoder
+from antiphon.model.export.weights.packing import pack_weights
+from antiphon.model.export.weights.quantize import quantize
+from antiphon.model.export.weights.weights_file import WeightsFile
 from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.transformer.transformer import Transformer

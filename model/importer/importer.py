@@ -26,7 +26,6 @@ from antiphon.model.checkpoints.families.family import Family, Settings, family_
 from antiphon.model.checkpoints.settings import describe
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.config import ModelConfig
-from antiphon.model.export.contrib_lowering import LoweringError
 from antiphon.model.export.export import (
     ALL_PRECISIONS,
     CACHE_TYPES,
@@ -35,7 +34,8 @@ from antiphon.model.export.export import (
     check_target,
     export_bundle,
 )
-from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.graphs.contrib_lowering import LoweringError
+from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.importer.convert_tokenizer import convert_tokenizer
 from antiphon.model.importer.generation_settings import generation_defaults, with_start_tokens
 from antiphon.model.importer.hub import find_checkpoint

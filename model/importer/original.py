@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.export.verify import TOLERANCES, VerificationError
+from antiphon.model.export.verification.verify import TOLERANCES, VerificationError
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
 from antiphon.model.transformer.transformer import Transformer
 

@@ -1,9 +1,9 @@
 """Declaration of an operator: the one place that lists its inputs, attributes and outputs.
 
 From an `Operator` derive its PyTorch registration and fake (`torch_registration.py`), its ONNX schema
-(`onnx_schema.py`), its translation at export (`export/translation.py`), the packing of its weight
-(`export/packing.py`) and its entry in docs/OPERATORS.md (`operator_table.py`). The C++ kernels in `native/` register
-themselves; a test compares them with the declarations. Torch-free.
+(`onnx_schema.py`), its translation at export (`export/graphs/translation.py`), the packing of its weight
+(`export/weights/packing.py`) and its entry in docs/OPERATORS.md (`operator_table.py`). The C++ kernels in `native/`
+register themselves; a test compares them with the declarations. Torch-free.
 """
 
 from __future__ import annotations

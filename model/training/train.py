@@ -38,9 +38,7 @@ from antiphon.model.checkpoints.checkpoint import (
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import TokenizerError
-from antiphon.model.training.fine_tune_task import FineTuneTask
 from antiphon.model.training.group import Group
-from antiphon.model.training.pretrain_task import PretrainTask
 from antiphon.model.training.recipe import (
     AnyRecipe,
     FineTuneRecipe,
@@ -50,8 +48,10 @@ from antiphon.model.training.recipe import (
     TrainConfig,
     load_any_recipe,
 )
-from antiphon.model.training.training_task import AnyBatch, RunFolders, TrainingTask
-from antiphon.model.training.translation_task import TranslationTask
+from antiphon.model.training.tasks.fine_tune_task import FineTuneTask
+from antiphon.model.training.tasks.pretrain_task import PretrainTask
+from antiphon.model.training.tasks.training_task import AnyBatch, RunFolders, TrainingTask
+from antiphon.model.training.tasks.translation_task import TranslationTask
 
 RESUMABLE_STATE = ("state.json", "optimizer.safetensors")
 

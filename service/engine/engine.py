@@ -27,7 +27,7 @@ from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream, Publisher
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner
 from antiphon.service.runtime.warm_up import warm_up
 

@@ -11,7 +11,7 @@ import time
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.background_writer import BackgroundWriter
 from antiphon.service.observability.call import Asked, Call
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import AntiphonError
 from antiphon.service.domain.request import FinishReason, Request, Timing, TokenEvent
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.trace_context import TraceContext
 
 REQUEST_ID_KEY = "x-request-id"

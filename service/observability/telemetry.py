@@ -11,8 +11,8 @@ import grpc.aio
 
 from antiphon.service.domain.caller import caller_of
 from antiphon.service.observability.call import Call, RequestIds, find_metadata
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.rpc_metrics import RpcMetrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
 from antiphon.service.observability.trace_context import Sampler, read_trace_parent
 
 # Bytes that HTTP/2 adds for each metadata pair when it counts their size.

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc.aio
 
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.client_waits import ClientWaits
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.rpc.security.gate import Gate
 from antiphon.service.rpc.security.port_certificates import PortCertificates

@@ -17,13 +17,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from antiphon.service.domain.errors import BadBundle, InvalidArgument
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.client_waits import ClientWaits
 from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
-from antiphon.service.server.control import Control
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.server.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
-from antiphon.service.server.memory import MemoryBudget
-from antiphon.service.server.model_settings import ModelName, ModelSettings
+from antiphon.service.server.models.control import Control
+from antiphon.service.server.models.memory import MemoryBudget
+from antiphon.service.server.models.model_settings import ModelName, ModelSettings
 from antiphon.service.server.settings import MAX_GRACE_S, ServerConfig, allowed_of_model
 from antiphon.v1 import admin_pb2 as pb
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from antiphon.service.server.machine import OWN_FILES
+from antiphon.service.server.models.machine import OWN_FILES
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 from antiphon.service.rpc.calls.background import let_go
 from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.v1.handlers import Calls
-from antiphon.service.server.control import Control
+from antiphon.service.server.models.control import Control
 
 log = logging.getLogger(__name__)
 

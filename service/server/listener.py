@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from antiphon.service.rpc.calls.ports import PortError
+from antiphon.service.rpc.calls.connections.ports import PortError
 from antiphon.service.rpc.security.access_settings import AccessSettings
 from antiphon.service.rpc.security.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
 

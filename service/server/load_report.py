@@ -26,7 +26,7 @@ from antiphon.service.rpc.calls.method_handlers import handler
 from antiphon.service.rpc.calls.parsing import parser
 from antiphon.service.rpc.calls.rpc import InFlight
 from antiphon.service.rpc.v1.models import Models
-from antiphon.service.server.machine import ResidentMemory
+from antiphon.service.server.models.machine import ResidentMemory
 from antiphon.service.server.settings import usable_cores
 
 SERVICE = orca_pb2.DESCRIPTOR.services_by_name["OpenRcaService"]

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from antiphon.service.observability.access_log import AccessLog
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.observability.trace_context import Sampler
 from antiphon.service.server.settings import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
-    from antiphon.service.observability.spans import Spans
+    from antiphon.service.observability.spans.exporter import Spans
 
 # Time for a slow reader of the log, or a slow collector, at shutdown.
 _FLUSH_S = 3.0
@@ -25,7 +25,7 @@ def check_tracing(config: ServerConfig) -> None:
     if config.otlp_endpoint is None:
         return
     try:
-        import antiphon.service.observability.spans  # noqa: F401 - checks that it and its imports are installed
+        import antiphon.service.observability.spans.exporter  # noqa: F401 - checks that it and its imports are installed
     except ImportError as error:
         missing = f"otlp_endpoint is {config.otlp_endpoint!r}, and {error.name} is not installed"
         raise ConfigError(f"{missing}: pip install 'antiphon[trace]'") from None
@@ -39,7 +39,7 @@ async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIter
     if config.access_log != "none":
         sinks.append(AccessLog(families, is_for_all=config.access_log == "all"))
     if config.otlp_endpoint is not None:
-        from antiphon.service.observability.spans import (
+        from antiphon.service.observability.spans.exporter import (
             open_spans,  # without the setting, opentelemetry is never imported
         )
 

@@ -24,32 +24,31 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.domain.errors import OverBudget
-from antiphon.service.observability.log_handler import is_log_behind
-from antiphon.service.observability.logs import configure_logging
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.process_metrics import add_process_metrics
+from antiphon.service.observability.logs.formats import configure_logging
+from antiphon.service.observability.logs.log_handler import is_log_behind
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.background import in_background, is_anything_left, running_beside
 from antiphon.service.rpc.calls.batches import free_failed_batches
-from antiphon.service.rpc.calls.client_wait_metrics import WaitMetrics
-from antiphon.service.rpc.calls.client_waits import ClientWaits, WaitLimits
-from antiphon.service.rpc.calls.ports import PortError, check_port, serve_metrics
+from antiphon.service.rpc.calls.connections.ports import PortError, check_port, serve_metrics
+from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.probes import Health, Probes
-from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.calls.rpc import CallLimits
 from antiphon.service.rpc.calls.standard_services import UnknownMethods, standard_handlers
+from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, WaitLimits
 from antiphon.service.rpc.oip import servicer as oip
 from antiphon.service.rpc.oip.servicer import OpenInferenceServicer
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.rpc.security.reload import FileProblem
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import SERVICE_NAME, Calls
-from antiphon.service.rpc.v1.long_texts import LongTexts
 from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.server.access import Access
 from antiphon.service.server.admin import AdminServicer, build_admin_server
 from antiphon.service.server.connection_watch import ConnectionWatch, num_open_files
-from antiphon.service.server.control import Control
 from antiphon.service.server.free_memory import FreeMemory
 from antiphon.service.server.lifecycle import EXIT_USER_ERROR, Grace, Running, Stop, end_now
 from antiphon.service.server.listener import (
@@ -62,9 +61,10 @@ from antiphon.service.server.listener import (
 )
 from antiphon.service.server.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.service.server.load_report import LoadReports, LoadServicer
-from antiphon.service.server.loading import Shared, StartupError, load
-from antiphon.service.server.machine import ResidentMemory, allow_files, memory_bytes
-from antiphon.service.server.memory import MemoryBudget
+from antiphon.service.server.models.control import Control
+from antiphon.service.server.models.loading import Shared, StartupError, load
+from antiphon.service.server.models.machine import ResidentMemory, allow_files, memory_bytes
+from antiphon.service.server.models.memory import MemoryBudget
 from antiphon.service.server.observation import check_tracing, observing
 from antiphon.service.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.server.watchdog import LoopLag, Watchdog

@@ -25,7 +25,7 @@ from pydantic_settings import (
 )
 
 from antiphon.service.rpc.security.access_settings import AccessSettings, Port, contradiction
-from antiphon.service.server.model_settings import (
+from antiphon.service.server.models.model_settings import (
     BatchedTokens,
     CacheBlocks,
     ModelName,

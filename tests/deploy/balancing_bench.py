@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from antiphon.client import Connection
 from antiphon.load.drive import run
 from antiphon.load.plan import Ask, Objective, Plan
-from antiphon.load.result import Result
-from antiphon.load.search import highest_rate
-from antiphon.load.texts import EVERYDAY
+from antiphon.load.results.result import Result
+from antiphon.load.results.search import highest_rate
+from antiphon.load.workload.texts import EVERYDAY
 from tests.deploy.balancers import NAMES, Balancer, balancer
 from tests.deploy.replicas import Replicas
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import grpc
 
 from antiphon.client import Client
-from antiphon.load.texts import EVERYDAY
+from antiphon.load.workload.texts import EVERYDAY
 from antiphon.model.bundle.manifest import load_bundle, write_manifest
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb

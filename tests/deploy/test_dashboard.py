@@ -15,7 +15,7 @@ from deploy.dashboards.dashboard import rendered
 from tests.deploy.dashboard import FILE, committed, expressions, panels
 from tests.deploy.scraping import PACKAGE
 from tests.deploy.tools import ROOT, tool
-from tests.unit.test_metric_docs import documented
+from tests.unit.observability.test_metric_docs import documented
 
 RULES = ROOT / "deploy" / "alerts" / "rules"
 # Metrics that are neither on the dashboard nor in a rule, with the reasons.

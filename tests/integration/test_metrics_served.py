@@ -17,7 +17,7 @@ from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ServerProcess, is_idle
-from tests.unit.test_metric_docs import documented
+from tests.unit.observability.test_metric_docs import documented
 
 # Exported only with a budget, a certificate, or a profile in the bundle.
 CONDITIONAL = {

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.load.arrivals import poisson_arrivals
-from antiphon.load.percentiles import percentile, spread_ms
 from antiphon.load.plan import Ask, Plan
-from antiphon.load.schedule import arrivals_of, share_of
-from antiphon.load.search import bracketed_rate, highest_rate
+from antiphon.load.results.percentiles import percentile, spread_ms
+from antiphon.load.results.search import bracketed_rate, highest_rate
+from antiphon.load.workload.arrivals import poisson_arrivals
+from antiphon.load.workload.schedule import arrivals_of, share_of
 
 SECONDS = st.lists(st.floats(0, 100), min_size=1, max_size=300)
 

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from antiphon.load.caller import Caller
+from antiphon.load.calls.caller import Caller
+from antiphon.load.calls.offer import offer
+from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
 from antiphon.load.drive import DriveError, drive, run
-from antiphon.load.offer import offer
 from antiphon.load.plan import Ask, Plan
-from antiphon.load.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
-from antiphon.load.result import Result
-from antiphon.load.schedule import Arrival, arrivals_of
+from antiphon.load.results.result import Result
+from antiphon.load.workload.schedule import Arrival, arrivals_of
 from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.load.scripted import Asked, Scripted, at_once, served

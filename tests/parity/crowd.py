@@ -21,8 +21,8 @@ from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.runtime.runner import DecodeBatch, Runner, Samples
 from tests.fakes import FakeClock

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
 from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
 from antiphon.model.ops.sampling import FLOAT_PARAMS

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.export.contrib_lowering import LoweringError, lower_for_cpu
+from antiphon.model.export.graphs.contrib_lowering import LoweringError, lower_for_cpu
 from antiphon.model.ops.attention import attention, cached_attention
 from antiphon.model.ops.operator import DOMAIN
 from antiphon.model.ops.operators import fused_attention

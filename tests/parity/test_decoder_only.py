@@ -20,7 +20,7 @@ from antiphon.client import Options, ServerError
 from antiphon.model.bundle.manifest import Bundle
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.verify import verify
+from antiphon.model.export.verification.verify import verify
 from antiphon.model.importer.importer import ImportOptions, import_checkpoint
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.model.transformer.random_model import random_transformer

@@ -15,10 +15,11 @@ from antiphon.model.bundle import graph_ports
 from antiphon.model.bundle.graph_ports import Port
 from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.model.bundle.native_encoder import NativeEncoder
-from antiphon.model.export import export, profile, trace
+from antiphon.model.export import export, profile
 from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.verify import VerificationError
-from antiphon.model.export.verify_encoder import verify_encoder
+from antiphon.model.export.graphs import trace
+from antiphon.model.export.verification.verify import VerificationError
+from antiphon.model.export.verification.verify_encoder import verify_encoder
 from antiphon.model.head_config import Task
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer

@@ -19,11 +19,11 @@ from antiphon.model.bundle.explain_session import ExplainSession
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.explain_graph import ExplainModule, rounded, trace_explain, verify_explain
-from antiphon.model.export.explain_weights import Layout, store_as
+from antiphon.model.export.explain.explain_graph import ExplainModule, rounded, trace_explain, verify_explain
+from antiphon.model.export.explain.explain_weights import Layout, store_as
 from antiphon.model.export.export import export_bundle, write_graphs
-from antiphon.model.export.verify import VerificationError
-from antiphon.model.export.weights_file import WeightsFile
+from antiphon.model.export.verification.verify import VerificationError
+from antiphon.model.export.weights.weights_file import WeightsFile
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from antiphon.service.domain.errors import Unsupported

@@ -14,9 +14,10 @@ import torch
 from antiphon.model.bundle import graph_ports
 from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, Provenance, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export import export, trace
+from antiphon.model.export import export
 from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.graphs import trace
+from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from tests.parity.exports import small_config

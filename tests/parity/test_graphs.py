@@ -20,7 +20,7 @@ from antiphon.model.bundle.native_stepper import NativeStepper
 from antiphon.model.bundle.stepper import Floats, GraphStepper, Ids
 from antiphon.model.export.export import write_graphs
 from antiphon.model.export.profile import measure_peak
-from antiphon.model.export.verify import TOLERANCES, compare, step_through, verify
+from antiphon.model.export.verification.verify import TOLERANCES, compare, step_through, verify
 from antiphon.model.ops.cache_geometry import pool_axes
 from antiphon.model.ops.workspace import Workspace
 from antiphon.model.transformer.random_model import random_transformer

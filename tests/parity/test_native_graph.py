@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.export.native_graph import PackedEncoder, PagedDecoder, PagedRows
+from antiphon.model.export.graphs.native_graph import PackedEncoder, PagedDecoder, PagedRows
 from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer

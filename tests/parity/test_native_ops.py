@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.export.packing import pack_float, pack_int8, unpack_int8
+from antiphon.model.export.weights.packing import pack_float, pack_int8, unpack_int8
 from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.operators.add_norm import add_norm
 from antiphon.model.ops.operators.disentangled_attention import disentangled_attention

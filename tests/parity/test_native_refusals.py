@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.native_stepper import sampling_inputs
-from antiphon.model.export.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
 from antiphon.model.ops.operators.all_operators import OPERATORS
 from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
 from tests.batches import SampleSettings, sampling_of

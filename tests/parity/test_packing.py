@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.export.packing import DEPTH, PANEL, pack_float, pack_int8, unpack_float, unpack_int8
-from antiphon.model.export.quantize import quantize_rows
+from antiphon.model.export.weights.packing import DEPTH, PANEL, pack_float, pack_int8, unpack_float, unpack_int8
+from antiphon.model.export.weights.quantize import quantize_rows
 
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 150))
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.config import ModelConfig
 from antiphon.model.export.export import export_bundle
-from antiphon.model.training import prune
-from antiphon.model.training.data import Batch, Example, collate
-from antiphon.model.training.head_importance import attentions, head_gates, head_importance, sentence_losses
-from antiphon.model.training.prune import PruneError, heads_to_keep, without_heads
+from antiphon.model.training.data.translation_data import Batch, Example, collate
+from antiphon.model.training.pruning import prune
+from antiphon.model.training.pruning.head_importance import attentions, head_gates, head_importance, sentence_losses
+from antiphon.model.training.pruning.prune import PruneError, heads_to_keep, without_heads
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.exact_products import keep_products_exact
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.export.quantize import quantize, quantize_rows
+from antiphon.model.export.weights.quantize import quantize, quantize_rows
 
 Floats = NDArray[np.float32]
 

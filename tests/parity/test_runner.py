@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Bundle, Precision
 from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.verify import TOLERANCES, compare
+from antiphon.model.export.verification.verify import TOLERANCES, compare
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.sampling import Samples
 from antiphon.service.engine.cache.block_pool import BlockPool

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
 
-from antiphon.model.checkpoints.families.text_formats import (
+from antiphon.model.checkpoints.text_formats import (
     Languages,
     bytes_format,
     sentencepiece_format,

@@ -23,7 +23,7 @@ from antiphon.service.domain.combinations import check_combination
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.service.rpc.calls.parsing import parser
-from antiphon.service.rpc.v1.options import read_options
+from antiphon.service.rpc.v1.requests.options import read_options
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field

@@ -21,9 +21,9 @@ from typing import Any
 
 from antiphon.load.drive import run
 from antiphon.load.plan import Ask, Objective, Plan
-from antiphon.load.result import Result
-from antiphon.load.search import bracketed_rate
-from antiphon.load.texts import EVERYDAY
+from antiphon.load.results.result import Result
+from antiphon.load.results.search import bracketed_rate
+from antiphon.load.workload.texts import EVERYDAY
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.footprint import footprint

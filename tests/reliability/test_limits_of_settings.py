@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from antiphon.cli.main import main
-from antiphon.service.server.model_settings import ModelSettings
+from antiphon.service.server.models.model_settings import ModelSettings
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
 
 # Whatever these hold can only be judged by what it names; other tests do.

@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.service.engine.engine import EngineConfig
 from tests.fakes import FakeRunner
-from tests.unit.engine_bench import Bench, Gate
+from tests.unit.engine.engine_bench import Bench, Gate
 
 
 @pytest.fixture

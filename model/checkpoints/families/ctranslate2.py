@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.model.checkpoints.ctranslate2_file import ModelFile, is_model_file
-from antiphon.model.checkpoints.families.ctranslate2_load import load
-from antiphon.model.checkpoints.families.ctranslate2_text import is_shared, read_vocabularies, text, write_text
+from antiphon.model.checkpoints.ctranslate2.model_file import ModelFile, is_model_file
+from antiphon.model.checkpoints.ctranslate2.vocabularies import is_shared, read_vocabularies, text, write_text
+from antiphon.model.checkpoints.ctranslate2.weights import load
 from antiphon.model.checkpoints.families.family import Family
 from antiphon.model.checkpoints.settings import Settings, describe
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from antiphon.model.checkpoints.families import encoder_only
-from antiphon.model.checkpoints.families.encoder_only import EncoderNames, HeadNames
+from antiphon.model.checkpoints.families.architectures import encoder_only
+from antiphon.model.checkpoints.families.architectures.encoder_only import EncoderNames, HeadNames
 from antiphon.model.checkpoints.families.family import Family
 from antiphon.model.checkpoints.settings import Settings, known_activation, refuse_unless, setting
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights

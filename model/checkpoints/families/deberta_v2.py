@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from antiphon.model.checkpoints.families import deberta, encoder_only
+from antiphon.model.checkpoints.families import deberta
+from antiphon.model.checkpoints.families.architectures import encoder_only
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.families.text_formats import sentencepiece_format
 from antiphon.model.checkpoints.settings import Settings, refuse_unless, setting
 from antiphon.model.checkpoints.source_weights import SourceWeights
+from antiphon.model.checkpoints.text_formats import sentencepiece_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.transformer.layers import SelfAttention

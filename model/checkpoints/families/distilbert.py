@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from antiphon.model.checkpoints.families import encoder_only
-from antiphon.model.checkpoints.families.encoder_only import EncoderNames, HeadNames
+from antiphon.model.checkpoints.families.architectures import encoder_only
+from antiphon.model.checkpoints.families.architectures.encoder_only import EncoderNames, HeadNames
 from antiphon.model.checkpoints.families.family import Family
 from antiphon.model.checkpoints.settings import Settings, activation, setting
 from antiphon.model.config import ModelConfig

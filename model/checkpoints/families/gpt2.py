@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.families.text_formats import tokenizers_format
 from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unless, setting
 from antiphon.model.checkpoints.source_weights import SourceWeights
+from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.transformer.layers import DecoderLayer

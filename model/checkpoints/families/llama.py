@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.families.text_formats import tokenizers_format
 from antiphon.model.checkpoints.settings import Settings, activation, describe, setting
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.transformer.layers import DecoderLayer

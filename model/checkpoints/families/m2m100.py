@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from antiphon.model.checkpoints.families import encoder_decoder
+from antiphon.model.checkpoints.families.architectures import encoder_decoder
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.families.text_formats import Languages, sentencepiece_format, tokenizers_format
 from antiphon.model.checkpoints.settings import Settings, read_json, with_default_languages
+from antiphon.model.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from antiphon.model.checkpoints.families.encoder_decoder import OUTPUT, SHARED, special_ids
+from antiphon.model.checkpoints.families.architectures.encoder_decoder import OUTPUT, SHARED, special_ids
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.families.text_formats import bytes_format, sentencepiece_format, tokenizers_format
 from antiphon.model.checkpoints.settings import Settings, describe, known_activation, read_json, setting
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.checkpoints.text_formats import bytes_format, sentencepiece_format, tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.open_text import read_pieces

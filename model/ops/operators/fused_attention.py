@@ -1,7 +1,7 @@
 """Attention over padded batches as single operators, which the contrib lowering replaces by those of ONNX Runtime.
 
-The eager implementation is `model/ops/attention.py` itself. `model/export/contrib_lowering.py` finds the nodes in the
-exported graph by their names.
+The eager implementation is `model/ops/attention.py` itself. `model/export/graphs/contrib_lowering.py` finds the nodes
+in the exported graph by their names.
 
 Axes: B batch, T queries, S keys, N new keys, H heads, D head width, C cache capacity.
 """

@@ -1,4 +1,4 @@
-"""Inputs that hold a packed weight, by precision; model/export/packing.py lays the weights out.
+"""Inputs that hold a packed weight, by precision; model/export/weights/packing.py lays the weights out.
 
 Axes: O outputs (V of an embedding), K inputs (M of an embedding); Op is O rounded up to 16, Kp is K rounded up to 64.
 """

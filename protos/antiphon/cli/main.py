@@ -48,7 +48,7 @@ SUBCOMMANDS = {
 stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), at once on a second one""",
     ),
     "generate": Subcommand(
-        module="antiphon.cli.generate",
+        module="antiphon.cli.commands.generate",
         summary="translate text with a running server",
         examples="""\
   antiphon generate "How are you?"          prints the answer as it streams
@@ -62,7 +62,7 @@ and standard error names it
 exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong option, server unreachable)""",
     ),
     "classify": Subcommand(
-        module="antiphon.cli.classify",
+        module="antiphon.cli.commands.classify",
         summary="label texts with a running server's encoder",
         examples="""\
   antiphon classify "Play some jazz"        the most likely label and its probability
@@ -74,7 +74,7 @@ prints one line for each input line, in order; the line of a failed request is e
 exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong option, no server, no such head)""",
     ),
     "tag": Subcommand(
-        module="antiphon.cli.tag",
+        module="antiphon.cli.commands.tag",
         summary="find names and other spans with a running server's encoder",
         examples="""\
   antiphon tag "Ada Lovelace was born in London"        prints PER: Ada Lovelace, a tab, LOC: London
@@ -83,7 +83,7 @@ exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong op
 prints one line for each input line, in order; exit codes are those of antiphon classify""",
     ),
     "fill-mask": Subcommand(
-        module="antiphon.cli.fill_mask",
+        module="antiphon.cli.commands.fill_mask",
         summary="fill masked words with a running server's encoder",
         examples="""\
   antiphon fill-mask "Paris is the [MASK] of France."   five tokens with their probabilities, most likely first
@@ -110,7 +110,7 @@ exit codes: 0 success, 1 the client could not keep up, nothing was answered, ans
 --fail, the objective was missed; 2 the server could not be loaded (wrong option, server unreachable)""",
     ),
     "models": Subcommand(
-        module="antiphon.cli.models",
+        module="antiphon.cli.commands.models",
         summary="list, load and unload a running server's models",
         examples="""\
   antiphon models list                      the served models, the default first
@@ -119,7 +119,7 @@ exit codes: 0 success, 1 the client could not keep up, nothing was answered, ans
   antiphon models memory                    memory of each, of the server's --memory-limit-bytes""",
     ),
     "health": Subcommand(
-        module="antiphon.cli.health",
+        module="antiphon.cli.commands.health",
         summary="ask a running server whether it is ready",
         examples="""\
   antiphon health                           the server on 127.0.0.1:50051
@@ -130,7 +130,7 @@ in a container it asks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, the set
 exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
     ),
     "explain": Subcommand(
-        module="antiphon.cli.explain",
+        module="antiphon.cli.commands.explain",
         extra="train",
         summary="show the attention of a running server's model",
         examples="""\
@@ -191,7 +191,7 @@ before the export the model is compared with the original in transformers, in fl
 sacreBLEU and chrF; --json prints one object per system""",
     ),
     "prune": Subcommand(
-        module="antiphon.model.training.prune",
+        module="antiphon.model.training.pruning.prune",
         extra="train",
         summary="remove the least important attention heads",
         examples="""\

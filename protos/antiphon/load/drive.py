@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from antiphon.load.caller import Caller
-from antiphon.load.offer import offer
+from antiphon.load.calls.caller import Caller
+from antiphon.load.calls.offer import offer
+from antiphon.load.calls.record import Record
 from antiphon.load.plan import Plan
-from antiphon.load.record import Record
-from antiphon.load.result import Result
-from antiphon.load.schedule import share_of
+from antiphon.load.results.result import Result
+from antiphon.load.workload.schedule import share_of
 
 # Time between the order to start and the start, so that every process has received the order.
 _LEAD_S = 0.1
@@ -82,7 +82,7 @@ class _Worker:
     def __init__(self, plan: Plan, process: int) -> None:
         # In its own process group, so that a terminal's interrupt does not reach it. It only gets orders from here.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "antiphon.load.worker"],
+            [sys.executable, "-m", "antiphon.load.calls.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from antiphon.load.percentiles import Spread
 from antiphon.load.plan import Plan
-from antiphon.load.result import MAX_LAG_MS, Result
+from antiphon.load.results.percentiles import Spread
+from antiphon.load.results.result import MAX_LAG_MS, Result
 
 if TYPE_CHECKING:
-    from antiphon.load.mlperf import Verdict
+    from antiphon.load.mlperf.mlperf import Verdict
 
 _LATENCIES = (
     ("first token", "ttft_ms"),

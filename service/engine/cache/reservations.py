@@ -18,7 +18,7 @@ from antiphon.service.domain.request import Priority
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.observability.metrics import CacheUse
+from antiphon.service.observability.metrics.engine_metrics import CacheUse
 from antiphon.service.runtime.runner import Runner
 
 # Blocks that rows will need within this number of steps are not given to new requests: a request admitted into the

@@ -8,7 +8,7 @@ from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.reservations import Reservations
 from antiphon.service.engine.scheduling.row_turns import RowTurns
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
 
 
 class Preemption:

@@ -14,7 +14,7 @@ from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.row_turns import RowTurns
 from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import Runner
 
 

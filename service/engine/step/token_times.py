@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from antiphon.service.engine.batch.rows import RunningRows
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
 
 
 class TokenTimes:

@@ -20,13 +20,13 @@ from antiphon.service.domain.errors import AntiphonError, InvalidArgument, InWor
 from antiphon.service.observability.call import Call, enter_call
 from antiphon.service.observability.telemetry import Context as Context
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.call_turns import CallTurns
-from antiphon.service.rpc.calls.client_waits import ClientWaits, Stage
-from antiphon.service.rpc.calls.ending import ClientGone, abort, code_of, failure_of
+from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.parsing import Malformed, Parser
-from antiphon.service.rpc.calls.refusal import Metadata, status_of
-from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.calls.rpc_state import Rpc
+from antiphon.service.rpc.calls.status.ending import ClientGone, abort, code_of, failure_of
+from antiphon.service.rpc.calls.status.refusal import Metadata, status_of
+from antiphon.service.rpc.calls.waits.call_turns import CallTurns
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, Stage
 
 # Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
 _FULL_RETRY_S = 1.0

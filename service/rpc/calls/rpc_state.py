@@ -10,9 +10,9 @@ from typing import Any
 from antiphon.service.domain.errors import AntiphonError
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.telemetry import Context
-from antiphon.service.rpc.calls.client_waits import Stage, Wait
-from antiphon.service.rpc.calls.core_cancel import cancel_call
-from antiphon.service.rpc.calls.refusal import status_of
+from antiphon.service.rpc.calls.status.core_cancel import cancel_call
+from antiphon.service.rpc.calls.status.refusal import status_of
+from antiphon.service.rpc.calls.waits.client_waits import Stage, Wait
 
 
 def _current_task() -> asyncio.Task[Any]:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 from antiphon.oip import inference_pb2 as oip
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.telemetry import Context
-from antiphon.service.rpc.calls.deadline import Limited, remaining_s
-from antiphon.service.rpc.calls.refusal import Metadata
+from antiphon.service.rpc.calls.status.deadline import Limited, remaining_s
+from antiphon.service.rpc.calls.status.refusal import Metadata
 from antiphon.service.rpc.oip.parameters import read_parameters
 from antiphon.service.rpc.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
 from antiphon.service.rpc.oip.tensors import Tensor, check_parameters, read_inputs, write_outputs

@@ -17,8 +17,8 @@ from antiphon.service.rpc.oip.answering import Answering
 from antiphon.service.rpc.oip.inference import VERSION
 from antiphon.service.rpc.oip.stream import Conversation
 from antiphon.service.rpc.oip.tasks import TEXT, Described, is_encoder, tensors_of
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.models import Models
-from antiphon.service.rpc.v1.pacing import Pacing
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE_NAME = SERVICE.full_name

@@ -17,7 +17,7 @@ from antiphon.service.rpc.calls.rpc import InFlight
 from antiphon.service.rpc.oip.answering import Answering
 from antiphon.service.rpc.oip.inference import VERSION, Inference, Within
 from antiphon.service.rpc.oip.tasks import STREAMED, delta, is_encoder
-from antiphon.service.rpc.v1.pacing import Pacing
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
 # Most concurrent requests of one call. Further ones stay unread, so that flow control makes the client wait.

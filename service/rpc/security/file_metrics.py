@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client import Gauge
 
-from antiphon.service.observability.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.security.reload import Result
 
 

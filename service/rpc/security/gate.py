@@ -15,9 +15,9 @@ from antiphon.service.domain.caller import enter_caller
 from antiphon.service.domain.errors import TokenInvalid, Unauthenticated
 from antiphon.service.observability.call import is_request_id
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.client_waits import ClientWaits
 from antiphon.service.rpc.calls.method_handlers import handler
 from antiphon.service.rpc.calls.rpc import InFlight
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.rpc.security.reload import Reloading
 from antiphon.service.rpc.security.tokens import Token, owner_of
 

@@ -6,7 +6,7 @@ from antiphon.model.bundle.manifest import Bundle
 from antiphon.model.config import Architecture
 from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.rpc.v1.options import default_options
+from antiphon.service.rpc.v1.requests.options import default_options
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.v1 import inference_pb2 as pb
 

@@ -9,11 +9,11 @@ from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.domain.ranges import check_vocabulary
 from antiphon.service.domain.request import Arrival, SamplingParams
 from antiphon.service.domain.tasks import Generate
-from antiphon.service.rpc.v1.answers import last_of
-from antiphon.service.rpc.v1.arrivals import Arrivals, Context
-from antiphon.service.rpc.v1.attention_maps import Explains, explain_response
-from antiphon.service.rpc.v1.inputs import Inputs
-from antiphon.service.rpc.v1.languages import RequestLanguages, languages_of
+from antiphon.service.rpc.v1.answers.answers import last_of
+from antiphon.service.rpc.v1.answers.attention_maps import Explains, explain_response
+from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
+from antiphon.service.rpc.v1.requests.inputs import Inputs
+from antiphon.service.rpc.v1.requests.languages import RequestLanguages, languages_of
 from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.service.rpc.v1.submission import Submission
 from antiphon.v1 import inference_pb2 as pb

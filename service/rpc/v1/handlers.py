@@ -9,10 +9,10 @@ import grpc
 
 from antiphon.service.observability.call import current_call
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.client_waits import ClientWaits
+from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.method_handlers import handlers_of
-from antiphon.service.rpc.calls.resets import Resets
 from antiphon.service.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method
+from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.rpc.v1.models import Models
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from antiphon.service.domain.errors import LastModel, Loading, ModelExists, ModelNotFound
 from antiphon.service.engine.engine import Engine
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from antiphon.service.domain.request import Readout, Task, TokenEvent, head_of
 from antiphon.service.domain.tasks import Embed, ReadHead
 from antiphon.service.engine.engine import Engine
-from antiphon.service.rpc.v1.answers import Answer, last_of, logprobs, timing, usage
-from antiphon.service.rpc.v1.arrivals import Arrivals, Context, EngineMessage
-from antiphon.service.rpc.v1.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
+from antiphon.service.rpc.v1.answers.answers import Answer, last_of, logprobs, timing, usage
+from antiphon.service.rpc.v1.answers.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
+from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.explaining import Explanations
-from antiphon.service.rpc.v1.inputs import Inputs
-from antiphon.service.rpc.v1.long_texts import LongTexts
-from antiphon.service.rpc.v1.pacing import Pacing
-from antiphon.service.rpc.v1.request_reader import RequestReader
+from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context, EngineMessage
+from antiphon.service.rpc.v1.requests.inputs import Inputs
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
+from antiphon.service.rpc.v1.requests.request_reader import RequestReader
 from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.service.rpc.v1.submission import Submission
 from antiphon.v1 import inference_pb2 as pb

@@ -9,10 +9,10 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import Request, TokenEvent
 from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.rpc.v1.arrivals import EngineMessage
-from antiphon.service.rpc.v1.options import as_option
-from antiphon.service.rpc.v1.pacing import Pacing
-from antiphon.service.rpc.v1.reading import reading
+from antiphon.service.rpc.v1.answers.pacing import Pacing
+from antiphon.service.rpc.v1.answers.reading import reading
+from antiphon.service.rpc.v1.requests.arrivals import EngineMessage
+from antiphon.service.rpc.v1.requests.options import as_option
 from antiphon.v1 import inference_pb2 as pb
 
 

@@ -23,9 +23,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from antiphon.model.bundle.manifest import BundleError
 from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig, preset
-from antiphon.model.export.contrib_lowering import LoweringError
 from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.verify import VerificationError
+from antiphon.model.export.graphs.contrib_lowering import LoweringError
+from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from antiphon.model.transformer.layers import DecoderLayer
 from antiphon.model.transformer.transformer import Transformer

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.load.texts import EVERYDAY
+from antiphon.load.workload.texts import EVERYDAY
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import Tokenizer, encode_sources
 from antiphon.service.tools.bench.report import BenchError
@@ -54,7 +54,7 @@ def read_corpus(source: Path, reference: Path | None) -> Corpus:
 
 def held_out(name: str, data: Path | None) -> Corpus:
     """Return the held-out test part of a recipe's data, each source once. Raises BenchError, which names --recipe."""
-    from antiphon.model.training.corpus import load_corpus
+    from antiphon.model.training.data.corpus import load_corpus
     from antiphon.model.training.recipe import RecipeError, load_recipe
 
     folder = data or Path(os.environ.get("ANTIPHON_DATA", "."))

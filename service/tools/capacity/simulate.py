@@ -14,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from antiphon.service.server.settings import ServerConfig
-from antiphon.service.tools.capacity.day_report import Figures, as_text, figures_of
-from antiphon.service.tools.capacity.fleet import Environment, Fleet, Outcome
 from antiphon.service.tools.capacity.ranges import number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError
-from antiphon.service.tools.capacity.scaled_object import ScaledObject, Trigger, read_scaled_object
-from antiphon.service.tools.capacity.service_curve import ServiceCurve, read_curve
-from antiphon.service.tools.capacity.simulated_replica import ReplicaLimits
-from antiphon.service.tools.capacity.traffic import Burst, Traffic, day, read_traffic, steady
+from antiphon.service.tools.capacity.simulation.day_report import Figures, as_text, figures_of
+from antiphon.service.tools.capacity.simulation.fleet import Environment, Fleet, Outcome
+from antiphon.service.tools.capacity.simulation.scaled_object import ScaledObject, Trigger, read_scaled_object
+from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve, read_curve
+from antiphon.service.tools.capacity.simulation.simulated_replica import ReplicaLimits
+from antiphon.service.tools.capacity.simulation.traffic import Burst, Traffic, day, read_traffic, steady
 
 EXIT_USER_ERROR = 2
 # Other thresholds, for comparison.
@@ -215,7 +215,7 @@ def _write(
         text = json.dumps({"curve": curve.origin, "cases": [asdict(one) for one in figures]}, indent=2)
         _write_bytes("--json", arguments.json, f"{text}\n".encode())
     if arguments.plot is not None:
-        from antiphon.service.tools.capacity.day_plot import draw_day
+        from antiphon.service.tools.capacity.simulation.day_plot import draw_day
 
         _write_bytes("--plot", arguments.plot, draw_day(found, curve))
 

@@ -7,13 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-from antiphon.service.server.model_settings import ModelPlan
+from antiphon.service.server.models.model_settings import ModelPlan
 from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
-from antiphon.service.tools.capacity.kustomize import component
 from antiphon.service.tools.capacity.ranges import number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError, Demand, ServiceRate, read_load_result
-from antiphon.service.tools.capacity.size_report import as_json, as_text
-from antiphon.service.tools.capacity.sizing import Lengths, Sizing, open_profiled, size
+from antiphon.service.tools.capacity.sizing.kustomize import component
+from antiphon.service.tools.capacity.sizing.size_report import as_json, as_text
+from antiphon.service.tools.capacity.sizing.sizing import Lengths, Sizing, open_profiled, size
 
 EXIT_USER_ERROR = 2
 

@@ -24,10 +24,10 @@ from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, P
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
-from antiphon.model.training.corpus import Pair, load_corpus
+from antiphon.model.training.data.corpus import Pair, load_corpus
 from antiphon.model.training.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.rpc.v1.languages import RequestLanguages, named_languages
+from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
 from antiphon.service.tools.evaluation.evaluate_labels import LabelScore, evaluate_labels

@@ -14,10 +14,18 @@ from pathlib import Path
 from antiphon.model.bundle.manifest import Bundle, Measure
 from antiphon.model.text.template import fill, num_before
 from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.model.training.data.text_files import (
+    Labelled,
+    Part,
+    Tagged,
+    part_of,
+    read_labelled,
+    read_parts,
+    read_tagged,
+)
+from antiphon.model.training.data.word_tags import first_tags, words_of_tokens
 from antiphon.model.training.recipe import FineTuneRecipe, RecipeError
-from antiphon.model.training.span_f1 import span_score
-from antiphon.model.training.text_files import Labelled, Part, Tagged, part_of, read_labelled, read_parts, read_tagged
-from antiphon.model.training.word_tags import first_tags, words_of_tokens
+from antiphon.model.training.tasks.span_f1 import span_score
 from antiphon.service.domain.request import Arrival, Readout, Task
 from antiphon.service.domain.tasks import ReadHead
 from antiphon.service.runtime.encoder_runner import EncoderRunner

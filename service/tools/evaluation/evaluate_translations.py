@@ -17,10 +17,10 @@ from tqdm import tqdm
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.template import LanguageIds
 from antiphon.model.text.tokenizer import Tokenizer, encode_sources
-from antiphon.model.training.corpus import Pair
+from antiphon.model.training.data.corpus import Pair
 from antiphon.service.domain.request import Arrival, SamplingParams
 from antiphon.service.domain.tasks import Generate
-from antiphon.service.rpc.v1.languages import RequestLanguages
+from antiphon.service.rpc.v1.requests.languages import RequestLanguages
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.service.tools.evaluation.offline import answer_all
 

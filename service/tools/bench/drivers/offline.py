@@ -16,8 +16,8 @@ from antiphon.service.domain.request import Arrival, FinishReason, SamplingParam
 from antiphon.service.domain.tasks import Generate
 from antiphon.service.engine.engine import Engine, EngineConfig
 from antiphon.service.engine.stream import OutputStream
-from antiphon.service.observability.metric_families import MetricFamilies
-from antiphon.service.observability.metrics import Metrics
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.runner import Runner
 
 # Same value as in the server: the event loop must not hold the interpreter lock for several steps of the engine.

@@ -1,0 +1,1 @@
+"""Directories of CTranslate2: variables, vocabularies, and loading into our model."""

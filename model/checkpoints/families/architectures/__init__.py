@@ -1,0 +1,1 @@
+"""Common code of families: BART-like and BERT-like architectures."""

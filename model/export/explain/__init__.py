@@ -1,0 +1,1 @@
+"""The explain graph of a bundle, and the weights that it shares with the other graphs."""

@@ -1,0 +1,1 @@
+"""Graphs of a model's parts: tracing, lowerings and passes."""

@@ -1,0 +1,1 @@
+"""Verification of exported graphs against the PyTorch model."""

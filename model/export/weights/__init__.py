@@ -1,0 +1,1 @@
+"""Weights of exported graphs: quantisation, packing and the file of weights."""

@@ -1,0 +1,1 @@
+"""Training data: sentence pairs, labelled texts, and batches of tensors."""

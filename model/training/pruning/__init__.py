@@ -1,0 +1,1 @@
+"""Removal of the least important attention heads."""

@@ -1,0 +1,1 @@
+"""Training tasks: translation, pre-training and fine-tuning, with their losses and scores."""

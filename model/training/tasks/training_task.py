@@ -1,0 +1,139 @@
+"""Interface of a training task for the loop in train.py: model, batches, losses and scores.
+
+The tasks are in translation_task.py, pretrain_task.py and fine_tune_task.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from antiphon.model.bundle.manifest import Provenance
+from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.attention import Backend
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.model.training.data.text_files import Part
+from antiphon.model.training.group import Group
+from antiphon.model.training.recipe import AnyRecipe
+from antiphon.model.transformer.transformer import Transformer
+
+
+class AnyBatch(Protocol):
+    """Tensors of one step."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on a device."""
+        ...
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of labels of each of K losses, [K] float64."""
+        ...
+
+
+class Batches(Protocol):
+    """Batches of one epoch; the same index gives the same batch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> AnyBatch: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolders:
+    """Data folder, run folder and process group of a run.
+
+    init: checkpoint that training starts from; None: random weights.
+    keep_weights: True: use the weights of init; False: only its shape and tokenizer.
+    """
+
+    data: Path
+    run: Path
+    group: Group
+    init: Checkpoint | None = None
+    keep_weights: bool = True
+
+
+class TrainingTask(Protocol):
+    """Model and data of one recipe. num_losses: number K of losses, one for each kind of label."""
+
+    tokenizer: Tokenizer
+    text: TextFormat
+    config: ModelConfig
+    num_losses: int
+
+    @property
+    def provenance(self) -> Provenance:
+        """Origin and licence of the data and of the initial weights, for the bundle."""
+        ...
+
+    def make_model(self, backend: Backend) -> Transformer:
+        """Return the model to train, with the initial weights or with random ones from torch's global generator."""
+        ...
+
+    def make_loss(self, model: Transformer) -> nn.Module:
+        """Return a module from (batch, smoothing) to the summed cross entropy of each loss, [K], in nats."""
+        ...
+
+    def batches(self, part: Part, seed: int) -> Batches:
+        """Return the batches of one epoch; they depend only on the seed."""
+        ...
+
+    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
+        """Return measures on a part, by name; empty if the loss is enough. The model is in evaluation mode."""
+        ...
+
+
+def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer]) -> Tokenizer:
+    """Return the tokenizer of the run folder; without one, rank 0 copies that of init or trains one with `train`."""
+    init = folders.init
+    if folders.group.rank == 0:
+        folders.run.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json",) if init is None else init.text.files:
+            path = folders.run / name
+            unfinished = path.with_name(f".{name}.tmp")
+            if path.is_file():
+                continue
+            if init is None:
+                train().save(unfinished)
+            else:
+                shutil.copyfile(init.text_folder / name, unfinished)
+            unfinished.replace(path)
+    folders.group.wait()
+    return Tokenizer.load(folders.run / "tokenizer.json") if init is None else open_tokenizer(folders.run, init.text)
+
+
+def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> Transformer:
+    """Return a model with random weights, or with those of init, which can have heads that `config` does not have."""
+    model = Transformer(config, attention_backend=backend)
+    if folders.init is not None and folders.keep_weights:
+        weights = folders.init.model.state_dict()
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model
+
+
+def provenance_of(recipe: AnyRecipe, init: Checkpoint | None) -> Provenance:
+    """Return origin and licence of a run: those of its data, and those of its initial weights."""
+    data = recipe.data
+    own = Provenance(source=data.origin, licence=data.licence, attribution=data.attribution, recipe=recipe.name)
+    if init is None or init.provenance is None:
+        return own
+    first = init.provenance
+
+    def joined(*values: str | None) -> str:
+        return "; ".join(dict.fromkeys(value for value in values if value))
+
+    return Provenance(
+        source=joined(first.source, own.source),
+        licence=joined(first.licence, own.licence),
+        attribution=joined(first.attribution, own.attribution),
+        recipe=joined(first.recipe, own.recipe),
+    )

@@ -1,0 +1,1 @@
+"""Subcommands of a client, one file each."""

@@ -1,0 +1,1 @@
+"""MLPerf's LoadGen as an independent load generator."""

@@ -1,0 +1,1 @@
+"""Workload of a load test: texts, traces and arrival times."""

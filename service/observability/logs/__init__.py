@@ -1,0 +1,1 @@
+"""Log records: their formats, and the thread that writes them."""

@@ -1,0 +1,1 @@
+"""Metrics of engines, calls and the process, as Prometheus families."""

@@ -1,0 +1,1 @@
+"""Connections of clients: ports, limits of scrapes, and closing a connection."""

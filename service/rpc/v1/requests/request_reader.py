@@ -1,0 +1,182 @@
+"""Reads messages of the contract into typed requests of the engine.
+
+Checks every field, tokenises the texts, and takes the arrival of a request before it reads a text. The field checks of
+generation options are in `options.py`, those of texts and ids in `inputs.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from antiphon.service.domain.combinations import Controls
+from antiphon.service.domain.errors import InvalidArgument, InWords
+from antiphon.service.domain.request import Pooling, Task
+from antiphon.service.domain.tasks import Embed, Generate, ReadHead, Score
+from antiphon.service.engine.engine import Engine
+from antiphon.service.rpc.v1.answers.answers import Wording
+from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
+from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
+from antiphon.service.rpc.v1.requests.languages import languages_of, source_languages
+from antiphon.service.rpc.v1.requests.options import read_options
+from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.v1 import inference_pb2 as pb
+
+GenerateMessage = pb.GenerateRequest | pb.GenerateUnaryRequest
+
+_POOLING = {
+    pb.POOLING_UNSPECIFIED: Pooling.MEAN,
+    pb.POOLING_MEAN: Pooling.MEAN,
+    pb.POOLING_MAX: Pooling.MAX,
+    pb.POOLING_FIRST: Pooling.FIRST,
+    pb.POOLING_MODEL: Pooling.MODEL,
+    pb.POOLING_NONE: Pooling.NONE,
+}
+_CLASSIFYING = {
+    pb.TASK_UNSPECIFIED: Task.CLASSIFY,
+    pb.TASK_CLASSIFY: Task.CLASSIFY,
+    pb.TASK_NEXT_SENTENCE: Task.NEXT_SENTENCE,
+}
+DEFAULT_FILLINGS = 5
+MAX_FILLINGS = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """Source of a request that runs the decoder, and the start of its target.
+
+    A decoder-only model has no source: its prompt is the begin token and the first prefix_ids.
+    """
+
+    source_ids: tuple[int, ...]
+    begin_id: int | None
+    prefix_ids: tuple[int, ...]
+    num_prompt_ids: int = 0
+
+
+class RequestReader:
+    """Reads the messages to one model. For the event loop."""
+
+    def __init__(self, model: ServedModel, engine: Engine, inputs: Inputs, arrivals: Arrivals) -> None:
+        self._model = model
+        self._engine = engine
+        self._inputs = inputs
+        self._arrivals = arrivals
+
+    async def generate(self, message: GenerateMessage, context: Context) -> tuple[Generate, Wording]:
+        """Read a request to generate, and the wording of its answer. Raises AntiphonError."""
+        self._engine.check_ability(Task.GENERATE)
+        arrival = self._arrivals.next(message, context)
+        languages = languages_of(self._model.text, message)
+        controls = read_options(message.options, self._model.config.vocab_size, self._model.generation)
+        prefix_ids = await self._inputs.prefix_ids(controls, languages)
+        source_ids = (await self._inputs.source(message, languages)).ids
+        wording = self._wording(message, controls, source_ids, prefix_ids)
+        start = self._start(source_ids, prefix_ids, languages.begin_id)
+        request = Generate(
+            arrival=arrival,
+            source_ids=start.source_ids,
+            begin_id=start.begin_id,
+            prefix_ids=start.prefix_ids,
+            num_prompt_ids=start.num_prompt_ids,
+            params=languages.params(controls.params, prefix_ids),
+            stop_matcher=wording.matcher if controls.stop_strings else None,
+            is_streamed=isinstance(message, pb.GenerateRequest),
+        )
+        return request, wording
+
+    async def score(self, message: pb.ScoreRequest, context: Context) -> Score:
+        """Read a request to score a target. Raises AntiphonError."""
+        self._engine.check_ability(Task.SCORE)
+        arrival = self._arrivals.next(message, context)
+        languages = languages_of(self._model.text, message)
+        source = await self._inputs.source(message, languages)
+        start = self._start(source.ids, (), languages.begin_id)
+        return Score(
+            arrival=arrival,
+            source_ids=start.source_ids,
+            begin_id=start.begin_id,
+            prefix_ids=start.prefix_ids,
+            num_prompt_ids=start.num_prompt_ids,
+            target_ids=await self._inputs.ended_target_ids(message, languages),
+            num_alternatives=message.num_alternatives,
+        )
+
+    async def embed(self, message: pb.EmbedRequest, context: Context) -> Embed:
+        """Read a request for a source's encoder states. Raises AntiphonError."""
+        pooling = _POOLING.get(message.pooling)
+        if pooling is None:
+            raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
+        self._engine.check_ability(Task.EMBED, pooling)
+        arrival = self._arrivals.next(message, context)
+        source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
+        return Embed(
+            arrival=arrival,
+            source_ids=source.ids,
+            type_ids=source.type_ids,
+            pooling=pooling,
+            normalize=message.normalize,
+        )
+
+    async def classify(self, message: pb.ClassifyRequest, context: Context) -> ReadHead:
+        """Read a request for the labels of a text or a pair. Raises AntiphonError."""
+        task = _CLASSIFYING.get(message.task)
+        if task is None:
+            raise InvalidArgument("task", message.task, "TASK_CLASSIFY or TASK_NEXT_SENTENCE")
+        self._engine.check_ability(task)
+        if task is Task.NEXT_SENTENCE and not message.HasField("text_pair"):
+            raise InvalidArgument("text_pair", None, "set where task is TASK_NEXT_SENTENCE")
+        arrival = self._arrivals.next(message, context)
+        source = await self._inputs.source(message)
+        return ReadHead(arrival=arrival, task=task, source_ids=source.ids, type_ids=source.type_ids, picks=(0,))
+
+    async def tag(self, message: pb.TagRequest, context: Context) -> tuple[ReadHead, Source]:
+        """Read a request for the label of every token of a text, and its source. Raises AntiphonError."""
+        self._engine.check_ability(Task.TAG)
+        arrival = self._arrivals.next(message, context)
+        source = await self._inputs.text_source(message.text)
+        picks = tuple(range(source.first, source.first + len(source.offsets)))
+        request = ReadHead(arrival=arrival, task=Task.TAG, source_ids=source.ids, type_ids=source.type_ids, picks=picks)
+        return request, source
+
+    async def fill_mask(self, message: pb.FillMaskRequest, context: Context) -> ReadHead:
+        """Read a request for the likeliest tokens of every masked position. Raises AntiphonError."""
+        self._engine.check_ability(Task.FILL_MASK)
+        if message.top_k > MAX_FILLINGS:
+            raise InvalidArgument("top_k", message.top_k, f"0 to {MAX_FILLINGS}")
+        arrival = self._arrivals.next(message, context)
+        source = await self._inputs.source(message)
+        return ReadHead(
+            arrival=arrival,
+            task=Task.FILL_MASK,
+            source_ids=source.ids,
+            type_ids=source.type_ids,
+            picks=self._masked_positions(message, source),
+            num_fillings=message.top_k or DEFAULT_FILLINGS,
+        )
+
+    def _start(self, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...], begin_id: int | None) -> _Start:
+        if not self._model.is_decoder_only:
+            return _Start(source_ids=source_ids, begin_id=begin_id, prefix_ids=prefix_ids)
+        first_id, *rest = source_ids
+        return _Start(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=len(source_ids))
+
+    def _wording(
+        self, message: GenerateMessage, controls: Controls, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...]
+    ) -> Wording:
+        """Return the decoder of the answer. The text of a decoder-only model continues its prompt too."""
+        prefix_text = controls.prefix_text or ""
+        if self._model.is_decoder_only:
+            prefix_text = prefix_text or ("" if prefix_ids else message.text)
+            prefix_ids = (*source_ids, *prefix_ids)
+        return Wording(
+            self._model.tokenizer, prefix_ids=prefix_ids, prefix_text=prefix_text, stop_strings=controls.stop_strings
+        )
+
+    def _masked_positions(self, message: HasSource, source: Source) -> tuple[int, ...]:
+        mask_id = self._model.text.mask_id
+        positions = tuple(position for position, token_id in enumerate(source.ids) if token_id == mask_id)
+        if not positions:
+            given, token = message.WhichOneof("source") or "source", self._model.description.mask_token
+            found, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
+            raise InvalidArgument(given, found, allowed)
+        return positions

@@ -1,0 +1,1 @@
+"""Models of a server: their settings, memory, loading and unloading."""

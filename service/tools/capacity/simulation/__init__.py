@@ -1,0 +1,1 @@
+"""Simulation of a day: replicas, their autoscaler and the traffic."""

@@ -1,0 +1,1 @@
+"""Size of a replica: memory term by term, resources, and their report."""

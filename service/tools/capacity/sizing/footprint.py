@@ -1,0 +1,159 @@
+"""Maximum resident memory of one replica, term by term: the sum that its memory limit must cover.
+
+The terms of the model come from its bundle. The terms of the interpreter, of kernels and of a request are constants
+measured on the real server; tests/deploy/test_footprint.py checks them against it. Loads no graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from antiphon.model.bundle.manifest import Bundle, GraphSet
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE
+from antiphon.service.server.models.memory import Need, need_of
+from antiphon.service.server.models.model_settings import ModelPlan
+
+KIB, MIB = 1 << 10, 1 << 20
+
+# Measured on an AMD EPYC, Python 3.11, onnxruntime 1.31.1, as VmRSS of each stage of a start, in MiB, the shipped
+# bundle and a Transformer base with 32,000 tokens: modules imported 90 and 90, sessions opened + 8 and + 8, ports
+# opened + 6 and + 7.
+RUNTIME_BYTES = 106 * MIB
+# Objects made from tokenizer.json: 9.6 MiB for a file of 0.5 MiB, 32.6 MiB for 1.9 MiB.
+TOKENIZER_FACTOR = 20
+# The files are mapped and read completely. In addition, kernels keep packed copies: 4.3 MiB for 9 MiB, 25 for 59.
+PACKED_SHARE = 0.5
+# The allocator rounds up to one of eight sizes to a power of two (model/ops/native/counting_allocator.h)...
+ROUNDING = 1.125
+# ... and keeps at most this much freed memory for the next run.
+ALLOCATOR_CACHE_BYTES = 64 * MIB
+# 1,088 concurrent requests, 64 of them running: 26 KB each on one connection without their tokens; 19 KB more for each
+# separate connection.
+REQUEST_BYTES = 48 * KIB
+# An id is an int of 28 bytes, with 8 bytes in its list; the received message holds it once more.
+SOURCE_TOKEN_BYTES = 40
+# Memory of one token in a stream that its client has not read yet (docs/LIFECYCLE.md).
+UNREAD_TOKEN_BYTES = 40
+# Fragmentation of malloc, stacks of threads, a scrape, attention maps (20 MB): resident memory varied by 10 % in 58
+# minutes of mixed traffic (docs/reliability.md).
+HEADROOM = 0.1
+# The limit is the sum, rounded up to a multiple of this.
+STEP_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """One part of the sum: its name, its formula and its bytes."""
+
+    name: str
+    formula: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Maximum memory of one replica, and the limit that covers it. num_blocks: cache blocks; 0 without a decoder."""
+
+    terms: tuple[Term, ...]
+    num_blocks: int
+
+    @property
+    def sum_bytes(self) -> int:
+        """Return the sum of all terms, headroom included."""
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Return the memory limit: the sum, rounded up."""
+        return math.ceil(self.sum_bytes / STEP_BYTES) * STEP_BYTES
+
+
+def footprint_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Footprint:
+    """Return the maximum memory of a replica that serves these graphs with this plan."""
+    need = need_of(bundle, graphs, plan)
+    parts = [*_model_terms(bundle, need), *_workspace_terms(bundle, need, plan), *_request_terms(bundle, plan)]
+    held = [Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES), *parts]
+    spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in held))
+    headroom = Term(name="headroom", formula=f"{HEADROOM:g} x the sum of the above", num_bytes=spare_bytes)
+    return Footprint(terms=(*held, headroom), num_blocks=need.num_blocks)
+
+
+def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
+    weights, manifest = need.memory.weight_bytes, bundle.manifest
+    text_bytes = sum(manifest.files[name].size for name in manifest.text.files)
+    terms = [
+        Term(name="weights", formula="files of the graphs and their weights, mapped", num_bytes=weights),
+        Term(
+            name="packed weights",
+            formula=f"{PACKED_SHARE:g} x weights: copies that kernels keep",
+            num_bytes=math.ceil(PACKED_SHARE * weights),
+        ),
+        Term(
+            name="tokenizer",
+            formula=f"{TOKENIZER_FACTOR} x {text_bytes:,} bytes of its files",
+            num_bytes=TOKENIZER_FACTOR * text_bytes,
+        ),
+    ]
+    if need.memory.cache_bytes:
+        terms.append(Term(name="cache", formula=_cache_formula(need), num_bytes=need.memory.cache_bytes))
+    return terms
+
+
+def _cache_formula(need: Need) -> str:
+    return f"{need.num_blocks:,} blocks of {BLOCK_SIZE} tokens x {need.block_bytes:,} bytes"
+
+
+def _workspace_terms(bundle: Bundle, need: Need, plan: ModelPlan) -> Sequence[Term]:
+    """Return the larger workspace of encoder and decoder, which run one after the other, and the allocator's cache."""
+    encoder, decoder = _encoder(bundle, need, plan), _decoder(bundle, plan)
+    larger = max(encoder, decoder, key=lambda term: term.num_bytes)
+    return [
+        Term(name=larger.name, formula=f"{larger.formula} x {ROUNDING:g} rounding", num_bytes=larger.num_bytes),
+        Term(name="allocator", formula="maximum of kept freed blocks", num_bytes=ALLOCATOR_CACHE_BYTES),
+    ]
+
+
+def _encoder(bundle: Bundle, need: Need, plan: ModelPlan) -> Term:
+    graphs = bundle.graph_set(plan.precision)
+    fit, num_bytes = bundle.memory_fit(graphs), need.memory.workspace_bytes
+    formula = f"{num_bytes:,} bytes, the largest run of the encoder"
+    if fit is not None and plan.workspace_limit_bytes is None:
+        quadratic = f" + {fit.c:.3g} x T^2" if fit.c else ""
+        formula = f"(a + b x T{quadratic}: {fit.a:,.0f} + {fit.b:,.0f} a token, {num_bytes:,} bytes)"
+    return Term(name="encoder workspace", formula=formula, num_bytes=math.ceil(ROUNDING * num_bytes))
+
+
+def _decoder(bundle: Bundle, plan: ModelPlan) -> Term:
+    """Return the workspace for logits of all scored tokens of a step (Score) and the widest activations, in float32."""
+    model = bundle.manifest.model
+    if not model.decoder_layers:
+        return Term(name="decoder workspace", formula="no decoder", num_bytes=0)
+    num_tokens = max(plan.max_num_seqs, plan.max_num_batched_tokens)
+    width = model.vocab_size + model.d_ff + model.d_model
+    formula = f"({num_tokens:,} scored tokens x ({model.vocab_size:,} + {model.d_ff:,} + {model.d_model:,}) x 4)"
+    return Term(name="decoder workspace", formula=formula, num_bytes=math.ceil(ROUNDING * num_tokens * width * 4))
+
+
+def _request_terms(bundle: Bundle, plan: ModelPlan) -> Sequence[Term]:
+    num_requests = plan.max_num_seqs + plan.max_queued_requests
+    unread = plan.max_num_seqs * bundle.manifest.model.max_target_len
+    return [
+        Term(
+            name="requests",
+            formula=f"({plan.max_num_seqs:,} running + {plan.max_queued_requests:,} waiting) x {REQUEST_BYTES:,} bytes,"
+            " each with its own connection",
+            num_bytes=num_requests * REQUEST_BYTES,
+        ),
+        Term(
+            name="waiting tokens",
+            formula=f"{plan.max_queued_tokens:,} x {SOURCE_TOKEN_BYTES} bytes",
+            num_bytes=plan.max_queued_tokens * SOURCE_TOKEN_BYTES,
+        ),
+        Term(
+            name="unread answers",
+            formula=f"{unread:,} tokens of running requests x {UNREAD_TOKEN_BYTES} bytes",
+            num_bytes=unread * UNREAD_TOKEN_BYTES,
+        ),
+    ]

@@ -1,0 +1,102 @@
+"""Sizing from a bundle, a plan and an optional rate: resources and settings of a replica, and number of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
+from antiphon.service.server.models.model_settings import ModelPlan
+from antiphon.service.tools.capacity.replicas import CapacityError, Demand, Replicas, ServiceRate, replicas_for
+from antiphon.service.tools.capacity.sizing.footprint import MIB, Footprint, footprint_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Lengths in tokens that few sources and targets exceed. None is the maximum of the model."""
+
+    source: int | None
+    target: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizing:
+    """Result of `antiphon size`. plan: includes the settings to serve with. replicas: None if no rate was given."""
+
+    bundle: Bundle
+    plan: ModelPlan
+    footprint: Footprint
+    blocks_formula: str
+    cores: int
+    demand: Demand | None
+    rate: ServiceRate | None
+    replicas: Replicas | None
+
+    @property
+    def memory(self) -> str:
+        """Return request and limit of memory, in the notation of Kubernetes."""
+        return f"{self.footprint.limit_bytes // MIB}Mi"
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Return the settings of the server for which the figures are valid."""
+        plan = self.plan
+        blocks = {"kv_cache_blocks": plan.kv_cache_blocks} if plan.kv_cache_blocks else {}
+        return {
+            "threads": plan.threads,
+            "max_num_seqs": plan.max_num_seqs,
+            "max_num_batched_tokens": plan.max_num_batched_tokens,
+            "max_queued_requests": plan.max_queued_requests,
+            "max_queued_tokens": plan.max_queued_tokens,
+            **blocks,
+        }
+
+
+def open_profiled(path: Path) -> Bundle:
+    """Load a bundle. Raises CapacityError if it has no memory profile, which every model with an encoder needs."""
+    try:
+        bundle = load_bundle(path)
+        graphs = bundle.graph_set()
+    except BundleError as error:
+        raise CapacityError(str(error)) from None
+    if bundle.memory_fit(graphs) is None and bundle.manifest.model.architecture != "decoder":
+        raise CapacityError(
+            f"{path} has no memory profile of its {graphs.precision} graphs; measure it with: antiphon profile {path}"
+        )
+    return bundle
+
+
+def blocks_of(model: ModelConfig, num_rows: int, lengths: Lengths) -> tuple[int | None, str]:
+    """Return the number of cache blocks for num_rows rows of these lengths, and its formula.
+
+    The number is at least that of one sequence of maximum length. None without a decoder.
+    """
+    if not model.decoder_layers:
+        return None, "no decoder, no cache"
+    longest_source, longest_target = model.longest_cached
+    source = min(lengths.source or longest_source, longest_source)
+    target = min(lengths.target + 1 if lengths.target else longest_target, longest_target)  # the begin token
+    a_row = blocks_for(source, BLOCK_SIZE) + blocks_for(target, BLOCK_SIZE)
+    formula = f"{num_rows} rows x (ceil({source} / {BLOCK_SIZE}) + ceil({target} / {BLOCK_SIZE}))"
+    fewest = blocks_of_longest(longest_source, longest_target, BLOCK_SIZE)
+    if num_rows * a_row < fewest:
+        return fewest, f"{formula}, but at least {fewest}, one longest sequence"
+    return num_rows * a_row, formula
+
+
+def size(bundle: Bundle, plan: ModelPlan, lengths: Lengths, demand: Demand | None, rate: ServiceRate | None) -> Sizing:
+    """Size a replica and, if there is a demand, the number of replicas. The lengths determine the cache."""
+    blocks, formula = blocks_of(bundle.manifest.model, plan.max_num_seqs, lengths)
+    sized = replace(plan, kv_cache_blocks=blocks)
+    return Sizing(
+        bundle=bundle,
+        plan=sized,
+        footprint=footprint_of(bundle, bundle.graph_set(), sized),
+        blocks_formula=formula,
+        cores=plan.threads,
+        demand=demand,
+        rate=rate,
+        replicas=replicas_for(demand, rate) if demand is not None and rate is not None else None,
+    )

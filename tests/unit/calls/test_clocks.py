@@ -1,0 +1,69 @@
+"""Deadlines are correct after a jump of the machine's clock, and no serving code reads that clock."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+import antiphon.client
+import antiphon.service
+from tests.serving import Gate, asking_whole, refusal, serving, stub_of
+
+# Who may read the wall clock: what is stamped for people, and what makes good for its jumps.
+ALLOWED = {"access_log.py", "deadline.py", "exporter.py", "formats.py", "histogram.py", "statistics.py"}
+WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "ctime", "now", "utcnow", "today"}
+
+
+def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Set the clock, for Python alone; a call of this process has its deadline by it already when it is made."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + seconds)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, -1.0, 1.0, 3600.0])
+async def test_call_with_a_deadline_is_answered_after_the_clock_was_set(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    async with serving() as served:
+        call = stub_of(served).GenerateUnary(asking_whole(), timeout=30)
+        jump(monkeypatch, jump_s)
+        answer = await call
+    assert answer.outputs
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+async def test_deadline_is_kept_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    async with serving() as served:
+        gate = Gate(served.runner)
+        call = stub_of(served).GenerateUnary(asking_whole((30, 30)), timeout=0.3)
+        jump(monkeypatch, jump_s)
+        error = await refusal(call)
+        async with asyncio.timeout(60):  # which the server's own end of the call must not exceed by an hour
+            await served.calls.wait_until_idle()
+        gate.open()
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_nothing_that_serves_reads_the_wall_clock() -> None:
+    service, client = Path(antiphon.service.__path__[0]), Path(antiphon.client.__file__).parent
+    served = [path for path in service.rglob("*.py") if "bench" not in path.relative_to(service).parts]
+    files = [*served, *client.glob("*.py")]
+    assert len(files) > 100
+    assert {path.name for path in files if _wall_clocks(path)} <= ALLOWED
+
+
+def _wall_clocks(path: Path) -> set[str]:
+    """Return the names of wall clocks that a module uses from `time` or `datetime`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr in WALL_CLOCKS
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("time", "datetime", "date")
+    }

@@ -1,0 +1,128 @@
+"""The metrics port with clients that hold connections, send slowly or use up descriptors: scrapes still work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from antiphon.service.rpc.calls.connections.ports import MAX_SCRAPES, serve_metrics
+from tests.certificates import Authority
+
+# Far beyond what anything here takes: a bound for a test that would otherwise hang.
+PATIENCE_S = 60
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Gauge("answer", "Of everything.", registry=registry).set(42)
+    return registry
+
+
+@contextlib.contextmanager
+def served(
+    registry: CollectorRegistry, *, timeout_s: float = 10.0, tls: Callable[[], ssl.SSLContext] | None = None
+) -> Iterator[WSGIServer]:
+    server = serve_metrics("127.0.0.1", 0, registry, tls, timeout_s=timeout_s)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def idle(server: WSGIServer, num: int) -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", server.server_port)
+        yield [stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(num)]
+
+
+def scrape(server: WSGIServer) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=PATIENCE_S) as response:
+        return bytes(response.read())
+
+
+def trickle(connection: socket.socket, data: bytes) -> None:
+    """Send single bytes until the server closes the connection."""
+    end_s = time.monotonic() + PATIENCE_S
+    with contextlib.suppress(ConnectionError, BrokenPipeError):
+        for at in range(10_000):
+            connection.send(data[at % len(data) :][:1])
+            is_readable, _, _ = select.select([connection], [], [], 0.05)
+            if is_readable and not connection.recv(4096):
+                return
+            assert time.monotonic() < end_s, "the server never closed the connection"
+
+
+def test_a_byte_now_and_then_does_not_outlive_the_time_of_a_scrape(registry: CollectorRegistry) -> None:
+    with served(registry, timeout_s=0.5) as server, idle(server, 1) as (connection,):
+        trickle(connection, b"GET /metrics?" + b"a" * 1000)
+        assert b"answer 42.0" in scrape(server)
+
+
+def test_a_handshake_that_trickles_does_not_outlive_the_time_of_a_scrape(
+    registry: CollectorRegistry, authority: Authority
+) -> None:
+    pair = authority.server()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    # The head of a ClientHello that says it is long, and goes on for as long as it is read.
+    hello = b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb" + bytes(16_000)
+    with served(registry, timeout_s=0.5, tls=lambda: context) as server, idle(server, 1) as (connection,):
+        trickle(connection, hello)
+
+
+def test_connections_that_say_nothing_keep_nobody_from_scraping(registry: CollectorRegistry) -> None:
+    before = threading.active_count()
+    with served(registry, timeout_s=PATIENCE_S) as server, idle(server, 5 * MAX_SCRAPES):
+        for _ in range(3):
+            assert b"answer 42.0" in scrape(server)
+        assert threading.active_count() - before <= MAX_SCRAPES + 1  # and the one that accepts
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Limit the descriptors to those that are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_connection_that_finds_no_descriptor_waits_without_burning_a_core(registry: CollectorRegistry) -> None:
+    with served(registry) as server, socket.socket() as connection:
+        connection.settimeout(PATIENCE_S)
+        (acceptor,) = (thread for thread in threading.enumerate() if thread.name == "metrics")
+        assert acceptor.ident is not None
+        clock = time.pthread_getcpuclockid(acceptor.ident)
+        with no_descriptor_left():
+            connection.connect(("127.0.0.1", server.server_port))
+            connection.sendall(REQUEST)
+            before_s = time.clock_gettime(clock)
+            assert not select.select([connection], [], [], 2.0)[0]  # for so long it is watched
+            assert time.clock_gettime(clock) - before_s < 0.2  # a busy loop takes 2 s, or its share of a core
+        assert b"answer 42.0" in b"".join(iter(lambda: connection.recv(65536), b""))

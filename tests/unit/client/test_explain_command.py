@@ -1,0 +1,196 @@
+"""`antiphon explain` against a real server over known attention weights: its tables, its picture, its refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from antiphon.cli import main as cli
+from antiphon.cli.alignment_plot import plot_alignment
+from antiphon.cli.commands.explain import END
+from tests.serving import serving, tiny_tokenizer
+
+TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"
+LAYERS, DECODER_LAYERS, HEADS = 3, 2, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Random attention weights, and what was asked for."""
+
+    encoder_self: NDArray[np.float32]
+    decoder_self: NDArray[np.float32]
+    cross: NDArray[np.float32]
+
+
+def rows_of(random: np.random.Generator, layers: int, queries: int, keys: int) -> NDArray[np.float32]:
+    scores = np.exp(3 * random.standard_normal((layers, HEADS, queries, keys), np.float32))
+    weights: NDArray[np.float32] = scores / scores.sum(axis=-1, keepdims=True)
+    return weights
+
+
+class RandomExplainer:
+    """The same weights for the same lengths."""
+
+    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Weights:
+        random = np.random.default_rng(len(source_ids))
+        source, target = len(source_ids), len(target_ids) + 1
+        return Weights(
+            encoder_self=rows_of(random, LAYERS, source, source),
+            decoder_self=rows_of(random, DECODER_LAYERS, target, target),
+            cross=rows_of(random, DECODER_LAYERS, target, source),
+        )
+
+
+def expected_weights() -> tuple[Weights, list[str], list[str]]:
+    """The weights, and the pieces on either side as the command shows them."""
+    tokenizer = tiny_tokenizer()
+    source = [*tokenizer.encode(TEXT), tokenizer.eos_id]
+    target = tokenizer.encode(TARGET_TEXT)
+    shown = [[tokenizer.piece(index).replace(" ", "▁") for index in ids] for ids in (source, target)]
+    return RandomExplainer().explain(source, target), shown[0], [*shown[1], END]
+
+
+async def explain(*arguments: object, is_explained: bool = True) -> int:
+    """The command's exit code, run against a server of its own."""
+    async with serving(explainer=RandomExplainer() if is_explained else None) as served:
+        words = [str(word) for word in ("explain", "--target", served.target, *arguments)]
+        return await asyncio.to_thread(cli.main, words)
+
+
+async def test_explain_prints_the_entropy_of_every_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await explain(TEXT, "--target-text", TARGET_TEXT) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    weights, _, _ = expected_weights()
+    expected = [
+        [name, f"{layer}", *(f"{value:.2f}" for value in per_head)]
+        for name, maps in (
+            ("encoder self", weights.encoder_self), ("decoder self", weights.decoder_self), ("cross", weights.cross),
+        )
+        for layer, per_head in enumerate(torch.special.entr(torch.from_numpy(maps).double()).sum(-1).mean(-1).tolist())
+    ]  # fmt: skip
+    assert table[0].split() == ["entropy,", "nats", *(word for head in range(HEADS) for word in ("head", f"{head}"))]
+    assert [line.replace(", layer", "").split() for line in table[1:]] == [
+        [*row[0].split(), *row[1:]] for row in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "layer", "heads", "title"),
+    [
+        ([], 1, slice(None), "cross-attention of decoder layer 1, mean over heads:"),
+        (["--layer", 0], 0, slice(None), "cross-attention of decoder layer 0, mean over heads:"),
+        (["--head", 2], 1, slice(2, 3), "cross-attention of decoder layer 1, head 2:"),
+        (["--layer", 0, "--head", 0], 0, slice(0, 1), "cross-attention of decoder layer 0, head 0:"),
+    ],
+)
+async def test_explain_prints_what_each_piece_looks_at_most(
+    capsys: pytest.CaptureFixture[str], flags: list[object], layer: int, heads: slice, title: str
+) -> None:
+    assert await explain(TEXT, "--target-text", TARGET_TEXT, *flags) == 0
+    shown, header, *lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    weights, source, target = expected_weights()
+    mean = weights.cross[layer, heads].mean(axis=0)
+    assert shown == title
+    assert header.split() == ["target", "source", "weight"]
+    assert [line.split() for line in lines] == [
+        [piece, source[row.argmax()], f"{row.max():.2f}"] for piece, row in zip(target, mean, strict=True)
+    ]
+
+
+async def test_explain_draws_the_alignment(tmp_path: Path) -> None:
+    """Dollar signs among the pieces: taken for formulas, a pair of them would lose its text or fail."""
+    assert await explain(TEXT, "--target-text", TARGET_TEXT, "--png", tmp_path / "map.png") == 0
+    _, source, target = expected_weights()
+    width, height = png_size(tmp_path / "map.png")
+    assert (width, height) == (int(120 * (0.32 * len(source) + 2)), int(120 * (0.32 * len(target) + 2)))
+
+
+def test_plot_alignment_gives_heavier_weights_darker_cells(tmp_path: Path) -> None:
+    for name, given in (("eye", np.eye(6)), ("ones", np.ones((6, 6)))):
+        plot_alignment(tmp_path / f"{name}.png", given.tolist(), list("abcdef"), list("uvwxyz"), title="a map")
+    assert mean_brightness(tmp_path / "ones.png") < mean_brightness(tmp_path / "eye.png")
+
+
+def test_plot_alignment_draws_scripts_and_marks_that_its_font_lacks(tmp_path: Path) -> None:
+    """Warnings are errors in tests: a glyph the font lacks must not warn either."""
+    plot_alignment(tmp_path / "map.png", [[0.5, 0.5]], ["\U00012000", "$x"], ["$"], title="$ \\frac")
+    assert png_size(tmp_path / "map.png")[0] > 0
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    raw = path.read_bytes()
+    assert raw.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(raw[16:20], "big"), int.from_bytes(raw[20:24], "big")
+
+
+def mean_brightness(path: Path) -> float:
+    from matplotlib.image import imread
+
+    return float(imread(path)[..., :3].mean())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layer", 2], "--layer is 2; the model has 0 to 1"),
+        (["--head", 4], "--head is 4; the model has 0 to 3"),
+        (["--layer", -1], "--layer is -1; it must be at least 0"),
+        (["--png", "no/such/place/map.png"], "--png is no/such/place/map.png, but there is no directory no/such/place"),
+        (["--model", "other"], "NOT_FOUND: model 'other' is not served here"),
+    ],
+)
+async def test_explain_refuses_with_one_line(
+    capsys: pytest.CaptureFixture[str], flags: list[object], message: str
+) -> None:
+    assert await explain(TEXT, "--target-text", TARGET_TEXT, *flags) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("antiphon explain: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+async def test_explain_tells_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await explain(TEXT, is_explained=False) == 2
+    assert "UNIMPLEMENTED: this model's bundle holds no graph" in capsys.readouterr().err
+
+
+async def test_explain_names_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await asyncio.to_thread(cli.main, ["explain", "--target", "127.0.0.1:1", TEXT]) == 2
+    assert "127.0.0.1:1 is unavailable" in capsys.readouterr().err
+
+
+async def test_explain_names_a_picture_it_cannot_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert await explain(TEXT, "--target-text", TARGET_TEXT, "--png", tmp_path) == 2
+    assert f"--png: {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+
+
+async def test_explain_says_what_installs_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the server is asked: the target is one that nobody serves."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["explain", "--target", "127.0.0.1:1", TEXT, "--png", str(tmp_path / "map.png")]
+    assert await asyncio.to_thread(cli.main, words) == 2
+    assert capsys.readouterr().err == (
+        "antiphon explain: matplotlib is not installed; run: pip install 'antiphon[train]'\n"
+    )
+
+
+def test_explain_without_a_picture_imports_grpc_and_protobuf_only() -> None:
+    script = (
+        "import sys, antiphon.cli.commands.explain; "
+        "print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

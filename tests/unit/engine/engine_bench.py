@@ -1,0 +1,73 @@
+"""An engine with a real thread around the fake model, whose steps a test holds, and readers of its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from prometheus_client import CollectorRegistry
+
+from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from tests.fakes import FakeRunner, request_of
+
+TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it
+
+
+class Gate:
+    """Holds the decoder until opened, one step a ticket."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Semaphore(0)
+        self._tickets = threading.Semaphore(0)
+        self._is_open = threading.Event()
+
+    def __call__(self, num_rows: int) -> None:
+        self.arrived.release()
+        if not self._is_open.is_set():
+            assert self._tickets.acquire(timeout=TIMEOUT_S)
+
+    def step(self) -> None:
+        self._tickets.release()
+
+    def open(self) -> None:
+        self._is_open.set()
+        self._tickets.release()
+
+
+class Bench:
+    """An engine over the fake model, and readers of its streams."""
+
+    def __init__(self, runner: FakeRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.registry = CollectorRegistry()
+        self.engine = Engine(runner, config, Metrics(MetricFamilies(self.registry), "fake"))
+
+    def submit(
+        self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None
+    ) -> OutputStream:
+        stream = OutputStream(name, coalesce_s=0.0)
+        self.engine.submit(self.request(name, source, params, within_s=within_s), stream)
+        return stream
+
+    def request(
+        self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None
+    ) -> Request:
+        now_s = self.engine.clock()
+        deadline_s = None if within_s is None else now_s + within_s
+        return request_of(name, source, params=params, arrival_s=now_s, deadline_s=deadline_s)
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": "fake", **labels})
+
+
+async def read(stream: OutputStream) -> list[TokenEvent]:
+    async with asyncio.timeout(TIMEOUT_S):
+        return [event async for event in stream]
+
+
+async def arrive(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.arrived.acquire, timeout=TIMEOUT_S)

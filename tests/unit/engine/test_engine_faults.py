@@ -1,0 +1,89 @@
+"""Ends of requests and of the engine when the model, or the engine itself, fails or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from antiphon.service.domain.errors import EngineFault, Unavailable
+from antiphon.service.domain.request import FinishReason
+from antiphon.service.engine.engine import MAX_FAILED_STEPS
+from tests.fakes import EOS_ID, source_of
+from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
+
+
+async def test_engine_ends_when_its_steps_fail_and_the_model_does_too(bench: Bench) -> None:
+    def break_down(num_rows: int) -> None:
+        raise RuntimeError("the model is broken")
+
+    bench.runner.before_decode = break_down
+    for index in range(MAX_FAILED_STEPS):
+        assert bench.engine.is_alive
+        events = await read(bench.submit(str(index), source_of(target_len=2)))
+        assert isinstance(events[-1].error, EngineFault)
+    await asyncio.to_thread(bench.engine._thread.join, TIMEOUT_S)
+    assert not bench.engine.is_alive
+    with pytest.raises(Unavailable):
+        bench.submit("late", source_of(target_len=2))
+
+
+async def test_engine_survives_requests_that_fail_one_after_the_other(bench: Bench) -> None:
+    poison = source_of(target_len=2, length=7)
+
+    def fail(sources: Sequence[Sequence[int]]) -> None:
+        if any(len(source) == len(poison) for source in sources):
+            raise RuntimeError("too much for one")
+
+    bench.runner.before_encode = fail
+    for index in range(3 * MAX_FAILED_STEPS):
+        events = await read(bench.submit(str(index), poison))
+        assert isinstance(events[-1].error, EngineFault)
+    events = await read(bench.submit("fine", source_of(target_len=2)))
+    assert events[-1].finish_reason is FinishReason.STOP
+
+
+async def test_engine_counts_logits_that_are_no_numbers_as_failed_steps(bench: Bench) -> None:
+    nan = np.full(bench.runner.vocab_size, np.nan, np.float32)
+    sources = [source_of(target_len=2, variant=index) for index in range(MAX_FAILED_STEPS)]
+    bench.runner.overrides = dict.fromkeys([*sources, (EOS_ID,)], nan)  # with the source of the model's own test
+    for index, source in enumerate(sources):
+        assert bench.engine.is_alive
+        await read(bench.submit(str(index), source))
+    await asyncio.to_thread(bench.engine._thread.join, TIMEOUT_S)
+    assert not bench.engine.is_alive
+
+
+async def test_engine_that_hangs_tells_whoever_waits_when_it_is_drained(
+    bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("antiphon.service.engine.engine._STOP_PATIENCE_S", 0.01)
+    streams = [bench.submit(str(index), source_of(target_len=9)) for index in range(6)]
+    await arrive(gate)
+    assert not await asyncio.to_thread(bench.engine.drain, 0.01)
+    assert bench.engine.is_alive
+    for stream in streams:
+        events = await read(stream)
+        assert [type(event.error) for event in events if event.is_last] == [EngineFault]
+    assert "the engine hangs" in caplog.text
+    gate.open()  # for the fixture, which sees that every block is free
+
+
+async def test_engine_tells_whoever_waits_when_even_its_accounts_are_broken(bench: Bench, gate: Gate) -> None:
+    stream = bench.submit("a", source_of(target_len=9))
+    await arrive(gate)
+    stepper = bench.engine._stepper
+    assert stepper is not None
+
+    def die(*args: object) -> None:
+        raise RuntimeError("a bug")
+
+    stepper._drops.drop_expired = die  # type: ignore[method-assign]
+    end_all = stepper.end_all
+    stepper.end_all = die  # type: ignore[method-assign, assignment]
+    gate.open()
+    assert isinstance((await read(stream))[-1].error, EngineFault)
+    await asyncio.to_thread(bench.engine._thread.join, TIMEOUT_S)
+    end_all(lambda: EngineFault("for the fixture, which sees that every block is free"))

@@ -1,0 +1,395 @@
+"""Requests of many rows, step by step over the fake model: beams, samples, scores, embeddings, and what they leave.
+
+The fake model reads a row's past from its cache blocks, so a block that is shared, copied or given back wrongly shows
+as a wrong answer. Beams are held to transformers' own search over the same logits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from antiphon.service.domain.errors import EngineFault, InvalidArgument
+from antiphon.service.domain.request import (
+    Arrival,
+    EarlyStopping,
+    FinishReason,
+    Pooling,
+    SamplingParams,
+    StopMatcher,
+    TokenEvent,
+)
+from antiphon.service.domain.tasks import Embed, Generate
+from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
+from tests.parity.transformers_reference import Reference, generate
+from tests.unit.engine.step_bench import Bench
+
+WORDS = st.integers(FIRST_WORD_ID, 60)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def bench(loop: asyncio.AbstractEventLoop) -> Bench:
+    return Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
+
+
+class StopAt:
+    """Stops when a token comes: what a stop string is to the engine."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def push(self, token_id: int) -> bool:
+        return token_id == self._token_id
+
+
+def reference(bench: Bench, request: Generate) -> list[tuple[list[int], float | None]]:
+    """Return the output of transformers' `generate` for a request over the fake model's logits."""
+    params = request.params
+    model = Reference(
+        lambda target: bench.runner.logits_after(request.source_ids, target), bos_id=BOS_ID, eos_id=EOS_ID
+    )
+    room = bench.runner.max_target_len - len(request.prefix_ids)
+    return generate(
+        model,
+        prefix=request.prefix_ids,
+        max_new_tokens=min(params.max_new_tokens or room, room),
+        num_beams=params.beam_width,
+        num_return_sequences=params.num_return_sequences,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping.value,
+        repetition_penalty=params.repetition_penalty,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
+        min_new_tokens=params.min_new_tokens,
+        forced_bos_token_id=None if request.prefix_ids else params.forced_first_id,
+        eos_token_id=[EOS_ID, *params.stop_ids],
+    )
+
+
+@st.composite
+def beam_requests(draw: st.DrawFn, name: str) -> Generate:
+    width, max_new_tokens = draw(st.integers(2, 4)), draw(st.integers(1, 14))
+    params = SamplingParams(
+        beam_width=width,
+        num_return_sequences=draw(st.integers(1, width)),
+        max_new_tokens=max_new_tokens,
+        length_penalty=draw(st.sampled_from([1.0, 0.0, 2.0])),
+        early_stopping=draw(st.sampled_from(EarlyStopping)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.5])),
+        no_repeat_ngram_size=draw(st.sampled_from([0, 2])),
+        min_new_tokens=min(max_new_tokens, draw(st.sampled_from([0, 3]))),
+        forced_first_id=draw(st.sampled_from([None, None, 9])),
+        stop_ids=draw(st.sampled_from([(), (11, 12)])),
+    )
+    prefix = tuple(draw(st.lists(WORDS, max_size=6))) if params.forced_first_id is None else ()
+    source = source_of(target_len=draw(st.integers(1, 12)), length=draw(st.integers(2, 9)))
+    return request_of(name, source, params=params, prefix=prefix)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_searches_in_a_crowd_find_what_transformers_finds_alone(
+    loop: asyncio.AbstractEventLoop, data: st.DataObject
+) -> None:
+    bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
+    asked = [data.draw(beam_requests(str(index))) for index in range(data.draw(st.integers(1, 4)))]
+    groups = []
+    for request in asked:
+        groups.append(bench.ask(request))
+        for _ in range(data.draw(st.integers(0, 2))):
+            bench.step()
+    bench.finish()
+    assert bench.pool.num_free == bench.pool.num_blocks
+    for request, group in zip(asked, groups, strict=True):
+        events = bench.outputs(group)
+        found = [(list(event.token_ids), event.score) for event in events if event.score is not None]
+        # transformers also returns beams that stand for no text, marked by their score.
+        expected = [(ids, score) for ids, score in reference(bench, request) if score is not None and score > -1e6]
+        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+
+
+def params_of(data: st.DataObject) -> SamplingParams:
+    """Any controls that go together."""
+    if data.draw(st.booleans()):
+        return data.draw(beam_requests("")).params
+    return SamplingParams(
+        temperature=0.8,
+        seed=data.draw(st.integers(0, 9)),
+        num_return_sequences=data.draw(st.integers(1, 4)),
+        max_new_tokens=data.draw(st.integers(1, 12)),
+        presence_penalty=data.draw(st.sampled_from([0.0, 0.5])),
+        num_logprobs=data.draw(st.sampled_from([None, 0, 2])),
+        stop_ids=data.draw(st.sampled_from([(), (11, 12, 13, 14)])),
+        time_limit_s=data.draw(st.sampled_from([None, None, 3.0])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_blocks_and_rows_are_whole_after_any_mix_of_requests_cancels_and_faults(
+    loop: asyncio.AbstractEventLoop, data: st.DataObject
+) -> None:
+    bench = Bench(loop, max_rows=8, num_blocks=data.draw(st.sampled_from([40, 200])), reads_history=True)
+
+    def broken(num_rows: int) -> None:
+        raise RuntimeError("a fault")
+
+    names: list[str] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            names.append(str(len(names)))
+            source = source_of(target_len=data.draw(st.integers(1, 9)), length=data.draw(st.integers(2, 9)))
+            bench.add(names[-1], source, params_of(data))
+        bench.clock.advance(data.draw(st.sampled_from([0.0, 1.0])))
+        bench.runner.before_decode = broken if data.draw(st.integers(0, 9)) == 0 else lambda num_rows: None
+        bench.step(*(name for name in names if data.draw(st.integers(0, 6)) == 0))
+    bench.runner.before_decode = lambda num_rows: None
+    bench.finish()
+    assert bench.pool.num_free == bench.pool.num_blocks
+    for group in bench.all:
+        events = bench.outputs(group)
+        (last,) = [event for event in events if event.is_last]
+        if last.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
+            assert [event.output_index for event in events] == list(range(group.request.params.num_return_sequences))
+
+
+def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenEvent], tuple[int, ...]]:
+    """Every event of a streamed request, read after each step, and the first output's tokens."""
+    group = bench.ask(changed(request, request_id=group_name))
+    events: list[TokenEvent] = []
+
+    async def read() -> None:
+        events.extend([event async for event in group.stream])
+
+    reader = bench.loop.create_task(read())
+    while bench.stepper.has_work:
+        bench.step()
+        bench.loop.run_until_complete(asyncio.sleep(0))
+    bench.loop.run_until_complete(asyncio.wait_for(reader, 30))
+    told = tuple(token_id for event in events if event.output_index == 0 for token_id in event.token_ids)
+    return events, told
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_streamed_search_tells_only_what_its_best_hypothesis_begins_with(
+    loop: asyncio.AbstractEventLoop, data: st.DataObject
+) -> None:
+    bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
+    request = data.draw(beam_requests("whole"))
+    whole = bench.ask(dataclasses.replace(request, is_streamed=False))
+    bench.finish()
+    expected = bench.outputs(whole)
+    events, told = drain(bench, "streamed", request)
+    assert told == expected[0].token_ids
+    assert [event.finish_reason for event in events if event.finish_reason] == [one.finish_reason for one in expected]
+
+
+def test_a_streamed_search_tells_its_agreed_prefix_before_its_end(bench: Bench) -> None:
+    params = SamplingParams(beam_width=2, max_new_tokens=10, forced_first_id=9, ignore_eos=True)
+    events, _ = drain(bench, "a", request_of("a", source_of(target_len=12), params=params))
+    assert events[0].token_ids[0] == 9
+    assert events[0].finish_reason is None
+
+
+def test_samples_of_a_request_are_those_of_as_many_requests(bench: Bench) -> None:
+    params = SamplingParams(temperature=1.0, seed=7, num_return_sequences=4, max_new_tokens=9)
+    together = bench.add("together", source_of(target_len=9), params)
+    fewer = bench.add("fewer", source_of(target_len=9), dataclasses.replace(params, num_return_sequences=2))
+    bench.finish()
+    many, few = bench.outputs(together), bench.outputs(fewer)
+    assert [event.token_ids for event in many[:2]] == [event.token_ids for event in few]
+    assert len({event.token_ids for event in many}) > 1
+    assert len(bench.runner.encoded[0]) == 2  # one source each, not one a sample
+    (last,) = [event for event in many if event.is_last]
+    assert last.num_generated == sum(len(e.token_ids) + (e.finish_reason is FinishReason.STOP) for e in many)
+
+
+def test_a_prefix_counts_once_for_a_group_that_joins(bench: Bench) -> None:
+    source, prefix = source_of(target_len=9, length=7), (5, 6, 7)
+    sampled = SamplingParams(temperature=1.0, num_return_sequences=4, max_new_tokens=2)
+    searched = SamplingParams(beam_width=4, max_new_tokens=2)
+    groups = [bench.add(name, source, p, prefix=prefix) for name, p in (("s", sampled), ("b", searched))]
+    assert [group.num_prefill_tokens for group in groups] == [7 + 3, 7 + 3]
+    bench.step()
+    assert bench.runner.decoded_tokens == [4 * 4]  # 19 of the 16 tokens of a step are taken up alone
+    bench.finish()
+    # The samples' second tokens, beside the prefix in the search's first row and a begin token in each of the others.
+    assert bench.runner.decoded_tokens[1:3] == [4 + 4 + 3, 4]
+
+
+def test_beams_share_the_blocks_they_have_in_common(bench: Bench) -> None:
+    params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
+    group = bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
+    bench.step()
+    reserved = group.num_blocks
+    for _ in range(4):
+        bench.step()
+    assert len(group.blocks) < reserved  # of the prefix, all beams read one copy
+    bench.finish()
+
+
+def test_a_time_limit_returns_what_there_is(bench: Bench) -> None:
+    sampled = SamplingParams(time_limit_s=5.0)
+    searched = SamplingParams(time_limit_s=5.0, beam_width=2, num_return_sequences=2, ignore_eos=True)
+    groups = [bench.add(name, source_of(target_len=25), p) for name, p in (("a", sampled), ("b", searched))]
+    for _ in range(3):
+        bench.step()
+    bench.clock.advance(5.0)
+    late = bench.add("late", source_of(target_len=3), dataclasses.replace(sampled, time_limit_s=0.001))
+    bench.clock.advance(1.0)
+    bench.step()
+    bench.finish()
+    for group in groups:
+        for event in bench.outputs(group):
+            assert (event.finish_reason, len(event.token_ids), event.error) == (FinishReason.TIME_LIMIT, 3, None)
+    (event,) = bench.outputs(late)
+    assert (event.finish_reason, event.token_ids) == (FinishReason.TIME_LIMIT, ())
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it(bench: Bench) -> None:
+    request = request_of("free", source_of(target_len=9))
+    free = bench.ask(request)
+    bench.finish()
+    token_ids = bench.output(free).token_ids
+
+    def matcher() -> StopMatcher:
+        return StopAt(token_ids[4])
+
+    stopped = bench.ask(changed(request, request_id="stopped", stop_matcher=matcher))
+    by_id = bench.add("by id", request.source_ids, SamplingParams(stop_ids=(token_ids[4],), num_logprobs=0))
+    bench.finish()
+    event = bench.output(stopped)
+    assert (event.finish_reason, event.token_ids) == (FinishReason.STOP_SEQUENCE, token_ids[:5])
+    event = bench.output(by_id)
+    assert (event.finish_reason, event.token_ids) == (FinishReason.STOP_SEQUENCE, token_ids[:4])
+    assert [one.token_id for one in event.logprobs] == list(token_ids[:5])
+
+
+def test_constraints_that_leave_nothing_end_the_output(bench: Bench) -> None:
+    nothing = SamplingParams(allowed_ids=(20,), no_repeat_ngram_size=1, ignore_eos=True)
+    single = bench.add("single", source_of(target_len=9), nothing)
+    beams = bench.add("beams", source_of(target_len=9), dataclasses.replace(nothing, beam_width=2))
+    bench.finish()
+    event = bench.output(single)
+    assert (event.finish_reason, event.token_ids) == (FinishReason.EXHAUSTED, (20,))
+    assert bench.output(beams).finish_reason is FinishReason.EXHAUSTED
+
+
+def test_a_forced_first_token_is_produced_and_judged(bench: Bench) -> None:
+    params = SamplingParams(forced_first_id=33, max_new_tokens=3, num_logprobs=1)
+    group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6))
+    bench.finish()
+    event = bench.output(group)
+    assert (event.token_ids[0], event.num_generated) == (33, 3)
+    logits = bench.runner.logits_after(group.request.source_ids, (BOS_ID, 5, 6)).astype(np.float64)
+    expected = logits[33] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert event.logprobs[0].logprob == pytest.approx(expected, abs=1e-5)
+    assert event.logprobs[0].alternatives[0][0] == logits.argmax()
+
+
+def test_a_score_is_the_log_probability_that_generation_reports(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=12))
+    params = SamplingParams(num_logprobs=2)
+    source = source_of(target_len=6, variant=1)
+    written = bench.add("written", source, params)
+    bench.finish()
+    event = bench.output(written)
+    target_ids = (*event.token_ids, EOS_ID)
+    again = bench.add("again", source_of(target_len=8))
+    asked = bench.ask(scored(request_of("score", source, params=params), target_ids))
+    bench.finish()
+    judged = bench.output(asked)
+    assert judged.logprobs == event.logprobs
+    assert judged.score == pytest.approx(event.score)
+    assert (judged.finish_reason, judged.num_generated, judged.token_ids) == (FinishReason.STOP, 0, ())
+    assert bench.output(running).finish_reason is bench.output(again).finish_reason
+
+
+def test_a_score_judges_a_target_that_does_not_end(bench: Bench) -> None:
+    asked = bench.ask(scored(request_of("score", source_of(target_len=6)), (9, 8, 7)))
+    bench.finish()
+    event = bench.output(asked)
+    assert [one.token_id for one in event.logprobs] == [9, 8, 7]
+    assert (event.finish_reason, event.token_ids) == (FinishReason.STOP, ())
+
+
+def test_a_search_after_a_prefix_may_be_forced_its_first_token(bench: Bench) -> None:
+    """Beams beside the first have not read the prefix: none may go on from its own blocks, dead or alive."""
+    params = SamplingParams(beam_width=3, num_return_sequences=3, forced_first_id=9, max_new_tokens=5, ignore_eos=True)
+    group = bench.add("a", source_of(target_len=9), params, prefix=(5, 6, 7))
+    bench.finish()
+    outputs = bench.outputs(group)
+    assert [event.token_ids[0] for event in outputs] == [9, 9, 9]
+    assert len({event.token_ids for event in outputs}) == 3
+
+
+def vector_of(event: TokenEvent) -> NDArray[np.float32]:
+    assert event.readout is not None
+    return event.readout.values
+
+
+def test_an_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
+    source, other = source_of(target_len=3, length=7), source_of(target_len=2, length=4)
+    bench.add("other", other)
+    asked = [
+        Embed(
+            arrival=Arrival(request_id=pooling.name, arrival_s=0.0),
+            source_ids=source,
+            pooling=pooling,
+            normalize=normalize,
+        )
+        for pooling, normalize in ((Pooling.MEAN, False), (Pooling.MAX, True), (Pooling.FIRST, False))
+    ]
+    mean, largest, first = (bench.ask(request) for request in asked)
+    bench.finish()
+    states = bench.runner.memory(source)
+    assert vector_of(bench.output(mean)) == pytest.approx(states.mean(axis=0), abs=1e-6)
+    assert vector_of(bench.output(first)) == pytest.approx(states[0], abs=1e-6)
+    top = states.max(axis=0)
+    assert vector_of(bench.output(largest)) == pytest.approx(top / np.linalg.norm(top), abs=1e-6)
+
+
+def test_more_rows_than_a_batch_has_are_refused(bench: Bench) -> None:
+    with pytest.raises(InvalidArgument, match="beam_width is 9; it must be at most 8"):
+        bench.add("a", source_of(target_len=3), SamplingParams(beam_width=9))
+
+
+def test_a_fault_while_blocks_are_copied_ends_its_step_and_not_the_engine(bench: Bench) -> None:
+    params = SamplingParams(beam_width=4, ignore_eos=True, max_new_tokens=9)
+    broken = bench.add("broken", source_of(target_len=9), params)
+
+    def fail(sources: object, targets: object) -> None:
+        raise RuntimeError("no copy")
+
+    bench.runner.copy_blocks = fail  # type: ignore[method-assign]
+    bench.step()
+    del bench.runner.copy_blocks
+    assert bench.pool.num_free == bench.pool.num_blocks
+    assert isinstance(bench.output(broken).error, EngineFault)
+    whole = bench.add("whole", source_of(target_len=9), params)
+    bench.finish()
+    assert bench.output(whole).finish_reason is FinishReason.LENGTH
+
+
+def test_occupancy_follows_the_blocks_that_beams_give_back(bench: Bench) -> None:
+    params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
+    bench.add("a", source_of(target_len=30), params, prefix=tuple(range(10, 21)))
+    for _ in range(6):
+        bench.step()
+        assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_free
+    bench.finish()

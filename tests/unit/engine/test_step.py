@@ -1,0 +1,336 @@
+"""Steps one by one, without the engine's thread: requests that join and leave, and the time at which they free rows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, QueueFull
+from antiphon.service.domain.request import FinishReason, SamplingParams
+from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from tests.fakes import source_of
+from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def bench(loop: asyncio.AbstractEventLoop) -> Bench:
+    return Bench(loop)
+
+
+def row_of(group: SequenceGroup) -> int | None:
+    (sequence,) = group.sequences
+    return sequence.row
+
+
+def test_step_decodes_the_first_token_in_the_step_that_encodes(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=3))
+    bench.step()
+    assert bench.runner.decoded_rows == [1]
+    assert sequence.first_token_s == bench.clock()
+
+
+def test_step_joins_a_new_request_to_the_running_ones(bench: Bench) -> None:
+    first = bench.add("first", source_of(target_len=6))
+    bench.step()
+    second = bench.add("second", source_of(target_len=6))
+    bench.step()
+    assert bench.runner.decoded_rows == [1, 2]
+    assert (row_of(first), row_of(second)) == (0, 1)
+
+
+def test_step_lets_a_request_leave_when_it_ends_and_fills_its_row(bench: Bench) -> None:
+    short, longer, longest = (bench.add(str(n), source_of(target_len=n)) for n in (1, 3, 5))
+    bench.step()
+    bench.step()
+    assert short.state is SequenceState.FINISHED
+    assert (row_of(longer), row_of(longest)) == (1, 0)
+    bench.finish()
+    for sequence in (short, longer, longest):
+        event = bench.output(sequence)
+        assert (event.token_ids, event.finish_reason) == expected(bench, sequence)
+
+
+def test_step_encodes_sources_of_any_lengths_together(bench: Bench) -> None:
+    for i, length in enumerate((3, 5, 3)):
+        bench.add(str(i), source_of(target_len=2, length=length, variant=i))
+    bench.step()
+    assert [[len(source) for source in run] for run in bench.runner.encoded] == [[3, 5, 3]]
+    bench.finish()
+
+
+def test_step_ends_at_the_asked_number_of_tokens(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=9), SamplingParams(max_new_tokens=4))
+    exact = bench.add("b", source_of(target_len=3), SamplingParams(max_new_tokens=4))
+    bench.finish()
+    event = bench.output(sequence)
+    assert (event.finish_reason, event.num_generated, len(event.token_ids)) == (FinishReason.LENGTH, 4, 4)
+    event = bench.output(exact)
+    assert (event.finish_reason, event.num_generated, len(event.token_ids)) == (FinishReason.STOP, 4, 3)
+
+
+def test_step_fills_the_whole_target_when_nothing_ends_it(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=60))
+    bench.step()
+    assert len(sequence.sequences[0].self_block_table) == blocks_for(bench.runner.max_target_len, BLOCK_SIZE)
+    bench.finish()
+    event = bench.output(sequence)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.max_target_len)
+
+
+def test_step_frees_a_cancelled_running_request_within_one_step(bench: Bench) -> None:
+    kept, cancelled = bench.add("kept", source_of(target_len=4)), bench.add("cancelled", source_of(target_len=20))
+    bench.step()
+    used = bench.pool.num_used
+    bench.step("cancelled")
+    assert cancelled.state is SequenceState.FINISHED
+    assert bench.pool.num_used == used - cancelled.num_blocks
+    assert bench.runner.decoded_rows == [2, 1]
+    event = bench.output(cancelled)
+    assert (event.finish_reason, event.num_generated, event.error) == (FinishReason.CANCELLED, 1, None)
+    bench.finish()
+    assert bench.output(kept).token_ids == expected(bench, kept)[0]
+
+
+def test_step_never_encodes_a_request_cancelled_while_waiting(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=4))
+    bench.step("a", "unknown", "a")
+    assert not bench.runner.encoded
+    assert not bench.runner.decoded_rows
+    event = bench.output(sequence)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.CANCELLED, 0)
+    assert event.timing is not None
+    assert event.timing.queued_s is None
+    assert bench.sample("cancellations_total", stage="waiting", cause="client") == 1
+
+
+def test_step_decodes_nothing_for_requests_given_up_while_they_were_encoded(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=6))
+    bench.step()
+    kept, cancelled = bench.add("kept", source_of(target_len=4)), bench.add("cancelled", source_of(target_len=20))
+    late = bench.add("late", source_of(target_len=20), within_s=1.0)
+
+    def hang_up(sources: object) -> None:
+        for request_id in ("cancelled", "running"):
+            bench.cancellations.put(request_id, CancelCause.CLIENT)
+        bench.clock.advance(1.0)
+
+    bench.runner.before_encode = hang_up
+    bench.step()
+    assert bench.runner.decoded_rows == [1, 2]
+    assert running.state is SequenceState.RUNNING  # its row was in use; it leaves before the next step
+    assert {group.stream.end_reason for group in (cancelled, late)} == {FinishReason.CANCELLED, FinishReason.DEADLINE}
+    assert bench.sample("cancellations_total", stage="encoding", cause="client") == 1
+    assert bench.sample("deadline_misses_total", stage="encoding") == 1
+    bench.runner.before_encode = lambda sources: None
+    bench.finish()
+    assert running.stream.end_reason is FinishReason.CANCELLED
+    assert bench.output(kept).token_ids == expected(bench, kept)[0]
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_step_ends_every_output_when_the_time_limit_passes_during_the_encoder_run(
+    bench: Bench, num_outputs: int
+) -> None:
+    """It ended none of them, and the engine's thread stopped on that."""
+    params = SamplingParams(time_limit_s=1.0, temperature=1.0, num_return_sequences=num_outputs)
+    group = bench.add("a", source_of(target_len=20), params)
+    bench.runner.before_encode = lambda sources: bench.clock.advance(1.0)
+    bench.step()
+    bench.finish()
+    reasons = [event.finish_reason for event in bench.outputs(group)]
+    assert reasons == [FinishReason.TIME_LIMIT] * num_outputs
+
+
+def test_step_counts_a_cancellation_by_a_deadline_as_a_deadline_miss(bench: Bench) -> None:
+    group = bench.add("a", source_of(target_len=20), within_s=1.0)
+    bench.step()
+    bench.cancellations.put("a", CancelCause.DEADLINE)
+    bench.step()
+    assert group.stream.end_reason is FinishReason.DEADLINE
+    assert bench.sample("deadline_misses_total", stage="running") == 1
+    assert bench.sample("cancellations_total", stage="running", cause="deadline") is None
+
+
+def test_step_ends_requests_whose_deadline_has_come(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, max_rows=1)
+    running = bench.add("running", source_of(target_len=20), within_s=2.0)
+    waiting = bench.add("waiting", source_of(target_len=20), within_s=1.0)
+    patient = bench.add("patient", source_of(target_len=2))
+    bench.step()
+    bench.clock.advance(1.0)
+    bench.step()
+    assert waiting.state is SequenceState.FINISHED
+    assert running.state is SequenceState.RUNNING
+    bench.clock.advance(1.0)
+    bench.step()
+    assert patient.state is SequenceState.RUNNING
+    for sequence, stage in ((running, "running"), (waiting, "waiting")):
+        event = bench.output(sequence)
+        assert event.finish_reason is FinishReason.DEADLINE
+        assert isinstance(event.error, DeadlineExceeded)
+        assert bench.sample("deadline_misses_total", stage=stage) == 1
+    bench.finish()
+
+
+def test_step_fails_only_the_source_that_the_encoder_cannot_take(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=5))
+    bench.step()
+    bad = bench.add("bad", source_of(target_len=5, length=4))
+    good = bench.add("good", source_of(target_len=5, length=5))
+
+    def fail(sources: list[tuple[int, ...]]) -> None:
+        if any(len(source) == 4 for source in sources):
+            raise RuntimeError("no memory")
+
+    bench.runner.before_encode = fail  # type: ignore[assignment]
+    bench.step()
+    assert isinstance(bench.output(bad).error, EngineFault)
+    bench.finish()
+    for sequence in (running, good):
+        assert bench.output(sequence).token_ids == expected(bench, sequence)[0]
+
+
+def test_step_fails_every_row_of_a_decoder_run_that_raised_and_goes_on(bench: Bench) -> None:
+    sequences = [bench.add(str(i), source_of(target_len=5, variant=i)) for i in range(3)]
+
+    def fail(num_rows: int) -> None:
+        raise RuntimeError("no memory")
+
+    healthy, bench.runner.before_decode = bench.runner.before_decode, fail
+    bench.step()
+    assert [bench.output(sequence).finish_reason for sequence in sequences] == [FinishReason.ERROR] * 3
+    assert bench.sample("request_errors_total", stage="running") == 3
+    bench.runner.before_decode = healthy
+    later = bench.add("later", source_of(target_len=5))
+    bench.finish()
+    assert bench.output(later).finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_step_fails_only_the_request_whose_logits_are_not_finite(bench: Bench, bad: float) -> None:
+    source = source_of(target_len=9, variant=3)
+    bench.runner.overrides[source] = np.full(bench.runner.vocab_size, bad, np.float32)
+    broken, healthy = bench.add("broken", source), bench.add("healthy", source_of(target_len=4))
+    bench.finish()
+    event = bench.output(broken)
+    assert (event.finish_reason, event.token_ids, event.num_generated) == (FinishReason.ERROR, (), 0)
+    assert bench.output(healthy).token_ids == expected(bench, healthy)[0]
+
+
+def test_step_gives_a_sampled_request_the_same_tokens_alone_and_among_others(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    params = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=99)
+    outputs = []
+    for neighbours in (0, 3):
+        bench = Bench(loop)
+        for i in range(neighbours):
+            bench.add(f"neighbour{i}", source_of(target_len=1 + i, variant=i), SamplingParams(temperature=1.0, seed=i))
+        sequence = bench.add("a", source_of(target_len=12))
+        sequence = bench.add("sampled", source_of(target_len=12), params)
+        bench.finish()
+        outputs.append(bench.output(sequence).token_ids)
+    assert outputs[0] == outputs[1]
+    assert outputs[0] != expected(bench, sequence)[0]
+
+
+def test_step_measures_latencies_by_the_clock(bench: Bench) -> None:
+    sequence = bench.add("a", source_of(target_len=2))
+    bench.clock.advance(3.0)
+    bench.step()
+    bench.clock.advance(0.5)
+    bench.step()
+    bench.clock.advance(0.5)
+    bench.step()
+    timing = bench.output(sequence).timing
+    assert timing is not None
+    assert (timing.queued_s, timing.first_token_s, timing.total_s) == (3.0, 3.0, 4.0)
+    assert bench.sample("inter_token_latency_seconds_count") == 2
+    assert bench.sample("inter_token_latency_seconds_sum") == 1.0
+    assert bench.sample("time_to_first_token_seconds_sum") == 3.0
+    assert bench.sample("request_queue_time_seconds_sum") == 3.0
+    assert bench.sample("e2e_request_latency_seconds_sum") == 4.0
+
+
+def test_stepper_reports_an_empty_cache_before_the_first_request(bench: Bench) -> None:
+    """It used to read 0 free blocks until then, as if the cache were full."""
+    assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
+    assert bench.sample("kv_cache_usage_ratio") == 0
+
+
+def test_step_reports_cache_use_self_and_cross_apart(bench: Bench) -> None:
+    bench.add("a", source_of(target_len=9, length=9), SamplingParams(max_new_tokens=4))
+    bench.step()
+    assert bench.sample("kv_cache_blocks", use="self") == blocks_for(5, BLOCK_SIZE)
+    assert bench.sample("kv_cache_blocks", use="cross") == blocks_for(9, BLOCK_SIZE)
+    assert bench.sample("num_requests_running") == 1
+    bench.finish()
+    assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
+    assert bench.sample("kv_cache_usage_ratio") == 0
+    assert bench.sample("num_requests_running") == 0
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_end(
+    loop: asyncio.AbstractEventLoop, seed: int
+) -> None:
+    dice = random.Random(seed)
+    bench = Bench(loop, max_rows=dice.randint(1, 7), num_blocks=dice.choice([17, 30, 200]))
+    faults = {"encode": 0.0, "decode": 0.0}
+    faults[dice.choice(list(faults))] = dice.choice([0.0, 0.05])
+
+    def maybe(kind: str) -> None:
+        if dice.random() < faults[kind]:
+            raise RuntimeError(f"fault in {kind}")
+
+    bench.runner.before_encode = lambda sources: maybe("encode")
+    bench.runner.before_decode = lambda num_rows: maybe("decode")
+    for turn in range(120):
+        if turn < 80:
+            for i in range(dice.choice([0, 0, 1, 3])):
+                source = source_of(
+                    target_len=dice.randint(1, 25), length=dice.randint(2, 30), variant=dice.randint(0, 99)
+                )
+                params = SamplingParams(max_new_tokens=dice.choice([None, 1, 5, 20]))
+                within_s = dice.choice([None, None, dice.uniform(0.5, 30.0)])
+                prefix = (7,) * dice.choice([0, 0, 0, 1, 6])
+                try:
+                    bench.add(f"{turn}.{i}", source, params, within_s=within_s, prefix=prefix)
+                except (QueueFull, DeadlineExceeded):
+                    continue
+        names = [sequence.request_id for sequence in bench.all]
+        bench.step(*dice.sample(names, min(len(names), dice.choice([0, 0, 0, 1, 2]))))
+        bench.clock.advance(dice.uniform(0.0, 0.5))
+    bench.finish()
+    assert bench.pool.num_free == bench.pool.num_blocks
+    _check_outputs(bench)
+
+
+def _check_outputs(bench: Bench) -> None:
+    finished = 0
+    for sequence in bench.all:
+        event = bench.output(sequence)
+        token_ids, reason = expected(bench, sequence)
+        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (event.token_ids, event.finish_reason) == (token_ids, reason)
+            finished += 1
+        assert event.token_ids == token_ids[: len(event.token_ids)]
+        with pytest.raises(StopAsyncIteration):
+            bench.loop.run_until_complete(sequence.stream.collect())
+    assert finished > 0
+    counted = [bench.sample("request_success_total", finished_reason=reason) or 0 for reason in ("stop", "length")]
+    assert sum(counted) == finished

@@ -1,0 +1,378 @@
+"""The native runner over graphs built by hand, against the same network recomputed in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.manifest import (
+    Bundle,
+    BundleError,
+    MemoryFit,
+    MemoryProfile,
+    file_entry,
+    load_bundle,
+    write_manifest,
+)
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.model.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
+from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.service.runtime.runner import DecodeBatch
+from antiphon.service.runtime.runners import open_runner
+from antiphon.service.runtime.warm_up import warm_up
+from tests.batches import SampleSettings, batch_of, sampling_of
+from tests.unit.graphs.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
+from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
+
+# float32 sums in another order than NumPy's, over products of width 16.
+TOLERANCE = 1e-5
+# Keys and values rounded to 11 bits, relative to logits of a few units.
+HALF_TOLERANCE = 5e-3
+BLOCK = 16
+SOURCES = ((5, 6, 7, 2), (*range(3, 22), 2), (8, 9, 10, 2))
+TARGETS = ([1, 4, 9], [1], [1, *range(3, 23)])
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return tiny_model(tiny_native_config())
+
+
+@pytest.fixture(scope="module")
+def bundle(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return write_native_bundle(tmp_path_factory.mktemp("bundle") / "native", model)
+
+
+@pytest.fixture
+def runner(bundle: Bundle) -> NativeRunner:
+    return NativeRunner(bundle, max_rows=4, threads=1)
+
+
+class Tables:
+    """Blocks of rows, taken from one pool in an order that leaves none next to another's."""
+
+    def __init__(self, runner: NativeRunner, sources: Sequence[Sequence[int]]) -> None:
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        width = blocks_for(runner.max_target_len, BLOCK)
+        self.lens = [len(source) for source in sources]
+        self.self_tables = [pool.allocate(1) for _ in sources]
+        self.cross = [pool.allocate(blocks_for(length, BLOCK)) for length in self.lens]
+        self.self_tables = [(*table, *pool.allocate(width - 1)) for table in self.self_tables]
+
+    def batch(
+        self,
+        fed: Sequence[Sequence[int]],
+        past_lens: Sequence[int],
+        *,
+        num_logprobs: int = -1,
+        sampling: SamplingArrays | None = None,
+    ) -> DecodeBatch:
+        width = max(map(len, self.cross))
+        cross = [table + (10**9,) * (width - len(table)) for table in self.cross]  # what is unused may be anything
+        tables = (self.self_tables, cross)
+        return batch_of(fed, past_lens, self.lens, tables=tables, num_logprobs=num_logprobs, sampling=sampling)
+
+
+def encode(runner: NativeRunner, sources: Sequence[Sequence[int]] = SOURCES) -> Tables:
+    tables = Tables(runner, sources)
+    runner.encode(sources, tables.cross)
+    return tables
+
+
+def scores_of(model: TinyModel, targets: Sequence[Sequence[int]] = TARGETS) -> np.ndarray:
+    """Log-probabilities [R, V] after the last of each row's targets."""
+    pairs = zip(SOURCES, targets, strict=True)
+    logits = np.stack([model.logits(source, target) for source, target in pairs]).astype(np.float64)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+
+
+def test_native_runner_decodes_ragged_rows_like_the_network_recomputed(runner: NativeRunner, model: TinyModel) -> None:
+    tables = encode(runner)
+    drawn = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
+    expected = scores_of(model)
+    found = np.empty_like(expected)
+    np.put_along_axis(found, drawn.top_ids, drawn.top_logprobs, axis=1)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    np.testing.assert_array_equal(drawn.token_ids, expected.argmax(axis=1))
+    np.testing.assert_array_equal(drawn.logprobs, drawn.top_logprobs[:, 0])
+
+
+def test_native_runner_gives_the_same_bits_at_once_and_one_by_one(runner: NativeRunner) -> None:
+    tables = encode(runner)
+    at_once = runner.decode(tables.batch(TARGETS, [0] * 3, num_logprobs=24))
+    tables = encode(runner)
+    for row, target in enumerate(TARGETS):
+        for position, token_id in enumerate(target):
+            fed, past = [[1]] * 3, [0] * 3
+            fed[row], past[row] = [token_id], position
+            runner.decode(tables.batch(fed, past))
+    last = runner.decode(tables.batch([t[-1:] for t in TARGETS], [len(t) - 1 for t in TARGETS], num_logprobs=24))
+    np.testing.assert_array_equal(last.top_ids, at_once.top_ids)
+    np.testing.assert_array_equal(last.top_logprobs, at_once.top_logprobs)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_native_runner_row_is_bit_identical_alone_and_among_others(bundle: Bundle, threads: int) -> None:
+    runner = NativeRunner(bundle, max_rows=4, threads=threads)
+    together = runner.decode(encode(runner).batch(TARGETS, [0] * 3, num_logprobs=0))
+    token_ids, logprobs = together.token_ids.copy(), together.logprobs.copy()
+    for row, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True)):
+        alone = runner.decode(encode(runner, [source]).batch([target], [0], num_logprobs=0))
+        assert (alone.token_ids[0], alone.logprobs[0]) == (token_ids[row], logprobs[row])
+
+
+# Every token of ragged rows is looked at, in an order of its own, and one of them twice.
+ENDS = ((2, 21), (0, 1), (1, 1), (0, 3), (2, 1), (2, 20), (0, 3))
+KINDS = (
+    SampleSettings(temperature=0.5),
+    SampleSettings(temperature=2.0, top_k=5, num_logprobs=3),
+    SampleSettings(temperature=1.0, top_p=0.7, min_p=0.05),
+    SampleSettings(temperature=3.0, typical_p=0.6, is_normalized=True, num_logprobs=0),
+    SampleSettings(
+        num_logprobs=24, is_normalized=True, edits=[(7, 9.0, 1.0, 0.0), (8, 0.0, 1.5, -2.0), (7, 0.0, 2.0, 1.0)]
+    ),
+    SampleSettings(is_exclusive=True, temperature=1.0, num_logprobs=4, edits=[(3, 0.0, 1.0, 0.0), (9, 1.0, 0.5, 0.0)]),
+    SampleSettings(forced_id=11, num_logprobs=2, edits=[(4, 0.0, 1.0, -np.inf)]),
+    SampleSettings(is_exclusive=True),
+)
+
+
+def expected_samples(model: TinyModel, sampling: SamplingArrays, ends: Sequence[tuple[int, int]] = ENDS) -> Samples:
+    """Return NumPy's samples after a recomputed pass; each end is a row and its number of targets."""
+    logits = np.stack([model.logits(SOURCES[row], TARGETS[row][:end]) for row, end in ends])
+    return sample(logits, sampling, np.array([end - 1 for _, end in ends], np.int32))
+
+
+def assert_same(found: Samples, expected: Samples) -> None:
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    for name in ("logprobs", "top_logprobs", "top_scores"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=TOLERANCE)
+
+
+def test_native_runner_chooses_as_numpy_does_after_any_token(runner: NativeRunner, model: TinyModel) -> None:
+    tables, starts = encode(runner), np.cumsum([0, *map(len, TARGETS)])
+    picks = [int(starts[row]) + end - 1 for row, end in ENDS]
+    found = set()
+    for seed in range(16):
+        settings = [replace(KINDS[(seed + index) % len(KINDS)], seed=2**63 + seed) for index in range(len(ENDS))]
+        sampling = sampling_of(picks, settings)
+        drawn = runner.decode(tables.batch(TARGETS, [0] * 3, sampling=sampling))
+        assert_same(drawn, expected_samples(model, sampling))
+        found |= set(drawn.token_ids.tolist())
+    assert len(found) > 8
+    assert NONE_ALLOWED in found
+
+
+def test_native_runner_keeps_apart_the_settings_of_steps_that_share_arrays(
+    runner: NativeRunner, model: TinyModel
+) -> None:
+    """Rows of one token reuse arrays and bindings, whatever came between: other widths, edits, rows, ragged rows."""
+    tables = encode(runner)
+    many = [
+        (token_id, 0.01 * token_id, 1.0, 0.0) for token_id in range(24)
+    ] * 15  # more than there is room for at first
+    sets = [
+        [SampleSettings()] * 3,
+        list(KINDS[:3]),
+        [SampleSettings(edits=many, num_logprobs=2), KINDS[4], SampleSettings(num_logprobs=-1)],
+        [SampleSettings()] * 3,
+        [SampleSettings(num_logprobs=1), SampleSettings(temperature=1.0, seed=4), KINDS[5]],
+    ]
+    batches = [tables.batch([[1]] * 3, [0] * 3, sampling=sampling_of(range(3), settings)) for settings in sets]
+    ragged = tables.batch(TARGETS, [0] * 3, num_logprobs=1)
+    for index in [0, 0, 1, 2, 0, 3, 4, 4, 1, 2, 2, 0]:
+        for _ in range(2):
+            drawn = runner.decode(batches[index])
+            assert_same(drawn, expected_samples(model, batches[index].sampling, [(row, 1) for row in range(3)]))
+        runner.decode(ragged)
+    alone = batch_of([[1]], [0], tables.lens[:1], tables=(tables.self_tables[:1], tables.cross[:1]))
+    assert runner.decode(alone).token_ids.shape == (1,)
+    assert_same(runner.decode(batches[2]), expected_samples(model, batches[2].sampling, [(row, 1) for row in range(3)]))
+
+
+def test_native_runner_rows_share_blocks_and_go_apart_by_a_copy(runner: NativeRunner, model: TinyModel) -> None:
+    source, past = SOURCES[1], [1, *range(3, 21)]  # 19 tokens: a full block, and three tokens of the next
+    runner.encode([source], [(0, 1)])
+    first, second = (10, 11), (10, 12)
+    runner.decode(batch_of([past], [0], [len(source)], tables=([first], [(0, 1)])))
+    runner.copy_blocks(np.array([11], np.int32), np.array([12], np.int32))
+    tables = ([first, second], [(0, 1)] * 2)
+    drawn = runner.decode(batch_of([[5], [9]], [len(past)] * 2, [len(source)] * 2, tables=tables, num_logprobs=24))
+    scores = np.empty((2, 24))
+    np.put_along_axis(scores, drawn.top_ids, drawn.top_logprobs, axis=1)
+    for row, token_id in enumerate((5, 9)):
+        logits = model.logits(source, [*past, token_id]).astype(np.float64)
+        np.testing.assert_allclose(scores[row], logits - np.log(np.exp(logits).sum()), atol=TOLERANCE)
+
+
+def test_native_runner_copies_whole_blocks_and_no_others(runner: NativeRunner) -> None:
+    generator = np.random.default_rng(0)
+    runner.cache[:] = generator.random(runner.cache.shape)
+    before = runner.cache.copy()
+    runner.copy_blocks(np.array([3, 3, 0], np.int32), np.array([1, 5, 7], np.int32))
+    before[[1, 5, 7]] = before[[3, 3, 0]]
+    np.testing.assert_array_equal(runner.cache, before)
+    for sources, targets in (([-1], [2]), ([2], [runner.num_blocks])):
+        with pytest.raises(ValueError, match=f"is not of this pool of {runner.num_blocks}"):
+            runner.copy_blocks(np.array(sources, np.int32), np.array(targets, np.int32))
+
+
+def test_native_runner_keeps_the_encoders_states_where_asked(bundle: Bundle, model: TinyModel) -> None:
+    sources = [*SOURCES, *[tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(20)]]
+    tables = [(3 * row, 3 * row + 1, 3 * row + 2)[: blocks_for(len(s), BLOCK)] for row, s in enumerate(sources)]
+    roomy = NativeRunner(bundle, max_rows=32, threads=1)
+    report = roomy.encode(sources, tables, keep_memory=True)
+    assert report.memory is not None
+    assert report.memory.dtype == np.float32
+    expected = np.concatenate([model.memory(source) for source in sources])  # 828 tokens: two runs
+    np.testing.assert_allclose(report.memory, expected, atol=TOLERANCE)
+    assert roomy.encode(sources, tables).memory is None
+
+
+def test_native_runner_gives_no_logprobs_unasked(runner: NativeRunner) -> None:
+    drawn = runner.decode(encode(runner).batch([[1]] * 3, [0] * 3))
+    assert not drawn.logprobs.any()
+    assert drawn.top_ids.shape == drawn.top_logprobs.shape == (3, 0)
+
+
+def test_native_runner_half_cache_agrees_within_its_rounding(tmp_path: Path, model: TinyModel) -> None:
+    half = NativeRunner(write_native_bundle(tmp_path / "half", model, "float16"), max_rows=4, threads=1)
+    assert half.cache.dtype == np.float16
+    drawn = half.decode(encode(half).batch(TARGETS, [0] * 3, num_logprobs=24))
+    found = np.empty((3, 24))
+    np.put_along_axis(found, drawn.top_ids, drawn.top_logprobs, axis=1)
+    np.testing.assert_allclose(found, scores_of(model), atol=HALF_TOLERANCE)
+
+
+def test_native_runner_writes_only_the_blocks_it_is_given(runner: NativeRunner) -> None:
+    runner.cache[:] = 7.0
+    tables = encode(runner)
+    runner.decode(tables.batch([[1], [1], [1] * 17], [0, 15, 0]))
+    written = {block for block in range(runner.num_blocks) if (runner.cache[block] != 7.0).any()}
+    cross = {block for table in tables.cross for block in table}
+    own = {table[0] for table in tables.self_tables} | {tables.self_tables[2][1]}
+    assert written == cross | own
+
+
+def test_native_runner_reports_measurement_beside_predictions(tmp_path: Path, model: TinyModel) -> None:
+    profiled = write_native_bundle(tmp_path / "profiled", model)
+    fit = MemoryFit(a=100.0, b=10.0, c=0.0, residual=0.0, exponent=1.0, max_len=40, max_rows=2)
+    memory = MemoryProfile(fits={"native-float32": fit}, machine="here")
+    write_manifest(profiled.path, profiled.manifest.model_copy(update={"memory": memory}))
+    runner = NativeRunner(load_bundle(profiled.path), max_rows=4, threads=1)
+    report = runner.encode(SOURCES, Tables(runner, SOURCES).cross)
+    assert (report.rows, report.num_tokens, report.longest) == (3, 4 + 20 + 4, 20)
+    assert report.predicted_fused_bytes == 100 + 10 * 28
+    assert report.predicted_materialised_bytes == 2 * 4 * (16 + 400 + 16)
+    assert report.peak_workspace_bytes is not None
+    assert 0 < report.peak_workspace_bytes < 1 << 20
+
+
+def test_native_runner_keeps_blocks_it_never_used_out_of_memory(bundle: Bundle) -> None:
+    runner = NativeRunner(bundle, max_rows=4, threads=1, num_blocks=1 << 20)
+    assert runner.cache.nbytes == runner.num_blocks * runner.block_size * runner.cache_bytes_per_token
+    before = resident_bytes()
+    warm_up(runner)
+    assert resident_bytes() - before < 32 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize(
+    ("sources", "tables", "message"),
+    [
+        ([], [], r"source lengths are \[\]; each must be 1 to 40"),
+        ([[5] * 41], [(0, 1, 2)], r"source lengths are \[41\]"),
+        ([[5] * 17], [(0,)], r"sources of \[17\] tokens cannot fill tables of \[1\] blocks"),
+        ([[5], [6]], [(0,)], r"cannot fill tables"),
+    ],
+)
+def test_native_runner_refuses_sources_that_do_not_fit(
+    runner: NativeRunner, sources: list[list[int]], tables: list[tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        runner.encode(sources, tables)
+
+
+def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runner: NativeRunner) -> None:
+    with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*PagedWrite"):
+        runner.encode([[5, 2]], [(runner.num_blocks,)])
+    with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*Embed"):
+        runner.encode([[24, 2]], [(0,)])
+    tables = encode(runner)
+    with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph failed: .*PagedSelfAttention"):
+        runner.decode(tables.batch([[1]] * 3, [0, 0, 48]))
+    with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph failed: .*PagedCrossAttention"):
+        runner.decode(batch_of([[1]], [0], [0], tables=([tables.self_tables[0]], [tables.cross[0]])))
+    with pytest.raises(ValueError, match="decode of 5 rows; it must be 1 to 4"):
+        runner.decode(batch_of([[1]] * 5, [0] * 5, [1] * 5, tables=([[0]] * 5, [[1]] * 5)))
+    assert runner.decode(tables.batch([[1]] * 3, [0] * 3)).token_ids.min() >= 0
+
+
+def rewrite(bundle: Bundle, name: str, content: bytes) -> Bundle:
+    """Replace a file and list it as if it belonged."""
+    (bundle.path / name).write_bytes(content)
+    files = {**bundle.manifest.files, name: file_entry(bundle.path / name)}
+    write_manifest(bundle.path, bundle.manifest.model_copy(update={"files": files}))
+    return load_bundle(bundle.path)
+
+
+def test_native_runner_names_a_graph_that_onnx_runtime_refuses(tmp_path: Path, model: TinyModel) -> None:
+    bundle = write_native_bundle(tmp_path / "b", model)
+    graph = onnx.load(bundle.path / "decoder.onnx")
+    graph.graph.node[-1].op_type = "NoSuchOperator"
+    bundle = rewrite(bundle, "decoder.onnx", graph.SerializeToString())
+    with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph cannot be loaded"):
+        NativeRunner(bundle, max_rows=1, threads=1)
+
+
+def test_native_runner_names_what_a_graph_lacks(tmp_path: Path, model: TinyModel) -> None:
+    bundle = write_native_bundle(tmp_path / "b", model)
+    graph = onnx.load(bundle.path / "decoder.onnx")
+    graph.graph.output[0].name = graph.graph.node[-1].output[0] = "chosen"
+    bundle = rewrite(bundle, "decoder.onnx", graph.SerializeToString())
+    with pytest.raises(GraphError, match=r"outputs of the decoder graph differ .*: chosen, token_ids"):
+        NativeRunner(bundle, max_rows=1, threads=1)
+
+
+def test_native_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path: Path) -> None:
+    bundle = write_native_bundle(tmp_path / "long", tiny_model(tiny_native_config(4096)))
+    runner = NativeRunner(bundle, max_rows=2, threads=1, workspace_limit_bytes=512 << 10)
+    table = range(256)
+    with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*workspace limit reached"):
+        runner.encode([[5] * 4096], [table])
+    assert runner.encode([[5] * 16], [table[:1]]).rows == 1
+
+
+def test_open_runner_takes_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
+    contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
+    assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
+    assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9
+    with pytest.raises(BundleError, match=r"manifest\.json: no native graphs; the bundle holds contrib-float32"):
+        open_runner(contrib, max_rows=1, threads=1)
+    with pytest.raises(BundleError, match="no native graphs at precision int8; the bundle holds native-float32"):
+        open_runner(bundle, max_rows=1, threads=1, precision="int8")
+
+
+def test_native_runner_fills_the_same_caches_when_sources_take_several_runs(bundle: Bundle) -> None:
+    """1,200 tokens are more than one run of the encoder takes."""
+    sources = [tuple(3 + (3 * row + place) % 20 for place in range(40)) for row in range(30)]
+    tables = [tuple(range(3 * row, 3 * row + 3)) for row in range(len(sources))]
+    together, one_by_one = (NativeRunner(bundle, max_rows=1, threads=1, num_blocks=90) for _ in range(2))
+    report = together.encode(sources, tables)
+    for source, table in zip(sources, tables, strict=True):
+        one_by_one.encode([source], [table])
+    np.testing.assert_array_equal(together.cache, one_by_one.cache)
+    assert together.cache[-1].any()
+    assert (report.rows, report.num_tokens, report.longest) == (30, 1200, 40)
+    assert report.peak_workspace_bytes == one_by_one.encode(sources[:19], tables[:19]).peak_workspace_bytes

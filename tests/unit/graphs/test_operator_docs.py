@@ -1,0 +1,71 @@
+"""docs/OPERATORS.md and the native library agree with the declarations of the operators."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.model.ops.operator import Attribute, Input, Kind, Node, Operator, Output
+from antiphon.model.ops.operator_table import MARKER, document
+from antiphon.model.ops.operators.all_operators import OPERATORS
+from antiphon.model.ops.operators.sample import OUTPUTS, PARAMS
+from antiphon.model.ops.sampling import Samples, SamplingArrays
+from antiphon.model.ops.torch_registration import register, torch_operator, torch_schema
+from antiphon.model.ops.workspace import LIBRARY
+
+DOCS = Path(__file__).parents[3] / "docs" / "OPERATORS.md"
+# ONNXTensorElementDataType; a cache is of any type, which the kernel checks.
+ELEMENTS: dict[Kind, int] = {"cache": 0, "float": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
+
+
+def signature(node: Node) -> str:
+    """The line by which the native library describes a node."""
+    inputs = [f"{ELEMENTS[given.kind]}{'?' if given.optional else ''}" for given in node.inputs]
+    return " ".join([node.name, *inputs, "->", *(str(ELEMENTS[output.kind]) for output in node.outputs)])
+
+
+def test_documented_operators_are_the_declared_ones() -> None:
+    _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
+    assert marker
+    assert generated == "\n" + document(OPERATORS), "run python -m antiphon.model.ops.operator_table docs/OPERATORS.md"
+
+
+def test_kernels_of_the_native_library_are_the_declared_ones() -> None:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.antiphon_operators.restype = ctypes.c_char_p
+    registered = library.antiphon_operators().decode().splitlines()
+    assert sorted(registered) == sorted(signature(node) for each in OPERATORS for node in each.kernels())
+
+
+def test_operators_are_registered_with_pytorch_as_declared() -> None:
+    for operator in OPERATORS:
+        schema = str(torch_operator(operator)._schema)
+        assert schema == f"antiphon::{operator.name}{torch_schema(operator)}"
+
+
+def test_sample_is_declared_with_the_fields_of_its_arrays() -> None:
+    assert [given.name for given in PARAMS] == [field.name for field in fields(SamplingArrays)]
+    assert [output.name for output in OUTPUTS] == [field.name for field in fields(Samples)]
+
+
+def test_function_with_other_parameters_than_declared_is_refused() -> None:
+    twice = Operator(
+        name="twice",
+        purpose="2 x.",
+        inputs=(Input("x", "float", "N", "numbers"),),
+        attributes=(Attribute("times", int, "a factor"),),
+        outputs=(Output("out", "float", "N", "products"),),
+        shapes=lambda given: [given["x"].shape],
+    )
+
+    def misnamed(y: torch.Tensor, *, times: int) -> torch.Tensor:
+        return y * times
+
+    with pytest.raises(
+        TypeError, match=r"twice: its function takes \['y'\] and keywords \['times'\]; it must take \['x'\]"
+    ):
+        register(twice)(misnamed)

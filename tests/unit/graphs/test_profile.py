@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from antiphon.model.bundle.graph import Graph
+from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.model.bundle.memory_fit import Measurement, fit_memory
+from antiphon.model.export import profile
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.runtime.native_runner import NativeRunner
+from tests.unit.graphs.tiny_graphs import tiny_config, tiny_model, write_bundle
+from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
+
+LONGEST = 512
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(tmp_path / "tiny", tiny_model(tiny_config(LONGEST)), ("contrib", "eager"))
+
+
+def run_profile(*flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    profile.add_arguments(parser)
+    return profile.run(parser.parse_args([*flags, "--threads", "1"]))
+
+
+def polynomial(a: float, b: float, c: float) -> list[Measurement]:
+    return [
+        Measurement(rows=rows, length=length, peak_bytes=round(a + rows * (b * length + c * length**2)))
+        for rows in (1, 4)
+        for length in (16, 64, 256, 1024)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "exponent"),
+    [((5000, 200, 0), 1.0), ((5000, 0, 8), 2.0), ((0, 300, 0), 1.0), ((9000, 70, 16), 2.0)],
+)
+def test_fit_recovers_the_coefficients_that_made_the_measurements(
+    coefficients: tuple[float, float, float], exponent: float
+) -> None:
+    fit = fit_memory(polynomial(*coefficients))
+    assert (fit.a, fit.b, fit.c) == pytest.approx(coefficients, rel=1e-3, abs=1e-3)
+    assert fit.residual < 1e-6
+    assert fit.exponent == pytest.approx(exponent, abs=0.01)
+    assert (fit.max_len, fit.max_rows) == (1024, 4)
+
+
+def test_fit_residual_is_the_largest_relative_error() -> None:
+    measurements = polynomial(1000, 200, 0)
+    bent = [*measurements[:-1], Measurement(rows=4, length=1024, peak_bytes=2 * measurements[-1].peak_bytes)]
+    fit = fit_memory(bent)
+    errors = [abs(fit.predict(m.rows, m.length) / m.peak_bytes - 1) for m in bent]
+    assert fit.residual == pytest.approx(max(errors))
+    assert fit.residual > 0.05
+
+
+def test_fit_never_predicts_less_than_nothing() -> None:
+    falling = [Measurement(rows=1, length=length, peak_bytes=4096 - length) for length in (16, 64, 256)]
+    fit = fit_memory(falling)
+    assert min(fit.a, fit.b, fit.c) >= 0
+
+
+def test_fit_refuses_too_few_lengths() -> None:
+    with pytest.raises(ValueError, match=r"needs at least 3 different lengths; measured: \[16, 64\]"):
+        fit_memory([Measurement(rows=1, length=length, peak_bytes=1) for length in (16, 64)])
+
+
+def test_profile_finds_fused_linear_and_eager_quadratic(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_profile(str(bundle.path)) == 0
+    memory = load_bundle(bundle.path).manifest.memory
+    assert memory is not None
+    assert set(memory.fits) == {"contrib-float32", "eager-float32"}
+    assert memory.fits["contrib-float32"].exponent < 1.1
+    assert memory.fits["eager-float32"].exponent > 1.8
+    # One matrix [B, H, T, T] of float32, which softmax overwrites.
+    assert memory.fits["eager-float32"].c == pytest.approx(4 * tiny_config().num_heads, rel=0.01)
+    assert "1 threads, onnxruntime" in memory.machine
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert [line.split()[0] for line in output.out.splitlines()[2:-1]] == ["contrib-float32"] * 3 + [
+        "eager-float32"
+    ] * 3
+    plot = bundle.path.with_name("tiny.memory.png")
+    assert str(plot) in output.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("lowering", ["contrib", "eager"])
+def test_profile_prediction_meets_what_another_run_takes(bundle: Bundle, lowering: Lowering) -> None:
+    assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
+    graphs, profiled = bundle.graph_set("float32", lowering), load_bundle(bundle.path)
+    fit = profiled.memory_fit(graphs)
+    assert fit is not None
+    workspace = Workspace(is_own=True)
+    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
+    peak = profile.measure_peak(encoder, workspace, {"input_ids": np.full((2, 200), 5, np.int64)})
+    assert peak == pytest.approx(fit.predict(2, 200), rel=fit.residual + 0.02)
+
+
+def test_profile_prediction_meets_what_the_server_measures(tmp_path: Path) -> None:
+    bundle = write_native_bundle(tmp_path / "tiny", tiny_model(tiny_native_config(LONGEST)))
+    assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
+    profiled = load_bundle(bundle.path)
+    fit = profiled.memory_fit(profiled.graph_set())
+    assert fit is not None
+    report = NativeRunner(profiled, max_rows=4, threads=1).encode([[5] * 200] * 2, [range(13), range(13, 26)])
+    assert report.predicted_fused_bytes is not None
+    assert report.peak_workspace_bytes == pytest.approx(report.predicted_fused_bytes, rel=fit.residual + 0.02)
+
+
+def test_fit_of_packed_graphs_has_no_square_term() -> None:
+    fit = fit_memory(polynomial(5000, 200, 3), packed=True)
+    assert fit.c == 0
+    assert fit.b > 200
+
+
+def test_profile_of_a_random_model_shows_every_lowering(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The native encoder's workspace follows its tokens, the eager one's their square."""
+    plot = tmp_path / "plot.png"
+    lengths = "128,256,512,1024"
+    assert run_profile("--random", "tiny", "--lengths", lengths, "--plot", str(plot)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "-float32" in line]
+    exponents = {name: float(exponent) for name, *_, exponent, _, _, _ in lines}
+    assert set(exponents) == {"native-float32", "contrib-float32", "eager-float32"}
+    assert exponents["native-float32"] == pytest.approx(1, abs=0.05)
+    assert exponents["contrib-float32"] < 1.1
+    assert exponents["eager-float32"] > 1.8
+    assert plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--random", "huge"], "--random: preset='huge' is unknown"),
+        (["--random", "tiny", "--lengths", "1,x"], "--lengths is '1,x'"),
+    ],
+)
+def test_profile_refuses_a_wrong_random_model_in_one_line(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert run_profile(*flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_profile_says_when_there_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = write_bundle(tmp_path / "fused", tiny_model(tiny_config(LONGEST)))
+    assert run_profile(str(bundle.path), "--plot", str(tmp_path / "chosen.png")) == 0
+    assert "holds no eager graphs" in capsys.readouterr().err
+    assert (tmp_path / "chosen.png").exists()
+
+
+def test_profile_leaves_out_runs_that_exceed_memory(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = profile.Grid(lengths=(16, 32, 64, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
+    measurements = profile.measure_bundle(bundle, grid)
+    assert [m.length for m in measurements["contrib-float32"]] == [16, 32, 64, LONGEST]
+    assert [m.length for m in measurements["eager-float32"]] == [16, 32, 64]
+    assert "eager-float32: 1 x 512 tokens needs over 1 MiB; left out" in capsys.readouterr().err
+    assert Workspace().stats().limit_bytes == 0
+
+
+def test_profile_refuses_a_budget_in_which_too_little_fits(bundle: Bundle) -> None:
+    grid = profile.Grid(lengths=(16, 400, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
+    with pytest.raises(profile.ProfileError, match="fewer than 3 fit in memory for eager-float32"):
+        profile.measure_bundle(bundle, grid)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lengths", "16,x,64"], "--lengths is '16,x,64'; it must be whole numbers joined by commas"),
+        (["--lengths", "16,32"], "--lengths has 2 different lengths; a fit needs 3"),
+        (["--lengths", "16,32,513"], "--lengths asks for 513; the model takes sources of up to 512 tokens"),
+        (["--rows", "0"], "--rows asks for 0; each must be at least 1"),
+        (["--plot", "absent/plot.png"], "--plot is absent/plot.png, but there is no directory absent"),
+    ],
+)
+def test_profile_refuses_wrong_options_in_one_line(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert run_profile(str(bundle.path), *flags) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("antiphon profile: ")
+    assert message in lines[0]
+
+
+def test_profile_refuses_what_is_not_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_profile(str(tmp_path)) == 2
+    assert "is not a bundle: manifest.json is missing" in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""The sessions of every kind over graphs built by hand: the same logits, and the files of a profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from antiphon.model.bundle.session import plain_session, profiling, serving_session
+from antiphon.model.ops.workspace import Workspace
+from tests.unit.graphs.tiny_graphs import tiny_config, tiny_model, write_bundle
+
+SOURCE = {"input_ids": np.array([[5, 6, 7, 2]], np.int64)}
+
+
+def test_serving_and_plain_sessions_give_the_same_bits(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny", tiny_model(tiny_config())).file("encoder.contrib.onnx")
+    served, plain = serving_session(path, 1, Workspace(is_own=True)), plain_session(path)
+    for found, expected in zip(served.run(None, SOURCE), plain.run(None, SOURCE), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_serving_session_writes_its_profile_only_where_it_was_opened_for_one(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny", tiny_model(tiny_config())).file("encoder.contrib.onnx")
+    workspace = Workspace(is_own=True)
+    with profiling(tmp_path / "nodes"):
+        profiled = serving_session(path, 1, workspace)
+    for session in (profiled, serving_session(path, 1, workspace)):
+        session.run(None, SOURCE)
+        del session
+    del profiled
+    (written,) = tmp_path.glob("nodes*.json")
+    assert "MatMul" in {event["args"].get("op_name") for event in json.loads(written.read_text()) if "args" in event}

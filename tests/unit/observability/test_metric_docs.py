@@ -1,0 +1,104 @@
+"""docs/OBSERVABILITY.md has a row for every metric there is, word for word, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from antiphon.model.bundle.manifest import MemoryFit
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.process_metrics import add_process_metrics
+from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
+from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
+from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.server.settings import ServerConfig
+from tests.waits import client_waits
+
+DOCS = Path(__file__).parents[3] / "docs" / "OBSERVABILITY.md"
+SUFFIXES = {"counter": ("_total",), "info": ("_info",)}
+
+
+def full_registry() -> CollectorRegistry:
+    """Return a registry with every family of a server and a child of each."""
+    registry = CollectorRegistry()
+    families = MetricFamilies(registry)
+    add_process_metrics(registry)
+    metrics = Metrics(families, "m")
+    metrics.watch_arena(Workspace(is_own=True))
+    metrics.is_served(precision="int8", lowering="native", architecture="encoder")
+    metrics.holds(weights=1)
+    metrics.predicts_by(MemoryFit(a=1.0, b=1.0, c=1.0, residual=0.0, exponent=2.0, max_len=1, max_rows=1))
+    families.set_budget(1)
+    families.set_machine(1)
+    families.watch_loop(lambda: 0.0)
+    families.watch_connections(lambda: False)
+    families.certificate_expiry()
+    FileMetrics(families)
+    RpcMetrics(families).expect("a.B/C")
+    WaitMetrics(families).watch(client_waits())
+    return registry
+
+
+def rows(registry: CollectorRegistry) -> dict[str, tuple[str, str, str]]:
+    """Return type, labels and help text of each family, by its name in queries."""
+    found = {}
+    for family in registry.collect():
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        name = family.name + SUFFIXES.get(family.type, ("",))[0]
+        found[name] = (family.type, ", ".join(f"`{label}`" for label in labels), family.documentation)
+    return found
+
+
+def documented() -> dict[str, tuple[str, str, str, str]]:
+    """Return the rows of the documentation's table: type, labels, help text and use."""
+    pattern = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.M)
+    return {
+        match[1]: (match[2], match[3].strip(), match[4].strip(), match[5].strip())
+        for match in pattern.finditer(DOCS.read_text(encoding="utf-8"))
+    }
+
+
+def test_metrics_are_documented_as_the_registry_has_them() -> None:
+    ours = {name: row for name, row in rows(full_registry()).items() if name.startswith("antiphon_")}
+    assert {name: row[:3] for name, row in documented().items()} == ours
+    assert [name for name, row in documented().items() if len(row[3]) < 10] == []
+
+
+def test_settings_of_logs_and_spans_are_documented() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for name in ("log_level", "log_format", "access_log", "otlp_endpoint", "trace_sample_ratio", "metrics_port"):
+        assert name in ServerConfig.model_fields
+        assert f"`{name}`" in text
+
+
+def test_queries_of_the_documentation_name_metrics_that_exist() -> None:
+    known = {*rows(full_registry())}
+    queries = re.findall(r"```promql\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
+    named = set(re.findall(r"\b(?:antiphon|process)_\w+", "".join(queries)))
+    assert len(named) > 10
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in named} <= known
+
+
+def test_names_keep_the_rules_of_promtool() -> None:
+    for family in full_registry().collect():
+        _check_name(family)
+
+
+def _check_name(family: Metric) -> None:
+    name = family.name
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+    assert family.documentation, name
+    assert not re.search(r"_(milliseconds|ms|kilobytes|megabytes|minutes|percent)(_|$)", name)
+    assert not name.endswith(("_total", "_count", "_sum", "_bucket"))
+    assert not re.search(rf"_{family.type}(_|$)", name) or family.type == "info"
+    for sample in family.samples:
+        is_count = sample.name.endswith(("_total", "_created"))
+        assert is_count == (family.type == "counter"), sample.name
+        assert all(re.fullmatch(r"[a-z_]+", label) for label in sample.labels), sample
+    if family.type == "histogram" and name.startswith("antiphon_"):
+        assert name.endswith(("_seconds", "_bytes", "_ratio", "_batch_size")), name

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import weakref
+from itertools import product
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from antiphon.model.bundle.manifest import MemoryFit
+from antiphon.model.ops.workspace import Workspace
+from antiphon.service.domain.cancellation import CancelCause
+from antiphon.service.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
+from antiphon.service.domain.request import FinishReason, Timing
+from antiphon.service.observability.metrics.engine_metrics import CacheUse, Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.workspace_by_length import KINDS, LENGTHS
+from antiphon.service.runtime.runner import EncodeReport
+
+REPORT = EncodeReport(
+    rows=3,
+    num_tokens=30,
+    longest=10,
+    peak_workspace_bytes=900,
+    predicted_fused_bytes=1000.0,
+    predicted_materialised_bytes=4000,
+)
+TIMING = Timing(queued_s=0.1, first_token_s=0.2, total_s=0.5)
+
+
+class Scrape:
+    """Metrics and the samples of a scrape."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.families = MetricFamilies(self.registry)
+        self.metrics = Metrics(self.families, "one")
+
+    def __call__(self, name: str, *, model_name: str = "one", **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": model_name, **labels})
+
+
+@pytest.fixture
+def scrape() -> Scrape:
+    return Scrape()
+
+
+def test_metrics_count_encoder_and_decoder_tokens_apart(scrape: Scrape) -> None:
+    scrape.metrics.encoded(REPORT, 28)
+    scrape.metrics.decoded(5, 3, 0.004)
+    assert scrape("prompt_tokens_total") == 28
+    assert scrape("padding_tokens_total") == 2
+    assert scrape("generation_tokens_total") == 5
+    assert scrape("inter_token_latency_seconds_count") == 3
+    assert scrape("inter_token_latency_seconds_sum") == pytest.approx(0.012)
+    assert scrape("encode_batch_size_sum") == 3
+    assert scrape("decode_batch_size_sum") == 5
+
+
+def test_metrics_show_workspace_beside_its_predictions(scrape: Scrape) -> None:
+    scrape.metrics.encoded(dataclasses.replace(REPORT, peak_workspace_bytes=1500), 30)
+    scrape.metrics.encoded(REPORT, 30)
+    name = "encoder_workspace_"
+    assert scrape(f"{name}measured_bytes") == 900
+    assert scrape(f"{name}measured_max_bytes") == 1500
+    assert scrape(f"{name}predicted_fused_bytes") == 1000
+    assert scrape(f"{name}predicted_materialised_bytes") == 4000
+    assert scrape(f"{name}residual_bytes") == -100
+    assert scrape(f"{name}measured_run_bytes_count") == 2
+    quotients = [scrape(f"{name}measured_to_predicted_ratio_bucket", le=le) for le in ("0.75", "0.9", "1.25", "1.5")]
+    assert quotients == [0, 1, 1, 2]
+
+
+def test_metrics_leave_out_a_workspace_that_was_not_measured(scrape: Scrape) -> None:
+    unknown = dataclasses.replace(REPORT, peak_workspace_bytes=None, predicted_fused_bytes=None)
+    scrape.metrics.encoded(unknown, 30)
+    assert scrape("encoder_workspace_measured_run_bytes_count") == 0
+    assert scrape("encoder_workspace_measured_to_predicted_ratio_count") == 0
+    assert scrape("encoder_workspace_predicted_materialised_run_bytes_count") == 1
+
+
+def test_metrics_count_workspace_by_length_of_runs_of_one_source(scrape: Scrape) -> None:
+    for length in (32, 33, 64):
+        lone = dataclasses.replace(REPORT, rows=1, num_tokens=length, longest=length)
+        scrape.metrics.encoded(dataclasses.replace(lone, predicted_materialised_bytes=length**2), length)
+    scrape.metrics.encoded(REPORT, 30)  # of three sources: of no one length
+    runs = {length: scrape("encoder_lone_runs_total", source_len=length) for length in LENGTHS}
+    assert {length: count for length, count in runs.items() if count} == {"32": 1, "64": 2}
+    assert scrape("encoder_lone_tokens_total", source_len="64") == 33 + 64
+    kinds = {kind: scrape("encoder_lone_workspace_bytes_total", source_len="64", kind=kind) for kind in KINDS}
+    assert kinds == {"measured": 1800, "predicted_fused": 2000, "predicted_materialised": 33**2 + 64**2}
+
+
+def test_metrics_count_a_length_beyond_every_bound(scrape: Scrape) -> None:
+    unknown = dataclasses.replace(REPORT, rows=1, num_tokens=10_000, longest=10_000, peak_workspace_bytes=None)
+    scrape.metrics.encoded(unknown, 10_000)
+    assert scrape("encoder_lone_runs_total", source_len="+Inf") == 1
+    kinds = [scrape("encoder_lone_workspace_bytes_total", source_len="+Inf", kind=kind) for kind in KINDS]
+    assert kinds == [0, 1000, 4000]
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_metrics_count_every_end_once(scrape: Scrape, reason: FinishReason) -> None:
+    scrape.metrics.finished(reason, "running", TIMING)
+    counted = {
+        "success": scrape("request_success_total", finished_reason=reason.value),
+        "cancelled": scrape("cancellations_total", stage="running", cause="client"),
+        "late": scrape("deadline_misses_total", stage="running"),
+        "failed": scrape("request_errors_total", stage="running"),
+    }
+    assert [value for value in counted.values() if value] == [1.0]
+    is_full = reason not in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR)
+    assert scrape("e2e_request_latency_seconds_count") == int(is_full)
+
+
+def test_metrics_divide_the_cache_into_self_cross_and_free(scrape: Scrape) -> None:
+    scrape.metrics.occupied(4, CacheUse(num_self=6, num_cross=3, num_free=11, block_bytes=100))
+    assert scrape("num_requests_running") == 4
+    assert scrape("kv_cache_usage_ratio") == pytest.approx(9 / 20)
+    assert [scrape("kv_cache_blocks", use=use) for use in ("self", "cross", "free")] == [6, 3, 11]
+    assert [scrape("kv_cache_bytes", use=use) for use in ("self", "cross", "free")] == [600, 300, 1100]
+
+
+def test_metrics_follow_naming_rules(scrape: Scrape) -> None:
+    families = list(text_string_to_metric_families(generate_latest(scrape.registry).decode()))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    for family in families:
+        assert re.fullmatch(r"antiphon_[a-z][a-z0-9_]*", family.name)
+        assert not family.name.endswith("_milliseconds")
+        assert family.documentation
+        if family.type == "histogram" and family.name.endswith("_seconds"):
+            bounds = [float(s.labels["le"]) for s in family.samples if "le" in s.labels]
+            assert bounds[0] == 0.001
+
+
+def test_metrics_keep_models_apart_and_share_the_families(scrape: Scrape) -> None:
+    other = Metrics(scrape.families, "two")
+    scrape.metrics.decoded(5, 3, 0.004)
+    other.decoded(2, 0, 0.0)
+    other.finished(FinishReason.STOP, "running", TIMING)
+    assert [scrape("generation_tokens_total", model_name=name) for name in ("one", "two")] == [5, 2]
+    assert [scrape("decode_batch_size_count", model_name=name) for name in ("one", "two")] == [1, 1]
+    assert scrape("request_success_total", finished_reason=FinishReason.STOP.value) == 0
+
+
+def test_metrics_show_what_waits_at_every_scrape(scrape: Scrape) -> None:
+    now_s = 0.0
+    scrape.metrics.watch_queue(Waiting(), lambda: now_s)
+    found = [scrape(name) for name in ("num_requests_waiting", "num_tokens_waiting", "num_requests_preempted")]
+    assert found == [2, 5, 1]
+    assert math.isnan(scrape("expected_wait_seconds") or 0.0)
+    now_s = 4.0
+    assert scrape("expected_wait_seconds") == 2.0
+
+
+def test_metrics_of_a_removed_model_leave_no_sample_and_no_reference(scrape: Scrape) -> None:
+    other = Metrics(scrape.families, "two")
+    waiting = Waiting()
+    watched = weakref.ref(waiting)
+    other.watch_queue(waiting, lambda: 0.0)
+    other.holds(weights=1, cache=2, workspace=3)
+    for report in (other.encoded, scrape.metrics.encoded):
+        report(REPORT, 30)
+    other.remove()
+    del waiting
+    assert watched() is None
+    other.decoded(1, 1, 0.1)  # an engine may still end its last requests
+    other.finished(FinishReason.STOP, "running", TIMING)
+    assert {labels["model_name"] for labels in labels_of(scrape.registry) if "model_name" in labels} == {"one"}
+
+
+class Waiting:
+    """Queue with fixed values."""
+
+    num_source_tokens = 5
+    num_preempted = 1
+
+    def __len__(self) -> int:
+        return 2
+
+    def expected_wait_s(self, now_s: float) -> float | None:
+        return 0.5 * now_s if now_s else None
+
+
+def labels_of(registry: CollectorRegistry) -> list[dict[str, str]]:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return [sample.labels for family in families for sample in family.samples]
+
+
+def test_metrics_show_what_models_hold_and_the_budget_where_there_is_one(scrape: Scrape) -> None:
+    scrape.metrics.holds(weights=100, cache=20, workspace=3)
+    assert [scrape("model_memory_bytes", kind=kind) for kind in ("weights", "cache", "workspace")] == [100, 20, 3]
+    assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") is None
+    scrape.families.set_budget(1 << 30)
+    assert scrape.registry.get_sample_value("antiphon_memory_budget_bytes") == 1 << 30
+
+
+def test_counters_stand_at_zero_under_every_label_before_their_first_event(scrape: Scrape) -> None:
+    before = labels_of(scrape.registry)
+    for reason, stage, cause in product(FinishReason, ("waiting", "encoding", "running"), CancelCause):
+        if (reason, cause) != (FinishReason.CANCELLED, CancelCause.DEADLINE):  # that is a deadline miss
+            scrape.metrics.finished(reason, stage, TIMING, cause=cause)
+    for cause in CancelCause:
+        scrape.metrics.left_unread(cause)
+    for kind in (InvalidArgument, QueueFull, SlowReader, Unavailable):
+        scrape.metrics.refused(kind.reason)
+    scrape.metrics.deadline_missed("submit")
+    assert labels_of(scrape.registry) == before
+
+
+def test_metrics_show_how_a_model_is_served_and_the_fit_of_its_predictions(scrape: Scrape) -> None:
+    scrape.metrics.is_served(precision="int8", lowering="native", architecture="encoder")
+    fit = MemoryFit(a=7.0, b=5.0, c=3.0, residual=0.02, exponent=2.0, max_len=64, max_rows=8)
+    scrape.metrics.predicts_by(fit)
+    assert scrape("model_info", precision="int8", lowering="native", architecture="encoder") == 1
+    assert [scrape("encoder_workspace_fit_coefficient", term=term) for term in "abc"] == [7, 5, 3]
+    assert scrape("encoder_workspace_fit_residual_ratio") == 0.02
+
+
+def test_arena_metrics_show_what_an_allocator_counts_and_its_highest_peak(scrape: Scrape) -> None:
+    workspace = Workspace(is_own=True)
+    scrape.metrics.watch_arena(workspace)
+    workspace.limit_growth(1 << 20)
+    stats = workspace.stats()
+    for field in ("in_use_bytes", "reserved_bytes", "cached_bytes", "limit_bytes"):
+        assert scrape(f"arena_{field}") == getattr(stats, field)
+    assert scrape("arena_peak_bytes") == workspace.highest_bytes
+    assert scrape("arena_refusals_total") == 0
+    scrape.metrics.remove()
+    watched = weakref.ref(workspace)
+    del workspace
+    assert watched() is None
+
+
+def test_latency_exemplars_name_the_trace_in_the_bucket_of_their_value(scrape: Scrape) -> None:
+    scrape.metrics.first_token(0.0015, "ab" * 16)
+    scrape.metrics.first_token(0.0016)
+    scrape.metrics.finished(FinishReason.STOP, "running", TIMING, trace_id="cd" * 16)
+    render, parse = cast(Any, openmetrics.generate_latest), cast(Any, openmetrics_families)
+    found = {
+        (sample.name, sample.labels["le"]): sample.exemplar
+        for family in parse(render(scrape.registry).decode())
+        for sample in family.samples
+        if sample.exemplar
+    }
+    assert {key: (exemplar.labels, exemplar.value) for key, exemplar in found.items()} == {
+        ("antiphon_time_to_first_token_seconds_bucket", "0.002"): ({"trace_id": "ab" * 16}, 0.0015),
+        ("antiphon_e2e_request_latency_seconds_bucket", "0.5"): ({"trace_id": "cd" * 16}, 0.5),
+    }

@@ -1,0 +1,54 @@
+"""Special tokens in a target prefix that is given as ids: refused, but for those that the model uses there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from antiphon.model.config import preset
+from antiphon.model.text.format import TextFormat
+from antiphon.model.text.tokenizer import byte_bpe_format
+from antiphon.service.domain.combinations import Controls
+from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.request import SamplingParams
+from antiphon.service.rpc.v1.requests.inputs import Inputs
+from antiphon.service.rpc.v1.requests.languages import NO_LANGUAGES
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
+from antiphon.v1 import inference_pb2 as pb
+from tests.serving import tiny_tokenizer
+
+PAD, BOS, EOS = 0, 1, 2
+BOS_IS_A_LANGUAGE = byte_bpe_format(tiny_tokenizer()).model_copy(update=dict(languages={"de": BOS}))
+
+
+async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **config: Any) -> tuple[int, ...]:
+    """Return the prefix of these ids as the model reads it."""
+    tokenizer = tiny_tokenizer()
+    limits = pb.Limits(max_source_len=32, max_target_len=32, max_text_bytes=1024)
+    model = preset("tiny", vocab_size=tokenizer.vocab_size, **config)
+    inputs = Inputs(tokenizer, text or byte_bpe_format(tokenizer), model, limits, LongTexts())
+    return await inputs.prefix_ids(Controls(params=SamplingParams(), prefix_ids=ids), NO_LANGUAGES)
+
+
+@pytest.mark.parametrize(("token_id", "name"), [(PAD, "padding"), (BOS, "begin"), (EOS, "end")])
+async def test_prefix_with_a_token_that_no_target_holds_is_refused(token_id: int, name: str) -> None:
+    for ids in ((token_id,), (token_id, 30), (30, token_id)):
+        with pytest.raises(InvalidArgument, match=f"options.prefix_ids is .*the {name} token {token_id}"):
+            await prefix_of(ids)
+
+
+async def test_prefix_may_hold_a_begin_token_that_is_a_language() -> None:
+    assert await prefix_of((BOS, 30), BOS_IS_A_LANGUAGE) == (BOS, 30)
+
+
+async def test_begin_token_that_is_the_end_token_is_called_the_end() -> None:
+    with pytest.raises(InvalidArgument, match="the end token 2"):
+        await prefix_of((2, 30), bos_id=2)
+
+
+async def test_prefix_of_a_decoder_alone_may_hold_all_but_the_end_token() -> None:
+    halves: dict[str, Any] = dict(architecture="decoder", encoder_layers=0)
+    assert await prefix_of((30, BOS, PAD), **halves) == (30, BOS, PAD)
+    with pytest.raises(InvalidArgument, match="the end token 2"):
+        await prefix_of((30, EOS), **halves)

@@ -1,0 +1,202 @@
+"""Thread of long texts: one at a time, callers take turns, and waiting bytes are limited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from antiphon.service.domain.errors import InvalidArgument, TooManyTexts
+from antiphon.service.observability.call import Call, enter_call
+from antiphon.service.rpc.v1.requests.long_texts import LongTexts
+from antiphon.v1 import inference_pb2 as pb
+from tests.serving import details_of, refusal, serving, stub_of
+
+PATIENCE_S = 60
+KIB = 1024
+
+
+class Blocked:
+    """Work that occupies the thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> str:
+        self.started.set()
+        assert self.opened.wait(PATIENCE_S)
+        return "blocked"
+
+
+def ask(texts: LongTexts, caller: str, num_bytes: int, work: Callable[[], Any] = lambda: None) -> asyncio.Task[Any]:
+    """Submit a text of a caller in a separate task, as an RPC does. The task begins before the next one."""
+
+    async def run() -> Any:
+        enter_call(Call(method="m", request_id="r", arrival_s=0.0, caller=caller))
+        return await texts.run(num_bytes, work)
+
+    return asyncio.create_task(run())
+
+
+async def blocked(texts: LongTexts, num_bytes: int = 1, caller: str = "blocker") -> tuple[Blocked, asyncio.Task[Any]]:
+    """The thread, held by a text of another caller."""
+    work = Blocked()
+    task = ask(texts, caller, num_bytes, work)
+    await asyncio.to_thread(work.started.wait, PATIENCE_S)
+    return work, task
+
+
+async def begun(*tasks: asyncio.Task[Any]) -> None:
+    """Let new tasks run until they wait."""
+    await asyncio.wait(tasks, timeout=0.0)
+
+
+async def test_callers_take_turns_and_one_text_is_under_way_at_a_time() -> None:
+    texts, order = LongTexts(100), []
+    work, holding = await blocked(texts)
+    names = ["greedy", "greedy", "greedy", "modest", "other"]
+    tasks = [ask(texts, name, 10, lambda name=name: order.append(name)) for name in names]  # type: ignore[misc]
+    await begun(*tasks)
+    assert (texts.held_bytes, order) == (51, [])
+    work.opened.set()
+    await asyncio.gather(*tasks)
+    assert await holding == "blocked"
+    assert order == ["greedy", "modest", "other", "greedy", "greedy"]
+    assert texts.held_bytes == 0
+
+
+async def test_texts_beyond_the_bound_are_refused_at_once_and_of_one_caller_beyond_half() -> None:
+    texts = LongTexts(100)
+    work, holding = await blocked(texts, num_bytes=20)
+    waiting = [ask(texts, "a", 50), ask(texts, "b", 20)]
+    await begun(*waiting)
+    with pytest.raises(TooManyTexts, match=r"50 bytes of this caller's long texts wait .* 1 more .* above 50"):
+        await ask(texts, "a", 1)
+    with pytest.raises(TooManyTexts, match=r"90 bytes of long texts wait .* 11 more .* above 100") as caught:
+        await ask(texts, "c", 11)
+    assert caught.value.retry_after_s > 0
+    waiting.append(ask(texts, "c", 10))
+    work.opened.set()
+    await asyncio.gather(holding, *waiting)
+    await ask(texts, "a", 50)
+    assert texts.held_bytes == 0
+
+
+async def test_texts_of_callers_that_leave_are_not_read_and_make_room() -> None:
+    texts, read = LongTexts(100), []
+    work, holding = await blocked(texts)
+    tasks = [ask(texts, "a", 25, lambda: read.append("a")) for _ in range(2)]
+    staying = ask(texts, "b", 10, lambda: read.append("b"))
+    await begun(*tasks, staying)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert texts.held_bytes == 11
+    work.opened.set()
+    await asyncio.gather(holding, staying)
+    assert read == ["b"]
+
+
+async def test_text_under_way_counts_until_its_work_ends_though_its_caller_leaves() -> None:
+    texts = LongTexts(100)
+    work, holding = await blocked(texts, num_bytes=30)
+    holding.cancel()
+    await asyncio.wait([holding])
+    assert texts.held_bytes == 30
+    after = ask(texts, "b", 10, lambda: "read")
+    work.opened.set()
+    assert await after == "read"
+    assert texts.held_bytes == 0
+
+
+async def test_caller_that_leaves_as_its_turn_comes_passes_it_on() -> None:
+    texts = LongTexts(100)
+    work, holding = await blocked(texts)
+    leaving, staying = ask(texts, "a", 10), ask(texts, "b", 10, lambda: "read")
+    await begun(leaving, staying)
+    holding.add_done_callback(lambda _: leaving.cancel())
+    work.opened.set()
+    assert await staying == "read"
+    await asyncio.wait([leaving])
+    assert texts.held_bytes == 0
+
+
+async def test_error_of_the_work_goes_to_its_caller_and_the_next_text_is_read() -> None:
+    texts = LongTexts(100)
+
+    def fail() -> None:
+        raise InvalidArgument("text", "x", "shorter")
+
+    with pytest.raises(InvalidArgument):
+        await ask(texts, "a", 50, fail)
+    assert await ask(texts, "a", 50, lambda: "read") == "read"
+    assert texts.held_bytes == 0
+
+
+async def test_server_refuses_long_texts_beyond_its_bound_with_pushback() -> None:
+    async with serving(max_text_bytes=4 * KIB, max_message_bytes=4 * KIB) as served:
+        stub = stub_of(served)
+        work, holding = await blocked(served.long_texts, 3000, caller="ipv4:127.0.0.1")
+        for asking in (
+            stub.Tokenize(pb.TokenizeRequest(text="a " * 1500)),
+            stub.Detokenize(pb.DetokenizeRequest(token_ids=[9] * 3000)),
+            stub.GenerateUnary(pb.GenerateUnaryRequest(text="a " * 1500)),
+        ):
+            error = await refusal(asking)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert details_of(error).reason == "TOO_MANY_TEXTS"
+            assert (details_of(error).retry_after_s or 0) > 0
+        assert (await stub.Tokenize(pb.TokenizeRequest(text="a cat"))).token_ids  # a short one waits for nobody
+        work.opened.set()
+        await holding
+        assert (await stub.Tokenize(pb.TokenizeRequest(text="a " * 1500))).normalized_text == ("a " * 1500).strip()
+
+
+TOO_LONG = "x" * (4 * KIB + 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "request_"),
+    [
+        ("Tokenize", "text", pb.TokenizeRequest(text=TOO_LONG)),
+        ("Tokenize", "text", pb.TokenizeRequest(text="\u00e9" * (2 * KIB + 1))),
+        ("Tokenize", "text", pb.TokenizeRequest(text=" " * len(TOO_LONG))),
+        ("Generate", "text", pb.GenerateRequest(text=TOO_LONG)),
+        ("GenerateUnary", "text", pb.GenerateUnaryRequest(text=TOO_LONG)),
+        (
+            "GenerateUnary",
+            "options.prefix_text",
+            pb.GenerateUnaryRequest(text="a", options=pb.GenerateOptions(prefix_text=TOO_LONG)),
+        ),
+        ("Score", "text", pb.ScoreRequest(text=TOO_LONG, target_text="a")),
+        ("Score", "target_text", pb.ScoreRequest(text="a", target_text=TOO_LONG)),
+        ("Embed", "text", pb.EmbedRequest(text=TOO_LONG)),
+        ("Detokenize", "token_ids", pb.DetokenizeRequest(token_ids=[9] * (4 * KIB + 1))),
+    ],
+)
+async def test_texts_above_max_text_bytes_are_refused_by_name_before_they_are_read(
+    method: str, field: str, request_: Any
+) -> None:
+    async with serving(max_text_bytes=4 * KIB) as served:
+        call = getattr(stub_of(served), method)(request_)
+        error = await refusal(call.read() if method == "Generate" else call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details_of(error).field == field
+        what = "ids" if method == "Detokenize" else "bytes"
+        size = 4 * KIB + (2 if "\u00e9" in str(getattr(request_, "text", "")) else 1)
+        assert f"{field} is {size} {what} long; it must be at most {4 * KIB} {what} long" in (error.details() or "")
+
+
+async def test_texts_of_max_text_bytes_are_read() -> None:
+    async with serving(max_text_bytes=4 * KIB) as served:
+        stub = stub_of(served)
+        tokens = await stub.Tokenize(pb.TokenizeRequest(text="\u00e9" * (2 * KIB)))
+        ids = tokens.token_ids[: 4 * KIB]
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text
+        assert tokens.normalized_text == "\u00e9" * (2 * KIB)
+        assert (await stub.GetModel(pb.GetModelRequest())).model.limits.max_text_bytes == 4 * KIB

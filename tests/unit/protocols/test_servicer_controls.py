@@ -1,0 +1,326 @@
+"""Decoding controls over a real channel: several outputs, stop strings, prefixes, log-probabilities, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from antiphon.service.rpc.v1.requests.options import default_options, read_options
+from antiphon.v1 import inference_pb2 as pb
+from tests.fakes import EOS_ID, FakeClock, FakeRunner
+from tests.serving import SOURCE, Gate, asking, asking_whole, details_of, serving, stub_of, tiny_tokenizer
+
+SAMPLES: dict[str, Any] = dict(temperature=1.5, num_return_sequences=4, seed=3)
+BEAMS: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, seed=3)
+
+
+def test_read_options_draws_a_seed_of_its_own_for_every_request() -> None:
+    """More requests than seeds are drawn at once; some seed of so many needs all 64 bits."""
+    seeds = [read_options(pb.GenerateOptions(), 50).params.seed for _ in range(2000)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) >> 63 == 1
+
+
+def reads_history(runner: FakeRunner) -> None:
+    runner.reads_history = True
+
+
+def log_softmax(logits: Any) -> Any:
+    wide = np.asarray(logits, np.float64)
+    return wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
+
+
+def joined(messages: list[pb.GenerateResponse]) -> dict[int, pb.Output]:
+    """Return the outputs that a stream's deltas add up to."""
+    outputs: dict[int, pb.Output] = {}
+    for message in messages:
+        output = outputs.setdefault(message.output_index, pb.Output(output_index=message.output_index))
+        assert not output.finish_reason, "nothing comes after an output's terminal message"
+        output.text += message.text_delta
+        output.token_ids.extend(message.token_ids)
+        output.logprobs.extend(message.logprobs)
+        output.finish_reason = message.finish_reason
+        if message.HasField("score"):
+            assert message.finish_reason
+            output.score = message.score
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SAMPLES,
+        {**SAMPLES, "num_logprobs": 2, "stop_strings": ["a", "th"]},
+        {**SAMPLES, "presence_penalty": 1.0, "min_new_tokens": 4, "max_new_tokens": 5, "ignore_eos": True},
+        BEAMS,
+        {**BEAMS, "num_logprobs": 0, "length_penalty": 0.5, "early_stopping": pb.EARLY_STOPPING_FIRST},
+        {**BEAMS, "prefix_ids": pb.TokenIds(ids=[7, 8]), "no_repeat_ngram_size": 2},
+        {"seed": 3, "num_logprobs": 3, "logit_bias": {40: 3.0}, "suppressed_ids": [41, 42], "repetition_penalty": 1.3},
+    ],
+)
+async def test_streams_add_up_to_the_unary_outputs(options: dict[str, Any]) -> None:
+    async with serving(prepare=reads_history) as served:
+        stub = stub_of(served)
+        messages = [message async for message in stub.Generate(asking(**options))]
+        whole = await stub.GenerateUnary(asking_whole(**options))
+    count = options.get("num_return_sequences", 1)
+    assert [output.output_index for output in whole.outputs] == list(range(count))
+    assert joined(messages) == {output.output_index: output for output in whole.outputs}
+    assert sum(bool(message.finish_reason) for message in messages) == count
+    *others, last = messages
+    assert not any(message.HasField("usage") or message.HasField("timing") or message.seed for message in others)
+    assert (last.usage, last.seed) == (whole.usage, whole.seed)
+
+
+async def test_samples_differ_and_their_first_is_the_only_one() -> None:
+    async with serving() as served:
+        stub = stub_of(served)
+        several = await stub.GenerateUnary(asking_whole(**SAMPLES))
+        alone = await stub.GenerateUnary(asking_whole(**{**SAMPLES, "num_return_sequences": 1}))
+    assert len({tuple(output.token_ids) for output in several.outputs}) == 4
+    assert several.outputs[0] == alone.outputs[0]
+    assert several.usage.generated_tokens == sum(
+        len(output.token_ids) + (output.finish_reason == pb.FINISH_REASON_STOP) for output in several.outputs
+    )
+
+
+async def test_hypotheses_come_best_first() -> None:
+    async with serving(prepare=reads_history) as served:
+        outputs = (await stub_of(served).GenerateUnary(asking_whole(**BEAMS))).outputs
+    scores = [output.score for output in outputs]
+    assert scores == sorted(scores, reverse=True)
+    assert all(output.HasField("score") for output in outputs)
+
+
+async def test_beam_search_streams_what_its_hypotheses_share() -> None:
+    """All beams begin with the forced token: it is streamed while the search is held at its second step."""
+    async with serving(prepare=reads_history) as served:
+        is_told = threading.Event()
+        served.runner.before_decode = lambda num_rows: _require(
+            not served.runner.decoded_rows or is_told.wait(timeout=60)
+        )
+        messages = []
+        async for message in stub_of(served).Generate(asking(**BEAMS, forced_first_id=50)):
+            messages.append(message)
+            is_told.set()
+        whole = await stub_of(served).GenerateUnary(asking_whole(**BEAMS, forced_first_id=50))
+    assert (messages[0].output_index, list(messages[0].token_ids)) == (0, [50])
+    assert not messages[0].finish_reason
+    assert joined(messages) == {output.output_index: output for output in whole.outputs}
+
+
+def _require(condition: bool) -> None:
+    assert condition
+
+
+async def test_default_options_sent_back_change_nothing() -> None:
+    async with serving() as served:
+        stub = stub_of(served)
+        plain = await stub.GenerateUnary(asking_whole())
+        spelled_out = await stub.GenerateUnary(
+            pb.GenerateUnaryRequest(token_ids=pb.TokenIds(ids=SOURCE), options=default_options())
+        )
+    assert plain.outputs == spelled_out.outputs
+
+
+@pytest.mark.parametrize("first", range(4, 31, 3))
+async def test_stop_string_ends_the_output_and_is_never_sent_in_part(first: int) -> None:
+    """Return two characters of the answer that come from different tokens."""
+    async with serving() as served:
+        stub = stub_of(served)
+        plain = (await stub.GenerateUnary(asking_whole((20, first)))).outputs[0]
+        stop = plain.text[5:7]
+        options: dict[str, Any] = dict(stop_strings=["not there", stop])
+        messages = [message async for message in stub.Generate(asking((20, first), **options))]
+        whole = (await stub.GenerateUnary(asking_whole((20, first), **options))).outputs[0]
+    expected = plain.text[: plain.text.index(stop)]
+    assert whole.text == expected
+    assert joined(messages)[0] == whole
+    sent = ""
+    for message in messages:
+        sent += message.text_delta
+        assert expected.startswith(sent)
+    assert whole.finish_reason == pb.FINISH_REASON_STOP_SEQUENCE
+    decoded = served.tokenizer.decode(list(whole.token_ids))
+    assert decoded.startswith(expected + stop), "the ids hold the stop string"
+    before = served.tokenizer.stream().push(list(whole.token_ids)[:-1])
+    assert stop not in before, "and end with the token that completed it"
+
+
+async def test_held_back_text_is_sent_when_no_stop_string_comes_of_it() -> None:
+    async with serving() as served:
+        stub = stub_of(served)
+        plain = (await stub.GenerateUnary(asking_whole())).outputs[0]
+        held = (await stub.GenerateUnary(asking_whole(stop_strings=[plain.text[-2:] + "never"]))).outputs[0]
+    assert held == plain
+
+
+async def test_stop_id_ends_the_output_and_is_left_out_but_judged() -> None:
+    async with serving() as served:
+        expected, _ = served.runner.answer((*SOURCE, EOS_ID))
+        output = (await stub_of(served).GenerateUnary(asking_whole(stop_ids=[expected[4]], num_logprobs=0))).outputs[0]
+    assert list(output.token_ids) == expected[:4]
+    assert output.finish_reason == pb.FINISH_REASON_STOP_SEQUENCE
+    assert [entry.token_id for entry in output.logprobs] == expected[:5]
+
+
+async def test_prefix_is_given_and_the_text_continues_it() -> None:
+    async with serving() as served:
+        stub = stub_of(served)
+        ids = (await stub.Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
+        by_text = (await stub.GenerateUnary(asking_whole(prefix_text=" the  cat "))).outputs[0]
+        by_ids = (await stub.GenerateUnary(asking_whole(prefix_ids=pb.TokenIds(ids=ids)))).outputs[0]
+        messages = [message async for message in stub.Generate(asking(prefix_text="the cat"))]
+        expected, _ = served.runner.answer((*SOURCE, EOS_ID), prefix_len=len(ids))
+    assert by_text == by_ids == joined(messages)[0]
+    assert list(by_text.token_ids) == expected
+    assert f"the cat{by_text.text}" == served.tokenizer.decode([*ids, *expected])
+
+
+async def test_continuation_keeps_the_space_that_parts_it_from_the_prefix() -> None:
+    """A first word loses its leading space; the first word after a prefix must not."""
+    (word,) = tiny_tokenizer().encode("the")
+    async with serving() as served:
+        stub = stub_of(served)
+        first = (await stub.GenerateUnary(asking_whole(forced_first_id=word, max_new_tokens=1))).outputs[0]
+        later = (
+            await stub.GenerateUnary(asking_whole(forced_first_id=word, max_new_tokens=1, prefix_text="cat"))
+        ).outputs[0]
+    assert (first.text, later.text) == ("the", " the")
+    assert list(first.token_ids) == list(later.token_ids) == [word]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text"),
+    [
+        ("cat", " the"),
+        ("cat ", "the"),
+        ("cat \n", "the"),
+        (" cat\u00a0", "the"),
+        ("ca", " the"),
+        ("", "the"),
+        (" ", "the"),
+    ],
+)
+async def test_prefix_text_and_text_join_with_one_space(prefix: str, text: str) -> None:
+    """A prefix that ended in white space was followed by a second space."""
+    (word,) = tiny_tokenizer().encode("the")
+    several: dict[str, Any] = dict(num_return_sequences=3, temperature=1.0)
+    async with serving() as served:
+        stub = stub_of(served)
+        given: dict[str, Any] = dict(forced_first_id=word, max_new_tokens=1, prefix_text=prefix)
+        whole = await stub.GenerateUnary(asking_whole(**given, **several))
+        streamed = [message async for message in stub.Generate(asking(**given))]
+        stopped = await stub.GenerateUnary(asking_whole(**given, stop_strings=["the"]))
+        spaced = await stub.GenerateUnary(asking_whole(**given, stop_strings=[" the"]))
+    assert [output.text for output in whole.outputs] == [text] * 3
+    assert joined(streamed)[0].text == text
+    assert stopped.outputs[0].text == text.removesuffix("the")
+    assert spaced.outputs[0].text == text.removesuffix(" the")
+
+
+async def test_text_that_goes_on_within_the_prefix_s_last_word_loses_nothing() -> None:
+    async with serving() as served:
+        answers = [
+            await stub_of(served).GenerateUnary(asking_whole(forced_first_id=20, max_new_tokens=1, prefix_text=prefix))
+            for prefix in ("ca", "ca ")
+        ]
+    assert [answer.outputs[0].text for answer in answers] == [tiny_tokenizer().piece(20)] * 2
+
+
+async def test_logprobs_are_the_models_own_and_score_is_their_sum() -> None:
+    async with serving() as served:
+        output = (await stub_of(served).GenerateUnary(asking_whole(num_logprobs=3, logit_bias={50: 50.0}))).outputs[0]
+        expected = [log_softmax(served.runner.logits((*SOURCE, EOS_ID), position)) for position in range(10)]
+    assert [entry.token_id for entry in output.logprobs] == [*output.token_ids, EOS_ID]
+    assert set(output.token_ids) == {50}
+    for entry, row in zip(output.logprobs, expected, strict=True):
+        assert entry.logprob == pytest.approx(row[entry.token_id], abs=1e-5)
+        assert entry.alternatives[0].token_id == entry.token_id
+        for other in entry.alternatives:
+            assert other.logprob == pytest.approx(row[other.token_id], abs=1e-5)
+    assert output.score == pytest.approx(sum(entry.logprob for entry in output.logprobs))
+
+
+async def test_time_limit_returns_what_there_is() -> None:
+    clock = FakeClock()
+    async with serving(clock=clock) as served:
+        gate = Gate(served.runner)
+        call = asyncio.ensure_future(stub_of(served).GenerateUnary(asking_whole(time_limit_millis=1500)))
+        await asyncio.to_thread(gate.reached.wait, 60)
+        clock.advance(1.6)
+        gate.open()
+        output = (await call).outputs[0]
+        expected, _ = served.runner.answer((*SOURCE, EOS_ID))
+    assert output.finish_reason == pb.FINISH_REASON_TIME_LIMIT
+    assert list(output.token_ids) == expected[: len(output.token_ids)]
+    assert len(output.token_ids) < len(expected)
+
+
+async def test_output_is_exhausted_when_nothing_may_be_chosen() -> None:
+    async with serving() as served:
+        options: dict[str, Any] = dict(allowed_ids=[40], suppressed_ids=[40], ignore_eos=True)
+        output = (await stub_of(served).GenerateUnary(asking_whole(**options))).outputs[0]
+    assert (output.finish_reason, list(output.token_ids)) == (pb.FINISH_REASON_EXHAUSTED, [])
+
+
+def drawn_options(dice: random.Random) -> dict[str, Any]:
+    """Any few controls, most of them within range, at random."""
+    ids = [dice.randrange(4, 285) for _ in range(3)]
+    choices: dict[str, list[Any]] = {
+        "max_new_tokens": [0, 1, 5, 20, 1000],
+        "min_new_tokens": [0, 3, 30],
+        "temperature": [0.0, 0.7, 1.0, 101.0],
+        "top_k": [0, 1, 5],
+        "top_p": [0.1, 1.0, 1.5],
+        "min_p": [0.0, 0.2],
+        "typical_p": [0.3, 1.0],
+        "num_return_sequences": [1, 2, 4, 9],
+        "beam_width": [1, 2, 4, 9],
+        "length_penalty": [-1.0, 1.0, 2.0],
+        "early_stopping": [0, 1, 2, 3, 4],
+        "repetition_penalty": [0.5, 1.0, 1.5],
+        "presence_penalty": [-1.0, 1.0],
+        "frequency_penalty": [-1.0, 1.0],
+        "no_repeat_ngram_size": [0, 1, 3],
+        "logit_bias": [{ids[0]: 2.0, ids[1]: -1e6}],
+        "prefix_text": ["", "the cat"],
+        "prefix_ids": [pb.TokenIds(), pb.TokenIds(ids=ids[:2])],
+        "forced_first_id": [ids[0], EOS_ID],
+        "suppressed_ids": [ids[:2]],
+        "allowed_ids": [ids],
+        "stop_ids": [ids[1:]],
+        "stop_strings": [["a"], ["the", " t"], [""]],
+        "ignore_eos": [False, True],
+        "num_logprobs": [0, 3, 21],
+    }
+    names = dice.sample(sorted(choices), dice.choice([1, 2, 3, 5]))
+    return {name: dice.choice(choices[name]) for name in names} | {"seed": dice.randrange(2**64)}
+
+
+async def test_any_controls_are_answered_alike_by_both_forms_or_refused_by_name() -> None:
+    """Many requests in one batch: none fails internally, and each stream adds up to the unary answer."""
+    dice = random.Random(4)
+    requests = [((dice.randrange(4, 20), 40 + i % 50), drawn_options(dice)) for i in range(300)]
+
+    async def ask(stub: Any, ids: tuple[int, ...], options: dict[str, Any]) -> str | None:
+        try:
+            whole = await stub.GenerateUnary(asking_whole(ids, **options))
+        except grpc.aio.AioRpcError as error:
+            return details_of(error).field or f"{error.code()} for {options}"
+        messages = [message async for message in stub.Generate(asking(ids, **options))]
+        assert joined(messages) == {output.output_index: output for output in whole.outputs}, options
+        assert messages[-1].usage == whole.usage
+        return None
+
+    async with serving(prepare=reads_history) as served:
+        fields = await asyncio.gather(*(ask(stub_of(served), ids, options) for ids, options in requests))
+    refused = [field for field in fields if field is not None]
+    assert [field for field in refused if not field.startswith("options.")] == []
+    assert len(requests) / 5 < len(refused) < len(requests) * 4 / 5

@@ -1,0 +1,344 @@
+"""Sampling in NumPy against transformers' logits processors and against its own distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from antiphon.model.ops.logits_warpers import Warp
+from antiphon.model.ops.sampling import (
+    NONE_ALLOWED,
+    NOT_FINITE,
+    Samples,
+    SamplingArrays,
+    greedy_sampling,
+    sample,
+)
+from antiphon.service.domain.request import MAX_SEED
+from tests.batches import SampleSettings, sampling_of
+from tests.unit.sampling.sampling_reference import Logits, log_softmax, logits_of, reference_probabilities
+
+GREEDY = SampleSettings()
+FORBIDDEN = -np.inf
+
+
+def draw(logits: Logits, settings: list[SampleSettings], positions: list[int] | None = None) -> Samples:
+    """Choose after rows of logits, one each; where these stand matters to draws only."""
+    held = np.array(positions or [0] * len(settings), np.int32)
+    return sample(logits, sampling_of(range(len(settings)), settings), held)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Control:
+    """Settings of one request for transformers' processors."""
+
+    bias: dict[int, float]
+    penalised: list[int]
+    penalty: float
+    suppressed: list[int]
+
+    @property
+    def edits(self) -> list[tuple[int, float, float, float]]:
+        """The same as edits of single tokens, several for one token where several touch it."""
+        edits = [(token_id, value, 1.0, 0.0) for token_id, value in self.bias.items()]
+        edits += [(token_id, 0.0, self.penalty, 0.0) for token_id in self.penalised]
+        return edits + [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in self.suppressed]
+
+
+def controls(vocab_size: int) -> st.SearchStrategy[Control]:
+    ids = st.integers(0, vocab_size - 1)
+    return st.builds(
+        Control,
+        bias=st.dictionaries(ids, st.floats(-20, 20, width=32), max_size=5),
+        penalised=st.lists(ids, min_size=1, max_size=5, unique=True),
+        penalty=st.floats(0.25, 4, width=32),
+        suppressed=st.lists(ids, max_size=5, unique=True),
+    )
+
+
+def reference_scores(scores: NDArray[np.float64], control: Control) -> NDArray[np.float64]:
+    """[V] after transformers' processors of the same controls."""
+    torch = pytest.importorskip("torch")
+    held = pytest.importorskip("transformers.generation.logits_process")
+    chain = held.LogitsProcessorList([])
+    if control.bias:
+        chain.append(held.SequenceBiasLogitsProcessor({(key,): value for key, value in control.bias.items()}))
+    chain.append(held.RepetitionPenaltyLogitsProcessor(control.penalty))
+    chain.append(held.SuppressTokensLogitsProcessor(control.suppressed, device="cpu"))
+    return np.asarray(chain(torch.tensor([control.penalised]), torch.from_numpy(scores)[None])[0].numpy())
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), vocab_size=st.integers(2, 30), is_normalized=st.booleans())
+def test_samples_are_edited_as_by_transformers(data: st.DataObject, vocab_size: int, is_normalized: bool) -> None:
+    control = data.draw(controls(vocab_size))
+    logits = logits_of(1, vocab_size, seed=data.draw(st.integers(0, 10**6)))
+    log_probabilities = log_softmax(logits[0])
+    before = log_probabilities if is_normalized else logits[0].astype(np.float64)
+    expected = reference_scores(before, control)
+    choice = SampleSettings(num_logprobs=vocab_size, is_normalized=is_normalized, edits=control.edits)
+    drawn = draw(logits, [choice])
+    held = drawn.top_ids[0] >= 0
+    assert sorted(drawn.top_ids[0, held]) == np.flatnonzero(expected > -np.inf).tolist()
+    shift = 0.0 if is_normalized else log_probabilities[0] - logits[0, 0]
+    ids = drawn.top_ids[0, held]
+    np.testing.assert_allclose(drawn.top_scores[0, held], expected[ids] + shift, atol=1e-5)
+    np.testing.assert_allclose(drawn.top_logprobs[0, held], log_probabilities[ids], atol=1e-5)
+    if held.any():
+        assert expected[drawn.token_ids[0]] >= expected.max() - 1e-5
+        assert drawn.token_ids[0] == drawn.top_ids[0, 0]
+    else:
+        assert drawn.token_ids[0] == NONE_ALLOWED
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10**6))
+def test_samples_come_from_what_the_edits_left(data: st.DataObject, seed: int) -> None:
+    control, logits = data.draw(controls(12)), logits_of(1, 12, seed=seed)
+    warp = Warp(temperature=1.5, top_k=6, min_p=0.05, typical_p=0.8)
+    expected = reference_scores(logits[0].astype(np.float64), control)
+    kept = reference_probabilities(expected.astype(np.float32), warp)
+    choice = SampleSettings(temperature=1.5, top_k=6, min_p=0.05, typical_p=0.8, edits=control.edits)
+    drawn = [draw(logits, [dataclasses.replace(choice, seed=seed)]).token_ids[0] for seed in range(20)]
+    assert all(kept[token_id] > 0 for token_id in drawn)
+
+
+def test_samples_edit_one_token_several_times_in_order() -> None:
+    logits = np.array([[2.0, -3.0, 0.5]], np.float32)
+    edits = [(0, 1.0, 2.0, -4.0), (1, 0.0, 1.0, 0.0), (0, 0.0, 3.0, 0.25), (0, 10.0, 1.0, 0.0)]
+    drawn = draw(logits, [SampleSettings(num_logprobs=3, edits=edits)])
+    value = ((2.0 + 1.0) / 2.0 - 4.0) * 3.0 + 0.25 + 10.0
+    assert drawn.top_ids[0].tolist() == [0, 2, 1]
+    log_sum = np.log(np.exp(logits.astype(np.float64)).sum())
+    np.testing.assert_allclose(drawn.top_scores[0], np.array([value, 0.5, -3.0]) - log_sum, rtol=1e-6)
+
+
+def test_samples_never_change_the_logits() -> None:
+    logits = logits_of(4, 50)
+    before = logits.copy()
+    edits = [(3, 1.0, 2.0, 0.0), (4, 0.0, 1.0, FORBIDDEN)]
+    kinds = [
+        SampleSettings(edits=edits),
+        SampleSettings(is_normalized=True, num_logprobs=2),
+        SampleSettings(temperature=1.0, is_exclusive=True, edits=edits),
+        SampleSettings(temperature=2.0, top_p=0.5, typical_p=0.5),
+    ]
+    draw(logits, kinds)
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_samples_are_exclusive_of_tokens_without_an_edit() -> None:
+    logits = logits_of(1, 100)
+    edits = [(7, 0.0, 1.0, 0.0), (40, 0.0, 1.0, 0.0), (41, 0.0, 1.0, FORBIDDEN)]
+    drawn = draw(logits, [SampleSettings(is_exclusive=True, num_logprobs=4, edits=edits)])
+    best = max((7, 40), key=lambda token_id: float(logits[0, token_id]))
+    assert drawn.token_ids[0] == best
+    assert drawn.top_ids[0].tolist() == [best, 47 - best, -1, -1]
+    assert np.isneginf(drawn.top_scores[0, 2:]).all()
+    assert not drawn.top_logprobs[0, 2:].any()
+    sampled = SampleSettings(is_exclusive=True, temperature=5.0, edits=edits)
+    found = {int(draw(logits, [dataclasses.replace(sampled, seed=seed)]).token_ids[0]) for seed in range(200)}
+    assert found == {7, 40}
+
+
+def test_samples_are_none_where_everything_is_forbidden() -> None:
+    logits = logits_of(3, 4)
+    all_forbidden = [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in range(4)]
+    kinds = [
+        SampleSettings(edits=all_forbidden, num_logprobs=2),
+        SampleSettings(is_exclusive=True, temperature=1.0, num_logprobs=1),
+        SampleSettings(edits=all_forbidden, forced_id=2, num_logprobs=1),
+    ]
+    drawn = draw(logits, kinds)
+    assert drawn.token_ids.tolist() == [NONE_ALLOWED, NONE_ALLOWED, 2]
+    assert drawn.logprobs[:2].tolist() == [0.0, 0.0]
+    np.testing.assert_allclose(drawn.logprobs[2], log_softmax(logits[2])[2], rtol=1e-6)
+    assert (drawn.top_ids == -1).all()
+    assert not drawn.top_logprobs.any()
+    assert np.isneginf(drawn.top_scores).all()
+
+
+def test_samples_score_a_forced_token_and_draw_none() -> None:
+    logits = logits_of(2, 60)
+    kinds = [
+        SampleSettings(forced_id=17, num_logprobs=3),
+        SampleSettings(forced_id=5, temperature=1.0, edits=[(5, -9.0, 1.0, 0.0)]),
+    ]
+    drawn = draw(logits, kinds)
+    assert drawn.token_ids.tolist() == [17, 5]
+    np.testing.assert_allclose(drawn.logprobs, [log_softmax(logits[0])[17], 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(drawn.top_ids[0], np.argsort(-logits[0])[:3])
+
+
+# 99.9 % of a chi-square with 7 degrees of freedom lie below.
+CHI_SQUARE_7 = 24.32
+
+
+def test_samples_drawn_over_seeds_follow_the_distribution() -> None:
+    logits, num_draws = logits_of(1, 8, scale=1.0), 8000
+    drawn = draw(
+        np.repeat(logits, num_draws, axis=0), [SampleSettings(temperature=1.3, seed=seed) for seed in range(num_draws)]
+    )
+    observed = np.bincount(drawn.token_ids, minlength=8)
+    expected = num_draws * reference_probabilities(logits[0], Warp(temperature=1.3))
+    assert ((observed - expected) ** 2 / expected).sum() < CHI_SQUARE_7
+
+
+def test_samples_of_warped_logits_follow_the_distribution() -> None:
+    logits = logits_of(1, 300, scale=1.0)
+    warp = Warp(temperature=1.3, top_k=40, top_p=0.95, min_p=0.1, typical_p=0.9)
+    expected = reference_probabilities(logits[0], warp)
+    kept = np.flatnonzero(expected)
+    kinds = [
+        SampleSettings(temperature=1.3, top_k=40, top_p=0.95, min_p=0.1, typical_p=0.9, seed=seed)
+        for seed in range(10_000)
+    ]
+    observed = np.bincount(draw(np.repeat(logits, len(kinds), axis=0), kinds).token_ids, minlength=300)
+    assert observed[expected == 0].sum() == 0
+    total, freedom = observed.sum(), len(kept) - 1
+    chi_square = (((observed - total * expected) ** 2)[kept] / (total * expected[kept])).sum()
+    assert chi_square < freedom + 4.5 * np.sqrt(2 * freedom)  # 4.5 deviations of a chi-square
+
+
+def choice_strategy(vocab_size: int) -> st.SearchStrategy[SampleSettings]:
+    edit = st.tuples(
+        st.integers(0, vocab_size - 1), st.sampled_from([0.0, 2.5]), st.sampled_from([1.0, 1.5]), st.just(-0.5)
+    )
+    return st.builds(
+        SampleSettings,
+        temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+        top_k=st.sampled_from([0, 1, 4, 100]),
+        top_p=st.sampled_from([0.3, 0.9, 1.0]),
+        min_p=st.sampled_from([0.0, 0.2]),
+        typical_p=st.sampled_from([0.7, 1.0]),
+        seed=st.integers(0, MAX_SEED),
+        forced_id=st.sampled_from([-1, -1, 0]),
+        num_logprobs=st.integers(-1, 7),
+        is_normalized=st.booleans(),
+        is_exclusive=st.booleans(),
+        edits=st.lists(edit, max_size=3),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(2, 9), vocab_size=st.sampled_from([5, 63, 257, 1031]))
+def test_choice_is_the_same_alone_and_among_others(data: st.DataObject, rows: int, vocab_size: int) -> None:
+    kinds = data.draw(st.lists(choice_strategy(vocab_size), min_size=rows, max_size=rows))
+    positions = data.draw(st.lists(st.integers(0, 500), min_size=rows, max_size=rows))
+    logits = logits_of(rows, vocab_size, seed=data.draw(st.integers(0, 99)))
+    logits[0, 0] = data.draw(st.sampled_from([0.0, np.nan]))
+    together = draw(logits, kinds, positions)
+    order = data.draw(st.permutations(range(rows)))
+    moved = draw(logits[order].copy(), [kinds[i] for i in order], [positions[i] for i in order])
+    for field in dataclasses.fields(Samples):
+        np.testing.assert_array_equal(getattr(moved, field.name), getattr(together, field.name)[order])
+    for row in range(rows):
+        alone = draw(logits[row : row + 1].copy(), [kinds[row]], [positions[row]])
+        width = alone.top_ids.shape[1]
+        assert (alone.token_ids[0], alone.logprobs[0]) == (together.token_ids[row], together.logprobs[row])
+        for name in ("top_ids", "top_logprobs", "top_scores"):
+            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(together, name)[row, :width])
+        assert (together.top_ids[row, width:] == -1).all()
+
+
+def test_samples_repeat_themselves_for_a_seed_and_differ_between_positions() -> None:
+    logits = logits_of(1, 500, scale=0.5)
+    kinds = [SampleSettings(temperature=1.0, seed=12)]
+    once = [int(draw(logits, kinds, [position]).token_ids[0]) for position in range(30)]
+    again = [int(draw(logits, kinds, [position]).token_ids[0]) for position in range(30)]
+    assert once == again
+    assert len(set(once)) > 15
+
+
+def test_samples_take_the_lowest_id_among_equals() -> None:
+    logits = np.array([[0.0, 5.0, 5.0, 1.0, 5.0]], np.float32)
+    assert draw(logits, [GREEDY]).token_ids[0] == 1
+    assert draw(logits, [SampleSettings(temperature=1.0, top_k=1)]).token_ids[0] == 1
+    assert draw(logits, [SampleSettings(num_logprobs=2)]).top_ids[0].tolist() == [1, 2]
+    assert draw(logits, [SampleSettings(num_logprobs=5)]).top_ids[0].tolist() == [1, 2, 4, 3, 0]
+    assert draw(logits, [SampleSettings(edits=[(0, 5.0, 1.0, 0.0)])]).token_ids[0] == 0
+
+
+def test_samples_are_greedy_in_the_limits_of_their_settings() -> None:
+    logits = logits_of(6, 400)
+    greedy = draw(logits, [GREEDY] * 6).token_ids
+    for choice in (
+        SampleSettings(temperature=1e-30, seed=5),
+        SampleSettings(temperature=2.0, top_k=1, seed=5),
+        SampleSettings(temperature=2.0, top_p=1e-9, seed=5),
+        SampleSettings(temperature=2.0, min_p=1.0, seed=5),
+    ):
+        assert draw(logits, [choice] * 6, [3] * 6).token_ids.tolist() == greedy.tolist()
+
+
+def test_samples_never_draw_a_token_the_model_forbids() -> None:
+    logits = np.full((1, 600), -np.inf, np.float32)
+    logits[0, [5, 300, 599]] = 0.0
+    for top_k, top_p, typical_p in ((0, 1.0, 1.0), (10, 1.0, 1.0), (0, 0.99, 1.0), (10, 0.99, 1.0), (0, 1.0, 0.5)):
+        kinds = [SampleSettings(temperature=1.0, top_k=top_k, top_p=top_p, typical_p=typical_p)]
+        drawn = {int(draw(logits, kinds, [position]).token_ids[0]) for position in range(60)}
+        assert drawn == {5, 300, 599}
+    assert draw(logits, [SampleSettings(num_logprobs=5)]).top_ids[0].tolist() == [5, 300, 599, -1, -1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_samples_mark_only_the_row_whose_logits_are_not_finite(bad: float) -> None:
+    logits = logits_of(3, 50)
+    logits[1, 7] = bad
+    for choice in (
+        SampleSettings(num_logprobs=2),
+        SampleSettings(temperature=1.0, num_logprobs=2),
+        SampleSettings(forced_id=3, num_logprobs=2),
+    ):
+        drawn = draw(logits, [choice] * 3)
+        assert (drawn.token_ids == NOT_FINITE).tolist() == [False, True, False]
+        assert drawn.logprobs[1] == 0.0
+        assert drawn.top_ids[1].tolist() == [-1, -1]
+    logits[1] = -np.inf
+    assert draw(logits, [SampleSettings(temperature=1.0)] * 3).token_ids.tolist()[1] == NOT_FINITE
+
+
+def test_samples_give_log_probabilities_of_the_models_own_distribution() -> None:
+    logits = logits_of(3, 200)
+    kinds = [
+        SampleSettings(num_logprobs=4),
+        SampleSettings(temperature=2.0, top_k=3, seed=7, num_logprobs=4),
+        SampleSettings(temperature=0.5, seed=8, num_logprobs=4),
+    ]
+    drawn = draw(logits, kinds, [0, 1, 2])
+    scores = log_softmax(logits)
+    np.testing.assert_allclose(drawn.logprobs, scores[range(3), drawn.token_ids], rtol=1e-6)
+    np.testing.assert_array_equal(drawn.top_ids, np.argsort(-logits, axis=1, kind="stable")[:, :4])
+    np.testing.assert_allclose(drawn.top_logprobs, np.sort(scores)[:, :-5:-1], rtol=1e-6)
+    np.testing.assert_array_equal(drawn.top_scores, drawn.top_logprobs)
+    chosen = draw(logits, [dataclasses.replace(kind, num_logprobs=0) for kind in kinds], [0, 1, 2])
+    np.testing.assert_array_equal(chosen.logprobs, drawn.logprobs)
+    assert chosen.top_ids.shape == (3, 0)
+    assert not draw(logits, [GREEDY] * 3).logprobs.any()
+
+
+def test_samples_give_each_the_log_probabilities_it_asks_for() -> None:
+    logits = logits_of(4, 3)
+    drawn = draw(logits, [SampleSettings(num_logprobs=count) for count in (-1, 0, 1, 5)])
+    assert (drawn.top_ids >= 0).sum(axis=1).tolist() == [0, 0, 1, 3]
+    assert (drawn.logprobs != 0).tolist() == [False, True, True, True]
+    assert drawn.top_ids.shape == drawn.top_logprobs.shape == drawn.top_scores.shape == (4, 5)
+
+
+def test_greedy_sampling_has_neutral_parameters() -> None:
+    built, listed = greedy_sampling(np.array([2, 0, 5], np.int32)), sampling_of([2, 0, 5])
+    for field in dataclasses.fields(SamplingArrays):
+        ours, theirs = getattr(built, field.name), getattr(listed, field.name)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_no_samples_are_an_empty_result() -> None:
+    drawn = sample(np.zeros((0, 9), np.float32), sampling_of([]), np.zeros(0, np.int32))
+    assert drawn.token_ids.shape == (0,)
+    assert drawn.top_ids.shape == (0, 0)

@@ -1,0 +1,329 @@
+"""Requests that grow block by block: preemption when blocks run short, with the same answers as without."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.service.domain.errors import InvalidArgument, QueueFull
+from antiphon.service.domain.request import FinishReason, Priority, SamplingParams, TokenEvent
+from antiphon.service.domain.tasks import Generate
+from antiphon.service.engine.cache.reservations import LOOKAHEAD_STEPS
+from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from tests.fakes import changed, request_of, scored, source_of
+from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def long_request(name: str, **changes: object) -> Generate:
+    """Return a request that takes two blocks at first, of its source and of its target, and seven in the end."""
+    made = request_of(name, source_of(target_len=19, variant=len(name)), params=SamplingParams(max_new_tokens=20))
+    return changed(made, **changes)
+
+
+def run_until_preempted(bench: Bench) -> SequenceGroup:
+    """Return the first group that is preempted."""
+    while not (preempted := [group for group in bench.all if group.preempted_s is not None]):
+        bench.step()
+    (group,) = preempted
+    return group
+
+
+def test_preemption_takes_the_newest_and_lets_it_go_on_with_the_same_answer(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=14)
+    groups = [bench.ask(long_request(name)) for name in ("a", "bb", "ccc")]
+    newest = run_until_preempted(bench)
+    assert newest is groups[-1]
+    assert (newest.state, newest.blocks, newest.sequences[0].row) == (SequenceState.WAITING, set(), None)
+    assert [group.state for group in groups[:-1]] == [SequenceState.RUNNING] * 2
+    bench.finish()
+    for group in groups:
+        event = bench.output(group)
+        assert (event.token_ids, event.finish_reason) == expected(bench, group)
+        assert event.num_generated == 20
+    assert bench.sample("preemptions_total") == len(bench.runner.encoded) - 1 >= 1
+
+
+def test_preemption_keeps_what_a_request_had_to_begin_with(loop: asyncio.AbstractEventLoop) -> None:
+    """A forced first token is not forced a second time, and a prefix is fed before the produced tokens."""
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    params = SamplingParams(max_new_tokens=14, forced_first_id=9, min_new_tokens=2)
+    forced = bench.ask(long_request("forced", params=params))
+    assert run_until_preempted(bench) is forced
+    bench.finish()
+    source = forced.request.source_ids
+    rest = [int(bench.runner.logits(source, position).argmax()) for position in range(1, 14)]
+    assert bench.output(forced).token_ids == (9, *rest)
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    prefixed = bench.ask(long_request("prefixed", prefix_ids=(7, 8, 9), params=SamplingParams(max_new_tokens=14)))
+    assert run_until_preempted(bench) is prefixed
+    bench.finish()
+    assert bench.output(prefixed).token_ids == expected(bench, prefixed)[0]
+
+
+def test_preemption_is_not_counted_as_another_admission(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=14)
+    groups = [bench.ask(long_request(name)) for name in ("a", "bb", "ccc")]
+    group = run_until_preempted(bench)
+    admitted_s, first_token_s = group.admitted_s, group.first_token_s
+    bench.clock.advance(7.0)
+    bench.finish()
+    assert (group.admitted_s, group.first_token_s) == (admitted_s, first_token_s)
+    for name in ("request_queue_time_seconds", "time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert bench.sample(f"{name}_count") == len(groups)
+    assert bench.sample("generation_tokens_total") == 20 * len(groups)
+    assert bench.sample("inter_token_latency_seconds_count") == 19 * len(groups)
+    assert bench.sample("inter_token_latency_seconds_sum") == 7.0 * len(groups)
+
+
+def test_preemption_takes_the_batch_before_anything_interactive(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=14)
+    batch = bench.ask(long_request("batch", priority=Priority.BATCH))
+    bench.step()
+    others = [bench.ask(long_request(name)) for name in ("a", "bb")]
+    assert run_until_preempted(bench) is batch
+    bench.finish()
+    assert all(bench.output(group).token_ids == expected(bench, group)[0] for group in (batch, *others))
+
+
+@pytest.mark.parametrize("kind", ["beams", "samples"])
+def test_preemption_spares_requests_that_hold_all_they_need(loop: asyncio.AbstractEventLoop, kind: str) -> None:
+    params = {
+        "beams": SamplingParams(max_new_tokens=18, beam_width=2),
+        "samples": SamplingParams(max_new_tokens=18, temperature=1.0, num_return_sequences=2),
+    }[kind]
+    bench = Bench(loop, num_blocks=16, reads_history=kind == "beams")
+    growing = bench.ask(long_request("first"))
+    bench.step()
+    whole = bench.ask(long_request("whole", params=params, priority=Priority.BATCH))
+    while whole.state is SequenceState.WAITING:
+        bench.step()
+    assert len(whole.blocks) == whole.max_blocks
+    while whole.state is not SequenceState.FINISHED:
+        bench.step()
+        assert whole.preempted_s is None
+    bench.finish()
+    assert all(event.error is None for group in bench.all for event in bench.outputs(group))
+    assert growing.state is SequenceState.FINISHED
+
+
+def test_a_target_to_be_scored_takes_its_blocks_at_once(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=16)
+    group = bench.ask(scored(long_request("score", params=SamplingParams()), (5,) * 20))
+    assert not group.grows
+    assert group.num_blocks == group.max_blocks == 6
+
+
+def test_preemption_leaves_a_request_that_fills_the_pool_alone(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=7)
+    group = bench.ask(long_request("a"))
+    assert group.max_blocks == bench.pool.num_blocks
+    assert group.num_blocks == 2
+    bench.finish()
+    assert bench.output(group).token_ids == expected(bench, group)[0]
+    assert bench.sample("preemptions_total") == 0
+
+
+def test_a_request_that_could_never_fit_is_refused_though_its_first_blocks_would(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    bench = Bench(loop, num_blocks=6)
+    with pytest.raises(InvalidArgument, match="max_new_tokens"):
+        bench.ask(long_request("a"))
+
+
+def test_preempted_requests_go_on_before_new_ones_join(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb", "ccc"):
+        bench.ask(long_request(name))
+    preempted = run_until_preempted(bench)
+    late = bench.ask(request_of("late", source_of(target_len=1), params=SamplingParams(max_new_tokens=1)))
+    while preempted.state is SequenceState.WAITING:
+        assert late.state is SequenceState.WAITING
+        bench.step()
+    bench.finish()
+    assert bench.output(late).token_ids == expected(bench, late)[0]
+
+
+def test_new_requests_leave_the_blocks_that_running_ones_need_soon(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=7)
+    first = bench.ask(long_request("first"))
+    while bench.pool.num_free > 2:
+        bench.step()
+    second = bench.ask(long_request("second"))
+    assert second.num_blocks == 2 == bench.pool.num_free
+    assert LOOKAHEAD_STEPS >= BLOCK_SIZE  # so a row that is not in its last block needs one soon
+    while first.state is not SequenceState.FINISHED:
+        bench.step()
+        assert second.state is SequenceState.WAITING
+    bench.finish()
+    assert bench.sample("preemptions_total") == 0
+    assert bench.output(second).token_ids == expected(bench, second)[0]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline", "time limit"])
+def test_a_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoop, how: str) -> None:
+    bench = Bench(loop, num_blocks=14)
+    params = SamplingParams(max_new_tokens=20, num_logprobs=0, time_limit_s=5.0 if how == "time limit" else None)
+    deadline_s = bench.clock() + 5.0 if how == "deadline" else None
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    group = bench.ask(long_request("ccc", params=params, arrival_s=bench.clock(), deadline_s=deadline_s))
+    assert run_until_preempted(bench) is group
+    produced = group.sequences[0].produced
+    if how != "cancelled":
+        bench.clock.advance(5.0)
+    bench.step(*(["ccc"] if how == "cancelled" else []))
+    event = bench.output(group)
+    reasons = {
+        "cancelled": FinishReason.CANCELLED,
+        "deadline": FinishReason.DEADLINE,
+        "time limit": FinishReason.TIME_LIMIT,
+    }
+    assert (event.finish_reason, event.num_generated) == (reasons[how], len(produced))
+    if how != "deadline":  # an error comes alone
+        assert event.token_ids == produced == expected(bench, group)[0][: len(produced)]
+    if how == "time limit":
+        assert event.score == pytest.approx(sum(one.logprob for one in event.logprobs))
+    bench.finish()
+    assert bench.pool.num_free == bench.pool.num_blocks
+
+
+def test_a_preempted_request_can_end_while_its_source_is_encoded_again(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    params = SamplingParams(max_new_tokens=20, time_limit_s=5.0)
+    group = bench.ask(long_request("ccc", params=params, arrival_s=bench.clock()))
+    assert run_until_preempted(bench) is group
+    bench.runner.before_encode = lambda sources: bench.clock.advance(5.0)
+    bench.finish()
+    event = bench.output(group)
+    produced = group.sequences[0].produced
+    assert (event.token_ids, event.finish_reason) == (produced, FinishReason.TIME_LIMIT)
+    assert event.num_generated == len(produced) > 0
+
+
+def test_preemption_works_for_a_decoder_alone(loop: asyncio.AbstractEventLoop) -> None:
+    def prompt(name: str) -> Generate:
+        made = request_of(name, (), params=SamplingParams(max_new_tokens=14, temperature=1.0, seed=len(name)))
+        return dataclasses.replace(made, prefix_ids=(5,) * len(name), num_prompt_ids=1 + len(name))
+
+    def run(num_blocks: int) -> tuple[list[tuple[int, ...]], float]:
+        bench = Bench(loop, num_blocks=num_blocks, has_encoder=False, reads_history=True)
+        groups = [bench.ask(prompt(name)) for name in ("a", "bb", "ccc")]
+        bench.finish()
+        return [bench.output(group).token_ids for group in groups], bench.sample("preemptions_total") or 0.0
+
+    (tight, preemptions), (roomy, none) = run(8), run(64)
+    assert tight == roomy
+    assert preemptions > none == 0
+
+
+class ThirdFive:
+    """A stop matcher with a state: stops at the third token divisible by five."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def push(self, token_id: int) -> bool:
+        self.left -= token_id % 5 == 0
+        return self.left <= 0
+
+
+def random_request(dice: random.Random, name: str) -> Generate:
+    temperature = dice.choice([0.0, 1.0, 3.0])
+    params = SamplingParams(
+        max_new_tokens=dice.choice([None, 3, 12, 20]),
+        min_new_tokens=dice.choice([0, 0, 2]),
+        temperature=temperature,
+        top_k=dice.choice([0, 5]),
+        seed=dice.randrange(1000),
+        num_return_sequences=dice.choice([1, 1, 1, 2]) if temperature else 1,
+        repetition_penalty=dice.choice([1.0, 1.3]),
+        presence_penalty=dice.choice([0.0, 0.7]),
+        frequency_penalty=dice.choice([0.0, 0.3]),
+        no_repeat_ngram_size=dice.choice([0, 0, 2]),
+        stop_ids=dice.choice([(), (11,)]),
+        num_logprobs=dice.choice([None, 0, 2]),
+        forced_first_id=dice.choice([None, None, 9]),
+    )
+    if dice.random() < 0.15:
+        params = SamplingParams(max_new_tokens=10, beam_width=2)
+    made = request_of(name, source_of(target_len=dice.randint(1, 25), length=dice.randint(2, 9)), params=params)
+    return changed(
+        made,
+        prefix_ids=(7,) * dice.choice([0, 0, 0, 3]) if params.forced_first_id is None else (),
+        priority=dice.choice(list(Priority)),
+        client=dice.choice("xyz"),
+        stop_matcher=ThirdFive if params.beam_width == 1 and dice.random() < 0.4 else None,
+    )
+
+
+def seen(event: TokenEvent) -> tuple[object, ...]:
+    """Return the parts of an output that a client sees."""
+    return event.output_index, event.token_ids, event.logprobs, event.score, event.finish_reason
+
+
+def num_generated(events: Iterable[TokenEvent]) -> int:
+    (last,) = [event for event in events if event.is_last]
+    return last.num_generated
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(9, 20), max_rows=st.integers(3, 8))
+def test_preempted_requests_of_a_random_crowd_get_the_answers_they_get_uninterrupted(
+    seed: int, num_blocks: int, max_rows: int
+) -> None:
+    dice = random.Random(seed)
+    with closing(asyncio.new_event_loop()) as loop:
+        crowded = Bench(loop, max_rows=max_rows, num_blocks=num_blocks, reads_history=True)
+        for index in range(12):
+            try:
+                crowded.ask(random_request(dice, str(index)))
+            except (InvalidArgument, QueueFull):
+                continue
+            for _ in range(dice.choice([0, 0, 1, 4])):
+                names = [group.request_id for group in crowded.all]
+                crowded.step(*dice.sample(names, int(dice.random() < 0.05)))
+        crowded.finish()
+        assert crowded.pool.num_free == crowded.pool.num_blocks
+        alone = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
+        for group in crowded.all:
+            together = crowded.outputs(group)
+            twin = alone.ask(group.request)
+            alone.finish()
+            if together[-1].finish_reason is not FinishReason.CANCELLED:
+                uninterrupted = alone.outputs(twin)
+                assert [*map(seen, together)] == [*map(seen, uninterrupted)]
+                assert num_generated(together) == num_generated(uninterrupted)
+        assert alone.sample("preemptions_total") == 0
+
+
+@pytest.mark.parametrize("num_blocks", [10, 14, 20])
+def test_a_crowd_of_long_requests_preempts_and_still_ends(loop: asyncio.AbstractEventLoop, num_blocks: int) -> None:
+    """The property above would hold of an engine that never preempts as well; of one that only does, nothing ends."""
+    bench = Bench(loop, max_rows=8, num_blocks=num_blocks)
+    groups = [bench.ask(long_request("a" * length)) for length in range(1, 13)]
+    bench.finish()
+    preemptions = bench.sample("preemptions_total")
+    assert preemptions is not None
+    assert 3 <= preemptions <= 3 * len(groups)
+    assert all(bench.output(group).token_ids == expected(bench, group)[0] for group in groups)

@@ -1,0 +1,195 @@
+"""Loading and unloading models of a running server: published states, and no memory left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import shutil
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from prometheus_client import CollectorRegistry, generate_latest
+
+from antiphon.model.bundle.manifest import MANIFEST_NAME
+from antiphon.model.ops.workspace import _NativeStats
+from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
+from antiphon.service.domain.request import SamplingParams
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.rpc.v1.answers.pacing import Pacing
+from antiphon.service.rpc.v1.models import Models, Served
+from antiphon.service.server.models.control import Control
+from antiphon.service.server.models.loading import Shared, load
+from antiphon.service.server.models.memory import MemoryBudget
+from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
+from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from tests.fakes import request_of
+from tests.waits import client_waits
+
+NOT_SERVING = HealthCheckResponse.NOT_SERVING
+CONFIG = ServerConfig(threads=1, max_num_seqs=2)
+
+
+def plan(name: str, path: Path = SHIPPED_BUNDLE) -> ModelPlan:
+    return CONFIG.plan(name, ModelSettings(path=path))
+
+
+@dataclasses.dataclass
+class Host:
+    """Control with one model, "first", that records all announcements."""
+
+    registry: CollectorRegistry
+    shared: Shared
+    control: Control
+    health: dict[str, int]
+    has_left: asyncio.Event
+
+    @property
+    def names(self) -> list[str]:
+        return [served.name for served in self.control.models]
+
+    def state(self) -> Any:
+        """Return the state that a failed change must not alter."""
+        return self.names, self.shared.budget.held, dict(self.health), generate_latest(self.registry)
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    registry, health, has_left = CollectorRegistry(), dict[str, int](), asyncio.Event()
+    shared = Shared(
+        families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(60 << 20)
+    )
+
+    async def announce(name: str, status: int) -> None:
+        health[name] = status
+        if status == NOT_SERVING:
+            has_left.set()
+
+    control = Control(Models(), shared, announce)
+    await control.publish(load(plan("first"), shared))
+    yield Host(registry, shared, control, health, has_left)
+    await control.drain(5)
+
+
+def ask(served: Served, max_new_tokens: int = 3) -> OutputStream:
+    """Return greedy parameters that ignore the end token."""
+    stream = OutputStream("a", coalesce_s=0.0)
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    engine = served.engine
+    engine.submit(request_of("a", (5, 6, 2), params=params, arrival_s=engine.clock()), stream)
+    return stream
+
+
+async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_round(host: Host) -> None:
+    before = host.state()
+    for _ in range(3):
+        served = await host.control.load(plan("second"))
+        await ask(served).collect()
+        stepper = served.engine._stepper
+        assert stepper is not None
+        runner: Any = stepper._parts.runner
+        native = (runner.workspace._stats, runner.workspace._handle)
+        gone = [weakref.ref(runner), weakref.ref(runner.cache), weakref.ref(runner.workspace)]
+        del runner, stepper
+        assert await host.control.unload("second", 5)
+        # `served` is still referred to, as by calls that write their last answers; no garbage was collected.
+        assert [reference() for reference in gone] == [None, None, None]
+        assert _in_use(*native) == 0
+    names, held, health, metrics = host.state()
+    assert (names, held, metrics) == (before[0], before[1], before[3])
+    assert health["second"] == NOT_SERVING
+
+
+def _in_use(stats: Any, handle: int) -> int:
+    """Return the bytes that an allocator still has after its Python object was deleted."""
+    native = _NativeStats()
+    stats(handle, ctypes.byref(native))
+    return int(native.reserved_bytes)
+
+
+async def test_unload_lets_a_running_request_finish_and_refuses_new_ones(host: Host) -> None:
+    served = await host.control.load(plan("second"))
+    stream = ask(served, max_new_tokens=100)
+    first = await anext(stream)
+    unloading = asyncio.ensure_future(host.control.unload("second", 60))
+    await host.has_left.wait()
+    with pytest.raises(ModelNotFound, match="'second' is not served here; 'first' is"):
+        host.control.models.find("second")
+    events = [first, *[event async for event in stream]]
+    assert sum(len(event.token_ids) for event in events) == 100
+    assert await unloading
+
+
+async def test_unload_ends_what_runs_beyond_its_grace(host: Host) -> None:
+    served = await host.control.load(plan("second"))
+    stream = ask(served, max_new_tokens=200)
+    await anext(stream)
+    assert not await host.control.unload("second", 0)
+    events = [event async for event in stream]
+    assert isinstance(events[-1].error, Unavailable)
+
+
+async def test_a_failed_load_leaves_nothing(host: Host, tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED_BUNDLE, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").unlink()
+    (tmp_path / "other").mkdir()
+    before = host.state()
+    for error, message, wanted in (
+        (BadBundle, f"tokenizer.json is missing|{MANIFEST_NAME}", plan("second", tmp_path / "broken")),
+        (BadBundle, f"{MANIFEST_NAME} is missing", plan("second", tmp_path / "other")),
+        (BadBundle, "kv_cache_blocks is 3", dataclasses.replace(plan("second"), kv_cache_blocks=3)),
+        (
+            BadBundle,
+            "no native graphs at precision float32",
+            dataclasses.replace(plan("second"), precision="float32"),
+        ),
+        (OverBudget, "lower kv_cache_blocks from 16384", dataclasses.replace(plan("second"), max_num_seqs=512)),
+        (ModelExists, "'first' is served already", plan("first")),
+    ):
+        with pytest.raises(error, match=message):
+            await host.control.load(wanted)
+        assert host.state() == before
+    with pytest.raises(LastModel):
+        await host.control.unload("first", 0)
+    for name in ("", "second"):
+        with pytest.raises(ModelNotFound):
+            await host.control.unload(name, 0)
+    assert host.state() == before
+
+
+async def test_a_load_is_finished_though_nobody_waits_for_it(host: Host) -> None:
+    loading = asyncio.ensure_future(host.control.load(plan("second")))
+    await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert await host.control.unload("first", 5)  # waits its turn
+    assert host.names == ["second"]
+    assert host.control.models.find("").name == "second"
+
+
+async def test_loads_of_one_name_are_one_after_the_other(host: Host) -> None:
+    results = await asyncio.gather(*(host.control.load(plan("second")) for _ in range(3)), return_exceptions=True)
+    assert sorted(type(result).__name__ for result in results) == ["ModelExists", "ModelExists", "Served"]
+
+
+async def test_drain_waits_for_every_engine_within_one_grace_and_refuses_loads(host: Host) -> None:
+    await host.control.load(plan("second"))
+    streams = [ask(served, max_new_tokens=60) for served in host.control.models]
+    assert await host.control.drain(60)
+    for stream in streams:
+        assert sum(len(event.token_ids) for event in await stream.collect()) == 60
+    with pytest.raises(Unavailable):
+        await host.control.load(plan("third"))
+
+
+async def test_control_notices_a_lost_engine_of_any_model(host: Host) -> None:
+    second = await host.control.load(plan("second"))
+    assert not host.control.has_lost_engine
+    second.engine.stop()
+    assert host.control.has_lost_engine

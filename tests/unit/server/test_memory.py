@@ -1,0 +1,175 @@
+"""Memory of a model compared with the bytes that its runner reserves, and arithmetic of the budget."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from antiphon.model.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bundle
+from antiphon.model.ops.cache_geometry import blocks_for
+from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavailable
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.rpc.v1.answers.pacing import Pacing
+from antiphon.service.runtime.native_encoder import RUN_TOKENS
+from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.service.server.models.loading import Shared, StartupError, load
+from antiphon.service.server.models.memory import (
+    DEFAULT_WORKSPACE_BYTES,
+    MemoryBudget,
+    ModelMemory,
+    Need,
+    encode_budget,
+    need_of,
+)
+from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
+from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from tests.fakes import request_of
+from tests.unit.graphs.tiny_graphs import tiny_model
+from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
+from tests.waits import client_waits
+
+
+def plan(**changes: object) -> ModelPlan:
+    made = ServerConfig(threads=1, max_num_seqs=5).plan("one", ModelSettings(path=Path("/x")))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_blocks", [None, 40])
+def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, num_blocks: int | None) -> None:
+    bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()), "float16")
+    need = need_of(bundle, bundle.graph_set(), plan(kv_cache_blocks=num_blocks))
+    runner = NativeRunner(bundle, max_rows=5, threads=1, num_blocks=num_blocks)
+    assert (need.memory.cache_bytes, need.num_blocks) == (runner.cache.nbytes, runner.num_blocks)
+    assert need.block_bytes == runner.cache[0].nbytes
+
+
+def test_need_counts_graphs_and_the_weights_that_they_share_once() -> None:
+    bundle = load_bundle(SHIPPED_BUNDLE)
+    files = ("encoder.native.int8.onnx", "decoder.native.int8.onnx", "explain.int8.onnx", "weights.native.int8.bin")
+    need = need_of(bundle, bundle.graph_set(), plan())
+    assert need.memory.weight_bytes == sum((SHIPPED_BUNDLE / name).stat().st_size for name in files)
+
+
+def test_need_takes_the_workspace_from_the_limit_the_profile_or_the_default(tmp_path: Path) -> None:
+    bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()))
+    fit = MemoryFit(a=1000, b=10, c=0, residual=0, exponent=1, max_len=40, max_rows=4)
+    profile = MemoryProfile(fits={"native-float32": fit}, machine="none")
+    measured = replace(bundle, manifest=bundle.manifest.model_copy(update={"memory": profile}))
+
+    def workspace(of: object, **changes: object) -> int:
+        return need_of(of, bundle.graph_set(), plan(**changes)).memory.workspace_bytes  # type: ignore[arg-type]
+
+    assert workspace(bundle) == DEFAULT_WORKSPACE_BYTES
+    assert workspace(measured, max_num_batched_tokens=64) == 1000 + 10 * 64
+    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source is taken all the same
+    assert workspace(measured, workspace_limit_bytes=77) == 77
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Bundle:
+    return load_bundle(SHIPPED_BUNDLE)
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 3_000_000])
+def test_encode_budget_predicts_as_the_runner_reports(shipped: Bundle, limit_bytes: int | None) -> None:
+    """The longest batch and the longest source that are predicted to fit run within the limit."""
+    settings = plan(workspace_limit_bytes=limit_bytes)
+    budget = encode_budget(shipped, shipped.graph_set(), settings)
+    assert budget is not None
+    runner = NativeRunner(shipped, max_rows=64, threads=1, workspace_limit_bytes=limit_bytes)
+    longest = budget.longest_source(runner.max_source_len)
+    fewest = [length for length in (1, 8, 30, longest) if length <= longest]
+    for length in fewest:
+        count = max(n for n in range(1, 1 + 1024 // length) if budget.fits(n * length, length))
+        blocks = iter(range(runner.num_blocks))
+        tables = [[next(blocks) for _ in range(blocks_for(length, runner.block_size))] for _ in range(count)]
+        report = runner.encode([[5] * length] * count, tables)
+        predicted = report.predicted_fused_bytes
+        assert predicted is not None
+        assert predicted <= budget.predict(count * length, length) <= budget.max_bytes
+        if count * length <= RUN_TOKENS:
+            assert predicted == budget.predict(count * length, length)
+
+
+def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
+    shared = Shared(
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
+    )
+    settings = plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1000)
+    with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
+        load(settings, shared)
+
+
+def test_the_description_names_the_longest_source_that_fits_the_workspace() -> None:
+    shared = Shared(
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
+    )
+    served = load(plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1_000_000), shared)
+    longest = served.description.limits.max_source_len
+    assert 1 < longest < load_bundle(SHIPPED_BUNDLE).manifest.model.max_source_len
+    with closing(asyncio.new_event_loop()) as loop:
+        for length, refusal in ((longest, Unavailable), (longest + 1, InvalidArgument)):  # the engine is not started
+            with pytest.raises(refusal):
+                served.engine.submit(request_of("a", (5,) * length), OutputStream("a", loop=loop))
+
+
+def need(weights: int, cache_blocks: int, workspace: int, block_bytes: int = 10) -> Need:
+    memory = ModelMemory(weight_bytes=weights, cache_bytes=cache_blocks * block_bytes, workspace_bytes=workspace)
+    return Need(memory=memory, num_blocks=cache_blocks, block_bytes=block_bytes, fewest_blocks=4)
+
+
+def test_budget_refusal_gives_every_part_and_the_blocks_that_would_fit() -> None:
+    budget = MemoryBudget(1000)
+    budget.take("first", need(100, 20, 50))
+    with pytest.raises(OverBudget) as caught:
+        budget.take("second", need(200, 70, 30))
+    message = str(caught.value)
+    assert "model 'second' needs 930 bytes: 200 bytes of weights, 700 of cache" in message
+    assert "lower kv_cache_blocks from 70: 42 would fit" in message  # 1000 - 350 - 230 = 420
+    assert "30 of workspace (lower or set workspace_limit_bytes)" in message
+    assert "650 of memory_limit_bytes, 1000, are free" in message
+    budget.take("second", need(200, 42, 30))
+    assert sum(memory.total_bytes for memory in budget.held.values()) == 1000
+
+
+def test_budget_refusal_offers_no_cache_that_could_not_be() -> None:
+    budget = MemoryBudget(269)
+    with pytest.raises(OverBudget, match="kv_cache_blocks from 70, though 4, the fewest, would not fit either"):
+        budget.take("one", need(200, 70, 30))
+    with pytest.raises(OverBudget) as caught:
+        budget.take("one", need(300, 0, 30))
+    assert "cache" not in str(caught.value)
+    assert budget.held == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 400)), max_size=20))
+def test_budget_never_holds_more_than_its_limit(steps: list[tuple[str, bool, int]]) -> None:
+    budget, held = MemoryBudget(1000), dict[str, int]()
+    for name, is_taken, size in steps:
+        if not is_taken:
+            budget.give_back(name)
+            held.pop(name, None)
+        elif name not in held:
+            fits = sum(held.values()) + size <= 1000
+            try:
+                budget.take(name, need(size, 0, 0))
+            except OverBudget:
+                assert not fits
+            else:
+                assert fits
+                held[name] = size
+    assert {name: memory.total_bytes for name, memory in budget.held.items()} == held
+
+
+def test_no_budget_counts_and_refuses_nothing() -> None:
+    budget = MemoryBudget(None)
+    budget.take("one", need(1 << 60, 0, 0))
+    assert set(budget.held) == {"one"}

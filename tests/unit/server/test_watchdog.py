@@ -1,0 +1,149 @@
+"""A hung engine as probes, metrics and log report it, and a delayed event loop. The test advances the clocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health
+from prometheus_client import CollectorRegistry
+
+from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.heartbeat import Heartbeat
+from antiphon.service.engine.stream import OutputStream
+from antiphon.service.observability.metrics.engine_metrics import Metrics
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.rpc.calls.background import running_beside
+from antiphon.service.rpc.calls.probes import LIVENESS, Probes
+from antiphon.service.rpc.v1.models import Served
+from antiphon.service.server.watchdog import LoopLag, Watchdog
+from antiphon.v1 import inference_pb2 as pb
+from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.serving import Gate
+
+SERVING, NOT_SERVING = 1, 2
+TIMEOUT_S = 10.0
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.registry = CollectorRegistry()
+        metrics = Metrics(MetricFamilies(self.registry), "fake")
+        self.runner = FakeRunner()
+        self.gate = Gate(self.runner)
+        self.engine = Engine(self.runner, EngineConfig(), metrics, clock=self.clock)
+        self._health = health.aio.HealthServicer()
+        self.probes = Probes(self._health, ("service",))
+        unread: Any = None
+        served = Served(
+            name="fake",
+            precision="float32",
+            servicer=unread,
+            engine=self.engine,
+            description=pb.Model(name="fake"),
+            metrics=metrics,
+        )
+        self.watchdog = Watchdog([served], self.probes, TIMEOUT_S)
+
+    def ask(self) -> OutputStream:
+        stream = OutputStream("a")
+        self.engine.submit(request_of("a", source_of(target_len=3), arrival_s=self.clock()), stream)
+        return stream
+
+    def status(self, name: str) -> int:
+        servicer: Any = self._health  # its Check would need a server
+        return int(servicer._server_status[name])
+
+    def sample(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": "fake"})
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    await bench.probes.start()
+    await bench.probes.ready()
+    bench.engine.start()
+    yield bench
+    bench.gate.open()
+    await asyncio.to_thread(bench.engine.stop)
+
+
+async def test_watchdog_fails_liveness_while_a_step_does_not_end(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = bench.ask()
+    assert await asyncio.to_thread(bench.gate.reached.wait, 30)
+    bench.clock.advance(TIMEOUT_S)
+    await bench.watchdog.look()
+    assert (bench.status(LIVENESS), bench.sample("engine_stuck")) == (SERVING, 0)
+    bench.clock.advance(0.1)
+    for _ in range(3):  # repeated checks log no second record
+        await bench.watchdog.look()
+    assert {bench.status(name) for name in (LIVENESS, "", "service")} == {NOT_SERVING}
+    assert bench.sample("engine_stuck") == 1
+    assert bench.sample("engine_last_step_age_seconds") == pytest.approx(TIMEOUT_S + 0.1)
+    (report,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert "in _pass" in report.getMessage()  # where the thread is
+    bench.gate.open()
+    await stream.collect()
+    assert await asyncio.to_thread(bench.engine.drain, 30)
+    await bench.watchdog.look()
+    assert {bench.status(name) for name in (LIVENESS, "", "service")} == {SERVING}
+    assert bench.sample("engine_stuck") == 0
+
+
+async def test_watchdog_lets_an_idle_engine_be(bench: Bench) -> None:
+    bench.clock.advance(100 * TIMEOUT_S)
+    await bench.watchdog.look()
+    assert bench.status(LIVENESS) == SERVING
+
+
+def test_heartbeat_counts_from_the_work_that_nobody_begins() -> None:
+    clock = FakeClock()
+    heartbeat = Heartbeat(clock)
+    clock.advance(5.0)
+    assert heartbeat.busy_s == 0.0
+    heartbeat.wake()
+    clock.advance(2.0)
+    heartbeat.wake()  # more work does not make the first younger
+    assert heartbeat.busy_s == 2.0
+    heartbeat.beat()
+    clock.advance(1.0)
+    assert heartbeat.busy_s == 1.0
+    heartbeat.rest()
+    assert heartbeat.busy_s == 0.0
+
+
+async def test_probes_leave_liveness_alone_when_the_server_leaves(bench: Bench) -> None:
+    await bench.probes.announce("m", SERVING)
+    assert (bench.status(""), bench.status("service/m")) == (SERVING, SERVING)
+    await bench.probes.leave()
+    await bench.probes.announce("m", SERVING)
+    assert {bench.status(name) for name in ("", "service", "service/m")} == {NOT_SERVING}
+    assert bench.status(LIVENESS) == SERVING
+
+
+async def test_work_beside_that_ends_by_a_fault_is_not_overlooked(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    async with running_beside(fail()):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
+
+
+async def test_loop_lag_grows_while_the_loop_does_not_come_by() -> None:
+    clock = FakeClock()
+    lag = LoopLag(clock)
+    async with running_beside(lag.run()):
+        await asyncio.sleep(0)
+        clock.advance(0.5)
+        assert lag.lag_s == 0.0
+        clock.advance(3.0)
+        assert lag.lag_s == 3.0

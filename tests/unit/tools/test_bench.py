@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.load.workload.texts import EVERYDAY
+from antiphon.model.text.tokenizer import byte_bpe_format
+from antiphon.service.tools.bench import command
+from antiphon.service.tools.bench.ctranslate2.reference import (
+    CTranslate2Settings,
+    decode_candidates,
+    encode_candidates,
+    layouts,
+)
+from antiphon.service.tools.bench.drivers.arrivals import offer
+from antiphon.service.tools.bench.drivers.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.drivers.offline import Offline
+from antiphon.service.tools.bench.drivers.static import translate_static
+from antiphon.service.tools.bench.node_profile import summary
+from antiphon.service.tools.bench.report import (
+    BenchError,
+    BenchFailure,
+    Case,
+    Finding,
+    Speed,
+    compare,
+    share_equal,
+    table,
+    to_json,
+)
+from antiphon.service.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
+from antiphon.service.tools.bench.timing import alternate
+from tests.fakes import EOS_ID, FakeRunner, source_of
+from tests.serving import tiny_tokenizer
+
+
+def run(*flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(flags))
+
+
+def speed(tokens_per_s: int, cpu_share: float | None = None) -> Speed:
+    return Speed(num_tokens=tokens_per_s * 2, seconds=2.0, cpu_s=None if cpu_share is None else 2.0 * cpu_share)
+
+
+BESIDE_CTRANSLATE2 = Case(
+    name="decode", case="sentences", rows=32, against="CTranslate2", is_ctranslate2=True, equal_outputs=0.5
+)
+OURS = Case(name="engine", case="sentences", rows=32, against="static batches")
+
+
+def test_compare_takes_medians_of_rates_and_of_the_ratios_of_pairs() -> None:
+    pairs = [(speed(100), speed(50)), (speed(90), speed(100)), (speed(400), speed(100))]
+    (finding,) = compare(BESIDE_CTRANSLATE2, pairs)
+    assert (finding.antiphon, finding.ctranslate2, finding.ratio, finding.unit) == (100.0, 100.0, 2.0, "tokens/s")
+    assert finding.baseline is None
+
+
+def test_compare_calls_the_other_side_ctranslate2_only_where_it_is() -> None:
+    (finding,) = compare(OURS, [(speed(100), speed(50))])
+    assert (finding.ctranslate2, finding.baseline, finding.equal_outputs) == (None, 50.0, None)
+
+
+def test_compare_adds_cpu_seconds_where_both_sides_know_theirs() -> None:
+    assert [(f.unit, f.ratio) for f in compare(OURS, [(speed(100, 0.5), speed(100, 1.0))])] == [
+        ("tokens/s", 1.0),
+        ("tokens/CPU s", 2.0),
+    ]
+    assert len(compare(OURS, [(speed(100), speed(100, 1.0))])) == 1
+
+
+def test_ratio_is_absent_where_the_other_side_reached_nothing() -> None:
+    assert BESIDE_CTRANSLATE2.finding([(5.0, 0.0), (6.0, 0.0)], "requests/s").ratio is None
+
+
+def test_share_equal_counts_whole_targets() -> None:
+    assert share_equal([[1, 2], [3], [], [4]], [[1, 2], [3, 4], [], [5]]) == 0.5
+
+
+def test_table_aligns_columns_and_leaves_out_what_there_is_not() -> None:
+    findings = [
+        Finding(name="engine", case="sentences", rows=32, antiphon=12345.6, baseline=50.0, ratio=1.5, unit="tokens/s"),
+        Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
+        BESIDE_CTRANSLATE2.finding([(200.0, 100.0)], "tokens/s"),
+    ]
+    lines = table(findings).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["engine", "sentences", "32", "12,346", "50.00", "1.50", "tokens/s"],
+        ["startup", "until", "ready", "64", "0.75", "s"],
+        ["decode", "sentences", "32", "200", "100", "2.00", "tokens/s", "50%", "CTranslate2"],
+    ]
+    assert lines[0].index("unit") == lines[1].index("tokens/s") == lines[2].rindex("s")
+
+
+def test_json_names_machine_and_commit_and_holds_every_finding() -> None:
+    findings = [
+        Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
+        BESIDE_CTRANSLATE2.finding([(200.0, 100.0)], "tokens/s"),
+    ]
+    described = json.loads(to_json(findings, threads=3))
+    assert described.keys() == {"machine", "commit", "sections"}
+    assert "3 threads" in described["machine"]
+    alone, compared = described["sections"]
+    wanted = {"name", "rows", "antiphon", "ctranslate2", "ratio", "unit"}
+    assert wanted <= alone.keys() == compared.keys()
+    assert (alone["name"], alone["antiphon"], alone["ctranslate2"], alone["ratio"]) == ("startup", 0.75, None, None)
+    assert (compared["ctranslate2"], compared["ratio"], compared["equal_outputs"]) == (100.0, 2.0, 0.5)
+
+
+def test_texts_repeat_until_there_are_enough() -> None:
+    corpus = everyday()
+    assert sorted(repeat(corpus.texts, 2 * len(EVERYDAY))) == sorted(EVERYDAY * 2)
+    assert repeat(corpus.texts, 3) == list(corpus.texts[:3])
+    assert sorted(repeat(corpus.texts, None)) == sorted(EVERYDAY)
+
+
+def test_corpus_keeps_references_beside_sources_and_skips_blank_lines(tmp_path: Path) -> None:
+    source, reference = tmp_path / "lines.en", tmp_path / "lines.de"
+    source.write_text("One.\n\n  \nTwo.\nThree.\n", encoding="utf-8")
+    reference.write_text("Eins.\nx\ny\nZwei.\nDrei.\n", encoding="utf-8")
+    corpus = read_corpus(source, reference)
+    assert corpus.references is not None
+    pairs = dict(zip(corpus.texts, corpus.references, strict=True))
+    assert pairs == {"One.": "Eins.", "Two.": "Zwei.", "Three.": "Drei."}
+    assert read_corpus(source, None).references is None
+
+
+def test_corpus_refuses_references_of_another_number(tmp_path: Path) -> None:
+    source, reference = tmp_path / "lines.en", tmp_path / "lines.de"
+    source.write_text("One.\nTwo.\n", encoding="utf-8")
+    reference.write_text("Eins.\n", encoding="utf-8")
+    with pytest.raises(BenchError, match=r"--reference .*has 1 lines"):
+        read_corpus(source, reference)
+
+
+def test_held_out_names_what_the_recipe_misses(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"--recipe nothing: .*tatoeba-en-de"):
+        held_out("nothing", tmp_path)
+    with pytest.raises(BenchError, match=r"--recipe tatoeba-en-de: .*pairs\.en-de\.tsv\.gz is missing"):
+        held_out("tatoeba-en-de", tmp_path)
+
+
+def test_tokenize_names_the_text_that_is_too_long() -> None:
+    tokenizer = tiny_tokenizer()
+    text = byte_bpe_format(tokenizer)
+    assert tokenize(["the cat"], tokenizer, text, 64) == [[*tokenizer.encode("the cat"), tokenizer.eos_id]]
+    with pytest.raises(BenchError, match=r"--source: 'the mat on the mat'.*at most 4"):
+        tokenize(["the cat", "the mat on the mat"], tokenizer, text, 4)
+
+
+def test_alternate_changes_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.service.tools.bench.timing.SETTLE_S", 0.0)
+    order: list[str] = []
+
+    def run(side: str) -> str:
+        order.append(side)
+        return side
+
+    assert alternate(lambda: run("ours"), lambda: run("theirs"), 3) == [("ours", "theirs")] * 3
+    assert order == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+
+
+async def test_offer_counts_waits_from_the_scheduled_time_and_gives_up_in_the_end() -> None:
+    asked: list[int] = []
+
+    async def ask(index: int) -> float:
+        asked.append(index)
+        if index == 1:
+            await asyncio.Event().wait()
+        return time.perf_counter()
+
+    waits = await offer(ask, [0.0, 0.001, 0.002], patience_s=0.05)
+    assert sorted(asked) == [0, 1, 2]
+    assert 0 <= waits.first_s[0] <= waits.last_s[0]
+    assert waits.first_s[1] == waits.last_s[1] >= 0.05
+
+
+class Machine:
+    """Doubles numbers, once opened; remembers the batches it was given."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.reached = asyncio.Event()
+        self.opened = threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def run(self, batch: Sequence[int]) -> list[int]:
+        self.batches.append(list(batch))
+        self._loop.call_soon_threadsafe(self.reached.set)
+        assert self.opened.wait(60)
+        return [2 * item for item in batch]
+
+
+async def test_batcher_collects_what_comes_within_the_window() -> None:
+    machine = Machine()
+    machine.opened.set()
+    async with Batcher(machine.run, BatcherConfig(workers=1, max_batch=8, window_s=0.05)) as batcher:
+        assert await asyncio.gather(*map(batcher.ask, range(5))) == [0, 2, 4, 6, 8]
+    assert machine.batches == [[0, 1, 2, 3, 4]]
+
+
+async def test_batcher_sends_a_full_batch_without_waiting() -> None:
+    machine = Machine()
+    machine.opened.set()
+    async with Batcher(machine.run, BatcherConfig(workers=1, max_batch=2, window_s=3600)) as batcher:
+        assert await asyncio.gather(*map(batcher.ask, range(4))) == [0, 2, 4, 6]
+    assert machine.batches == [[0, 1], [2, 3]]
+
+
+async def test_batcher_lets_batches_grow_while_every_worker_is_busy() -> None:
+    machine = Machine()
+    async with Batcher(machine.run, BatcherConfig(workers=1, max_batch=8, window_s=0.0)) as batcher:
+        first = asyncio.create_task(batcher.ask(0))
+        await machine.reached.wait()
+        later = [asyncio.create_task(batcher.ask(item)) for item in (1, 2, 3)]
+        later[1].cancel()
+        await asyncio.sleep(0)
+        machine.opened.set()
+        assert [await first, await later[0], await later[2]] == [0, 2, 6]
+    assert machine.batches == [[0], [1, 3]]
+
+
+async def test_batcher_hands_a_fault_to_every_request_of_its_batch() -> None:
+    def fail(batch: Sequence[int]) -> list[int]:
+        raise BenchFailure("broken")
+
+    async with Batcher(fail, BatcherConfig(workers=2, max_batch=8, window_s=0.0)) as batcher:
+        for _ in range(3):  # more faults than workers: each is free again
+            with pytest.raises(BenchFailure, match="broken"):
+                await batcher.ask(1)
+
+
+def test_ctranslate2_is_tried_with_every_layout_of_the_same_threads() -> None:
+    assert layouts(4) == [(4, 1), (2, 2), (1, 4)]
+    tried = decode_candidates(8, 2, mean_len=6.0)
+    assert {(held.workers, held.threads, held.max_batch_size) for held in tried if held.batch_type == "examples"} == {
+        (2, 1, 4),
+        (2, 1, 8),
+        (1, 2, 8),
+    }
+    assert {held.max_batch_size for held in tried if held.batch_type == "tokens"} == {24, 48}
+    assert not any(held.batch_type == "tokens" for held in decode_candidates(8, 2, mean_len=None))
+
+
+def test_ctranslate2_gets_one_source_at_a_time_at_one_row() -> None:
+    assert decode_candidates(1, 2, mean_len=6.0) == [
+        CTranslate2Settings(workers=2, threads=1, max_batch_size=1, is_lone=True),
+        CTranslate2Settings(workers=1, threads=2, max_batch_size=1, is_lone=True),
+    ]
+
+
+def test_ctranslate2_is_tried_with_small_batches_when_encoding() -> None:
+    tried = encode_candidates(4, 1, [5, 20, 7, 9])
+    assert [held.max_batch_size for held in tried if held.batch_type == "examples"] == [4, 2, 1]
+    assert [held.max_batch_size for held in tried if held.batch_type == "tokens"] == [40, 20]
+
+
+def test_profile_sums_node_runs_by_operator() -> None:
+    nodes = [("A", 30), ("B", 60), ("A", 10)]
+    events = [
+        {"cat": "Node", "name": f"node{index}_kernel_time", "dur": spent, "args": {"op_name": op_type}}
+        for index, (op_type, spent) in enumerate(nodes)
+    ]
+    others = [{"cat": "Session", "name": "model_run", "dur": 120}, {"cat": "Node", "name": "fence", "dur": 5}]
+    lines = [line.split() for line in summary([*events, *others]).splitlines()[1:]]
+    assert lines[:2] == [["B", "1", "60", "60.0%"], ["A", "2", "40", "40.0%"]]
+    assert lines[2][-4:] == ["1", "100", "of", "120"]
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 20), st.integers(2, 6)), min_size=1, max_size=30),
+    rows=st.integers(1, 8),
+    max_new_tokens=st.integers(1, 16),
+)
+def test_static_batches_and_the_engine_give_what_each_source_gives_alone(
+    shapes: list[tuple[int, int]], rows: int, max_new_tokens: int
+) -> None:
+    runner = FakeRunner()
+    sources = [
+        list(source_of(target_len=target, length=length, variant=i)) for i, (target, length) in enumerate(shapes)
+    ]
+    expected = []
+    for source in sources:
+        tokens, _ = runner.answer(source, max_new_tokens)
+        expected.append(tokens if len(tokens) == max_new_tokens else [*tokens, EOS_ID])
+    for is_sorted in (False, True):
+        batches = translate_static(runner, sources, rows=rows, max_new_tokens=max_new_tokens, is_sorted=is_sorted)
+        assert batches == expected
+    with Offline(FakeRunner(), rows=rows) as offline:
+        for concurrency in (1, 2 * rows):
+            answers = offline.translate(sources, concurrency=concurrency, max_new_tokens=max_new_tokens)
+            assert answers == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--source", "missing.txt"], "--source missing.txt"),
+        (["--reference", "x.de"], "--source"),
+        (["--recipe", "nothing"], "--recipe nothing"),
+        (["--recipe", "tatoeba-en-de", "--source", "x.en"], "give one of them"),
+        (["--json", "missing/x.json"], "--json missing/x.json"),
+        (["--profile", "missing/x.txt"], "--profile missing/x.txt"),
+        (["--plot", "x.png", "--section", "startup"], "--plot"),
+        (["--section", "decode", "--model", "bundle", "--checkpoint", "missing"], "--checkpoint missing"),
+        (["missing-bundle"], "missing-bundle"),
+    ],
+)
+def test_command_names_what_it_cannot_use(
+    flags: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*flags) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("antiphon bench: ")
+    assert named in errors
+    assert errors.count("\n") == 1
+
+
+def test_command_refuses_an_empty_file_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text("\n", encoding="utf-8")
+    assert run("--source", str(path)) == 2
+    assert "holds no sentence" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rows", "0"],
+        ["--repeat", "x"],
+        ["--section", "nothing"],
+        ["--seconds", "0"],
+        ["--preset", "huge"],
+        ["--model", "other"],
+    ],
+)
+def test_command_refuses_flags_out_of_range(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*flags)
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err

@@ -1,0 +1,270 @@
+"""Pre-training and fine-tuning of an encoder that learns an artificial language in seconds."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from antiphon.cli.main import main
+from antiphon.model.checkpoints.checkpoint import load_checkpoint, read_tensors
+from antiphon.model.head_config import FIRST_TOKEN_TASKS
+from antiphon.model.text.template import fill
+from antiphon.model.training.data.text_files import Tagged
+from antiphon.model.training.data.translation_data import IGNORED_LABEL
+from antiphon.model.training.data.word_tags import first_tags, token_tags, words_of_tokens
+from antiphon.model.training.recipe import RecipeError, load_any_recipe
+from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.model.training.tasks.pretrain_task import PretrainTask
+from antiphon.model.training.tasks.span_f1 import span_score
+from antiphon.model.training.tasks.training_task import Batches, RunFolders
+from antiphon.model.training.train import Trainer, frozen
+from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
+
+torch.set_num_threads(1)  # arrays this small are slower with several threads
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pretrained(tmp_path_factory.mktemp("base"), max_steps=150, peak_lr=1e-2, checkpoint_every_steps=30)
+
+
+class Killed(Exception):
+    """Simulation of SIGKILL: training stops between two statements without any clean-up."""
+
+
+def test_pretraining_learns_masked_tokens(base: Path) -> None:
+    """At each position of the language only a few words of the vocabulary of 330 are possible."""
+    checkpoint = load_checkpoint(base)
+    folder = base.parents[1]
+    task = PretrainTask(pretrain_recipe(folder), RunFolders(data=folder, run=base.parent, group=GROUP))
+    batches = task.batches("train", 1234)
+    scores = label_accuracy(checkpoint.model, (batches[index] for index in range(len(batches))))
+    assert scores["fill_mask_accuracy"] > 0.3
+    losses = [json.loads(line)["train_loss"] for line in (base.parent / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    assert checkpoint.text.mask_id == checkpoint.tokenizer.mask_id
+    assert [head.task for head in checkpoint.config.heads] == ["fill_mask", "next_sentence"]
+    assert checkpoint.provenance is not None
+    assert checkpoint.provenance.recipe == "commands"
+
+
+def test_resumed_pretraining_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run killed at step 17 resumes from step 10 with the same pairs, masks and dropout, so weights are equal."""
+    whole = pretrained(tmp_path)
+    step = Trainer.train_step
+
+    def killed_at_17(trainer: Trainer, batch: object) -> float:
+        if trainer.progress.step == 17:
+            raise Killed
+        return step(trainer, batch)  # type: ignore[arg-type]
+
+    expected = read_tensors(whole / "model.safetensors")
+    recipe = pretrain_recipe(tmp_path)
+    monkeypatch.setattr(Trainer, "train_step", killed_at_17)
+    with pytest.raises(Killed):
+        Trainer(recipe, tmp_path, tmp_path / "killed", GROUP).run()
+    monkeypatch.undo()
+    again = Trainer(recipe, tmp_path, tmp_path / "killed", GROUP).run()
+    assert again is not None
+    found = read_tensors(again / "model.safetensors")
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+
+
+def test_losses_are_those_of_the_heads_outputs(tmp_path: Path) -> None:
+    """The reference is cross entropy over all outputs, text by text, without padding."""
+    trainer = Trainer(pretrain_recipe(tmp_path), tmp_path, tmp_path / "run", GROUP)
+    assert isinstance(trainer.task, PretrainTask)
+    model = trainer.model.eval()
+    batches = trainer.task.batches("valid", 0)
+    index = next(i for i in range(len(batches)) if (batches[i].counts > 0).all())
+    batch = batches[index]
+    expected = dict.fromkeys(batch.labels, 0.0)
+    for row, length in enumerate(batch.lens.tolist()):
+        memory = model.encode(batch.ids[row, None, :length], None, batch.type_ids[row, None, :length])[0]
+        for task, labels in batch.labels.items():
+            wanted = labels[row, None] if task in FIRST_TOKEN_TASKS else labels[row, :length]
+            outputs = model.read_out(task, memory[:1] if task in FIRST_TOKEN_TASKS else memory)
+            loss = functional.cross_entropy(outputs, wanted, ignore_index=IGNORED_LABEL, reduction="sum")
+            expected[task] += loss.item()
+    with torch.no_grad():
+        found = EncoderLoss(model).eval()(batch, 0.0)
+    assert found.tolist() == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_frozen_encoder_keeps_every_bit(base: Path, tmp_path: Path, task: str) -> None:
+    init = load_checkpoint(base)
+    recipe = frozen(fine_tune_recipe(tmp_path, task))
+    trainer = Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=init)
+    head = trainer.model.heads[task].state_dict()
+    before = {name: tensor.clone() for name, tensor in head.items()}
+    averaged = trainer.run()
+    assert averaged is not None
+    first, last = (read_tensors(path / "model.safetensors") for path in (base, averaged))
+    encoder = [name for name in first if name.startswith("encoder.")]
+    assert encoder
+    for name in encoder:
+        assert torch.equal(first[name], last[name]), name
+    for name, tensor in before.items():
+        assert not torch.equal(tensor, last[f"heads.{task}.{name}"]), name
+
+
+def test_frozen_encoder_reads_without_dropout(base: Path, tmp_path: Path) -> None:
+    recipe = frozen(fine_tune_recipe(tmp_path, "tag"))
+    trainer = Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base))
+    trainer.batch_loss.train()
+    assert trainer.model.heads.training
+    assert trainer.model.encoder is not None
+    assert not any(module.training for module in trainer.model.encoder.modules())
+
+
+def test_classification_is_learned_and_scored(base: Path, tmp_path: Path) -> None:
+    """The accuracy that training reports is equal to the accuracy of the checkpoint's outputs, text by text."""
+    recipe = fine_tune_recipe(tmp_path, "classify", max_steps=40, checkpoint_every_steps=40)
+    averaged = Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base)).run()
+    assert averaged is not None
+    scores = json.loads((averaged / "scores.json").read_text())
+    checkpoint = load_checkpoint(averaged)
+    (head,) = checkpoint.config.heads
+    test = commands(60, seed=4)
+    right = 0
+    for text, intent, _ in test:
+        ids, _ = fill(checkpoint.text, checkpoint.tokenizer.encode(text))
+        states = checkpoint.model.encode(torch.tensor([ids]))
+        right += head.labels[int(checkpoint.model.read_out("classify", states[:, 0]).argmax())] == intent
+    assert scores == {"accuracy": pytest.approx(right / len(test)), "texts": len(test)}
+    assert scores["accuracy"] > 0.95
+    assert checkpoint.provenance is not None
+    assert checkpoint.provenance.source == "made up; made up too"
+
+
+def test_tagging_is_learned_and_scored(base: Path, tmp_path: Path) -> None:
+    """The reported F1 is that of the tags of first tokens, which this test finds by tokenising word by word."""
+    recipe = fine_tune_recipe(tmp_path, "tag", max_steps=80, peak_lr=1e-2, checkpoint_every_steps=80)
+    averaged = Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base)).run()
+    assert averaged is not None
+    scores = json.loads((averaged / "scores.json").read_text())
+    checkpoint = load_checkpoint(averaged)
+    (head,) = checkpoint.config.heads
+    assert head.labels[0] == "O"
+    found = []
+    for text, _, _ in commands(60, seed=4):
+        words = [checkpoint.tokenizer.encode(word) for word in text.split()]
+        ids, _ = fill(checkpoint.text, [token for word in words for token in word])
+        labels = checkpoint.model.read_out("tag", checkpoint.model.encode(torch.tensor([ids]))[0]).argmax(dim=-1)
+        starts = [1 + sum(map(len, words[:index])) for index in range(len(words))]
+        found.append([head.labels[label] for label in labels[starts].tolist()])
+    score = span_score([tags for _, _, tags in commands(60, seed=4)], found)
+    assert scores["f1"] == pytest.approx(score.f1)
+    assert scores["entities"] == score.expected
+    assert scores["f1"] > 0.95
+
+
+def num_labels(batches: Batches) -> int:
+    return sum(int(batches[index].counts.sum()) for index in range(len(batches)))
+
+
+def test_texts_beyond_the_model_are_cut_and_scored_as_outside(base: Path, tmp_path: Path) -> None:
+    init = load_checkpoint(base)
+    short = replace(init, config=init.config.model_copy(update={"max_source_len": 8}))
+    recipe = fine_tune_recipe(tmp_path, "tag", max_steps=2)
+    whole = Trainer(recipe, tmp_path, tmp_path / "whole", GROUP, init=init, keep_weights=False)
+    cut = Trainer(recipe, tmp_path, tmp_path / "cut", GROUP, init=short, keep_weights=False)
+    assert num_labels(cut.task.batches("test", 0)) < num_labels(whole.task.batches("test", 0))
+    scores = [trainer.task.scores(trainer.model.eval(), "test")["entities"] for trainer in (whole, cut)]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "offsets", "expected"),
+    [
+        (["New", "York"], [(0, 3), (3, 8)], [0, 1]),
+        (["New", "York"], [(0, 2), (2, 3), (4, 6), (6, 8)], [0, 0, 1, 1]),
+        (["a", "\u3000", "b"], [(0, 1), (3, 5)], [0, 2]),
+        (["New", "York"], [(0, 8)], [0]),
+        (["New"], [(0, 0), (0, 3), (3, 3)], [None, 0, None]),
+    ],
+)
+def test_words_of_tokens(words: list[str], offsets: list[tuple[int, int]], expected: list[int | None]) -> None:
+    """Tokens with and without the leading space, words without token, tokens without word, a token over two words."""
+    assert words_of_tokens(words, offsets) == expected
+
+
+def test_every_token_of_a_word_is_taught() -> None:
+    item = Tagged(words=("in", "U.S."), tags=("O", "B-place"))
+    offsets = [(0, 1), (1, 2), (2, 4), (4, 5), (5, 7)]
+    assert token_tags(item, offsets) == ["O", "O", "B-place", "I-place", "I-place"]
+    assert first_tags([0, 0, 1, 1, 1], ["O", "B-x", "B-place", "O", "O"], 2) == list(item.tags)
+    assert first_tags([0], ["O"], 2) == ["O", "O"], "the second word was cut off"
+
+
+def write_toml(folder: Path, text: str) -> str:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("mlm-small", 'task = "pretrain"', 'task = "pretend"', "task must be translate"),
+        ("mlm-small", "token_types = 2", "token_types = 0", r"model\.token_types=0 must be at least 2"),
+        ("mlm-small", "num_heads = 4", "num_heads = 7", "num_heads=7 does not divide"),
+        ("mlm-small", 'schedule = "linear"', 'schedule = "cosine"', r"train\.schedule"),
+        ("mlm-small", "[train]", "[masking]\nrate = 0.0\n[train]", r"masking\.rate"),
+        ("mlm-small", "[train]", "[masking]\nmasked = 0.95\n[train]", r"masking: masked=0\.95 and random=0\.1"),
+        ("mlm-small", 'format = "conll"', 'format = "xml"', r"data\.sentences\.8\.format"),
+        ("snips", "[train]", "[model]\nd_model = 8\n[train]", "model: Extra inputs"),
+        ("wnut17", "sha256", "sha265", r"data\.train\.0\.sha256"),
+    ],
+)
+def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str, new: str, message: str) -> None:
+    text = (Path(__file__).parents[3] / f"model/training/recipes/{name}.toml").read_text()
+    assert old in text
+    with pytest.raises(RecipeError, match=message):
+        load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))
+
+
+def test_labels_that_training_lacks_are_named(base: Path, tmp_path: Path) -> None:
+    recipe = fine_tune_recipe(tmp_path, "classify")
+    (file,) = fine_tune_recipe(tmp_path, "classify").data.test
+    unknown = tmp_path / "unknown.tsv"
+    unknown.write_text("sing a song\tsing\n")
+    other = file.model_copy(update=dict(path=unknown.name, sha256=hashlib.sha256(unknown.read_bytes()).hexdigest()))
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"test": (other,)})})
+    with pytest.raises(RecipeError, match=r"data\.test has labels that data\.train does not have: sing"):
+        Trainer(recipe, tmp_path, tmp_path / "run", GROUP, init=load_checkpoint(base))
+
+
+def test_random_weights_take_shape_and_tokenizer_only(base: Path, tmp_path: Path) -> None:
+    init = load_checkpoint(base)
+    recipe = fine_tune_recipe(tmp_path, "classify")
+    kept = Trainer(recipe, tmp_path, tmp_path / "kept", GROUP, init=init)
+    drawn = Trainer(recipe, tmp_path, tmp_path / "drawn", GROUP, init=init, keep_weights=False)
+    name = "encoder.embedding.weight"
+    assert torch.equal(kept.model.state_dict()[name], init.model.state_dict()[name])
+    assert not torch.equal(drawn.model.state_dict()[name], init.model.state_dict()[name])
+    assert drawn.model_config == kept.model_config
+    assert drawn.task.tokenizer.encode("play music") == init.tokenizer.encode("play music")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["snips"], "--init must name the encoder"),
+        (["snips", "--random-weights"], "--random-weights needs --init"),
+        (["mlm-small", "--freeze-encoder"], "classify or tag; the task of 'mlm-small' is 'pretrain'"),
+        (["snips", "--init", "nowhere"], "nowhere is not a checkpoint"),
+    ],
+)
+def test_command_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["train", *arguments, "--data", str(tmp_path), "--output", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
