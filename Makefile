@@ -1,5 +1,5 @@
-# Everything from a fresh clone: `make serve` and `make test` set up what they need in .venv, once.
-# Needs Python 3.11+ (choose with PYTHON=...), a C++ compiler (CXX=...) and a package registry.
+# Builds, serves and tests from a fresh clone: `make serve` and `make test` install their requirements in .venv, once.
+# Requirements: Python 3.11+ (choose with PYTHON=...), a C++ compiler (CXX=...) and a package registry.
 
 PYTHON ?= python3
 ifeq ($(origin CXX),default)
@@ -9,19 +9,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 UV_VERSION := 0.13.8
-# Published clients of other protocols, that want other versions of what .venv holds.
+# Published clients of other protocols, which need other versions of packages than .venv has.
 OIP_CLIENTS := .venv-oip-clients
-# Programs that check and run what deploy/ holds: their packages, and what Debian packages them in, unpacked.
+# Programs that check and run the files of deploy/: Python packages, and unpacked Debian packages.
 DEPLOY := .venv-deploy
 UNPACKED := build/deploy-tools
 
-# Processes that run tests side by side. Each loads models: memory for about 2 GB each.
+# Number of processes that run tests in parallel. Each loads models and needs about 2 GB of memory.
 JOBS ?= 2
 
 PROTOS := $(shell find protos -name '*.proto')
 NATIVE := $(wildcard model/ops/native/*)
 
-# Tests of training data run where the data lies beside the checkout, and skip elsewhere.
+# Tests of training data run if the data is beside the checkout, and are skipped otherwise.
 ifeq ($(origin ANTIPHON_DATA),undefined)
 ifneq ($(wildcard ../shared/data),)
 export ANTIPHON_DATA := $(abspath ../shared/data)
@@ -36,62 +36,62 @@ endif
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: $(VENV)/.installed ## Make .venv with all that serving needs; leaves .venv/bin/antiphon.
+setup: $(VENV)/.installed ## Create .venv with all packages for serving, and .venv/bin/antiphon.
 
-serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" and the like reach the server.
+serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" passes options to the server.
 	@exec $(BIN)/antiphon serve $(ARGS)
 
-watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" and the like.
+watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" passes options.
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
-test: lint oip-clients deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" and the like reach pytest.
+test: lint oip-clients deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-oip-clients: $(OIP_CLIENTS)/.installed ## Make .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
+oip-clients: $(OIP_CLIENTS)/.installed ## Create .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
 
-# Never fails: a program that cannot be had is printed, tried again the next time, and its tests are skipped.
-deploy-tools: $(VENV)/.created ## Get what checks deploy/: checkov, envoy, hadolint, kubectl; Prometheus, Alertmanager, nginx without root.
+# Never fails: a program that cannot be installed is printed and tried again the next time; its tests are skipped.
+deploy-tools: $(VENV)/.created ## Install programs that check deploy/: checkov, envoy, hadolint, kubectl, Prometheus, Alertmanager, nginx.
 	@$(MAKE) --no-print-directory $(DEPLOY)/.installed || { rm -rf $(DEPLOY); \
 		echo "==> no $(DEPLOY): tests that run checkov, envoy, hadolint or kubectl are skipped"; }
 	@requirements/unpack.sh $(UNPACKED) prometheus=promtool prometheus-alertmanager=amtool nginx=nginx
 
-soak: $(VENV)/.test-tools ## Compare requests alone and in a crowd at length. ROUNDS=1000 draws as many mixes.
+soak: $(VENV)/.test-tools ## Compare requests alone and in random batches. ROUNDS=1000 sets the number of batches.
 	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)
 
-sanitize: $(VENV)/.test-tools ## Call the native operators at random under sanitizers. ROUNDS=1000 calls each as often.
+sanitize: $(VENV)/.test-tools ## Call the native operators at random under sanitizers. ROUNDS=1000 sets the calls of each.
 	@CXX="$(CXX)" ANTIPHON_SANITIZE_ROUNDS=$(or $(ROUNDS),300) \
 		$(BIN)/python -m pytest tests/parity/test_native_sanitized.py $(ARGS)
 
-balancing: $(VENV)/.test-tools deploy-tools ## Two, three replicas behind round robin, Envoy and nginx: spread, kills, rolling restarts.
+balancing: $(VENV)/.test-tools deploy-tools ## Test 2 and 3 replicas behind round robin, Envoy and nginx: distribution, kills, rolling restarts.
 	@ANTIPHON_BALANCING_REPLICAS=2,3 ANTIPHON_BALANCING_CALLS=2000 ANTIPHON_BALANCING_ROUNDS=3 \
 		$(AT_LENGTH) tests/deploy/test_balancing.py $(ARGS)
 
-balancing-bench: $(VENV)/.test-tools deploy-tools ## One, two and three replicas behind each, on the same two cores: a table.
+balancing-bench: $(VENV)/.test-tools deploy-tools ## Measure 1, 2 and 3 replicas behind each of them, on the same two cores.
 	@$(BIN)/python -m tests.deploy.balancing_bench $(ARGS)
 
-reliability: crowd faults fuzz overload endurance ## All of docs/reliability.md at full size: about two hours.
+reliability: crowd faults fuzz overload endurance ## Run all tests of docs/reliability.md at full size: about two hours.
 
-crowd: $(VENV)/.test-tools ## 1,000 streams at once, and 10,000 calls of which a third is given up.
+crowd: $(VENV)/.test-tools ## Test 1,000 concurrent streams, and 10,000 calls, a third of them cancelled.
 	@$(LONG)STREAMS=1000 $(LONG)CALLS=10000 $(LONG)AT_ONCE=512 \
 		$(AT_LENGTH) tests/reliability/test_crowd.py $(ARGS)
 
-faults: $(VENV)/.test-tools ## Lost clients, lossy networks, lost replicas, full disks, damaged files, at length. Best as root.
+faults: $(VENV)/.test-tools ## Test lost clients, lossy networks, lost replicas, full disks, damaged files at full size. Best as root.
 	@$(LONG)FAULT_CALLS=400 $(LONG)KILLED_CLIENTS=20 $(LONG)DISK_SHARES=4 $(LONG)DAMAGES=50 \
 		$(AT_LENGTH) tests/reliability/test_faults_*.py $(ARGS)
 
-fuzz: $(VENV)/.test-tools ## Random messages, texts and files. MINUTES=5 for each target that is guided by coverage.
+fuzz: $(VENV)/.test-tools ## Test random messages, texts and files. MINUTES=5 for each target guided by coverage.
 	@$(LONG)FUZZ_EXAMPLES=1500 $(LONG)FUZZ_BUNDLE_EXAMPLES=300 $(LONG)FUZZ_ADMIN_EXAMPLES=1500 \
 		$(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
 		$(AT_LENGTH) tests/reliability/test_fuzz_*.py $(ARGS)
 
-overload: $(VENV)/.test-tools ## Find the sustainable rate, then offer 2, 4 and 8 times as much. MINUTES=3 of each
+overload: $(VENV)/.test-tools ## Find the sustainable rate, then send 2, 4 and 8 times as much. MINUTES=3 for each.
 	@$(BIN)/python -m tests.reliability.overload --factors 2 4 8 --minutes $(or $(MINUTES),3) $(ARGS)
 
-endurance: $(VENV)/.test-tools ## Mixed traffic, memory watched. MINUTES=60
+endurance: $(VENV)/.test-tools ## Test mixed traffic and measure memory. MINUTES=60
 	@$(BIN)/python -m tests.reliability.endurance --minutes $(or $(MINUTES),60) $(ARGS)
 
-abuse: $(VENV)/.test-tools ## Attack a server with honest clients beside, under mutual TLS. MINUTES=60, ARGS="--seed 2"
+abuse: $(VENV)/.test-tools ## Attack a server while honest clients use it, under mutual TLS. MINUTES=60, ARGS="--seed 2"
 	@$(BIN)/python -m tests.abuse --minutes $(or $(MINUTES),60) --tls --rotate-s 60 $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler's warnings only.
@@ -105,7 +105,7 @@ lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler'
 stubs: $(VENV)/.installed ## Generate the protobuf stubs and compile the native library again.
 	@CXX="$(CXX)" $(BIN)/python hatch_build.py
 
-wheel: $(VENV)/.test-tools ## Build the sdist, and from it the wheel, into dist/.
+wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
 image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE=, IMAGE_ARGS=: docs/IMAGE.md.
@@ -114,16 +114,16 @@ image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE
 		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(BUNDLE),--build-context bundle-files=$(BUNDLE)) \
 		--build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD) $(IMAGE_ARGS) .
 
-image-base: ## Make antiphon-base:bookworm from Debian's archive, for `make image` without a registry. As root.
+image-base: ## Build antiphon-base:bookworm from Debian's archive, for `make image` without a registry. As root.
 	@deploy/debian-base.sh antiphon-base:bookworm
 
-image-check: $(VENV)/.test-tools ## Run the image as a cluster would, by podman, SIGTERM under load included. As root.
+image-check: $(VENV)/.test-tools ## Run the image with podman as a cluster does, including SIGTERM under load. As root.
 	@$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
-alerts-check: $(VENV)/.test-tools deploy-tools ## Cause a fault for every alert; each fires and resolves. As root.
+alerts-check: $(VENV)/.test-tools deploy-tools ## Cause a fault for every alert; each must fire and resolve. As root.
 	@$(BIN)/python -m tests.deploy.alerts_check --keep docs/alerts-check.txt $(ARGS)
 
-lock: $(VENV)/.created ## Resolve versions and hashes again, keeping what is locked. ARGS=--upgrade takes the newest.
+lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked ones. ARGS=--upgrade takes the newest.
 	@$(PIP) install --target build/uv --upgrade uv==$(UV_VERSION)
 	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --extra train --extra dev --output-file requirements/test.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --constraint requirements/test.lock \
@@ -136,7 +136,7 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, keeping what is loc
 	@$(UV_COMPILE) requirements/deploy.in $(addprefix --no-emit-package ,$(UNUSED_BY_DEPLOY)) \
 		--output-file requirements/deploy.lock $(ARGS)
 
-clean: ## Remove .venv and everything built.
+clean: ## Remove .venv and all build results.
 	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
@@ -145,18 +145,18 @@ UV_COMPILE = build/uv/bin/uv pip compile --quiet --universal --python-version 3.
 	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 UV_EXTRAS = --group build --extra server --no-emit-package torch
 UV_IMAGE = --extra trace --constraint requirements/test.lock $(addprefix --no-emit-package ,$(UNUSED_BY_IMAGE))
-# What tokenizers requires for fetching a tokenizer by its name, which a server never does: 14 packages, 20 MB.
+# Packages that tokenizers requires to download a tokenizer by name, which a server never does: 14 packages, 20 MB.
 UNUSED_BY_IMAGE = anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna \
 	pyyaml tqdm truststore
-# What the published clients require and, asked over gRPC, do not import: half of what they would have to install.
+# Packages that the published clients require but do not import for gRPC: half of their packages.
 UNUSED_BY_OIP_CLIENTS = aiohappyeyeballs aiohttp aiohttp-retry aiosignal attrs cffi cryptography frozenlist httptools \
 	multidict pillow propcache pyasn1 pycparser pyjwt python-dotenv uvloop websockets yarl
-# What checkov requires and, asked for --framework kubernetes, does not import: a third of the time it takes to install.
+# Packages that checkov requires but does not import with --framework kubernetes: a third of its installation time.
 UNUSED_BY_DEPLOY = aiodns aiomultiprocess beautifulsoup4 cffi click-option-group contextlib2 decorator \
 	importlib-metadata markdown numpy pycares pycparser pyparsing pywin32 rdflib s3transfer semantic-version soupsieve \
 	unidiff xmltodict zipp
 
-# What `make image` builds, and with what: whichever is there. Only Docker's format of images has health checks.
+# Targets and builder of `make image`: the first builder that is installed. Only Docker's image format has health checks.
 TARGET := cpu
 VERSION := $(shell sed -n '/^\[project\]/,/^\[/s/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE.cpu := antiphon:$(VERSION)
@@ -167,16 +167,16 @@ BUILD.buildah := buildah build --format docker --layers
 BUILD.podman := podman build --format docker
 BUILD.docker := docker build
 
-# Sizes of the reliability tests; what takes minutes is no hang there.
+# Sizes of the reliability tests. They take minutes, so pytest must not report them as hanging.
 LONG := ANTIPHON_RELIABILITY_
 AT_LENGTH := $(BIN)/python -m pytest -o faulthandler_timeout=7200
 
-# Stamps lie inside .venv, so that they go when it goes. A stamp is newer than all it was made from.
+# Stamps are inside .venv, so that they are removed with it. A stamp is newer than its sources.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
-		"antiphon needs Python 3.11 or newer, and $(PYTHON) is not: try make PYTHON=python3.11" >&2; exit 1; }
+		"antiphon needs Python 3.11 or newer, but $(PYTHON) is older: try make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
-		"$(PYTHON) cannot make virtual environments: install python3-venv" >&2; exit 1; }
+		"$(PYTHON) cannot create virtual environments: install python3-venv" >&2; exit 1; }
 	@echo "==> virtual environment in $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
@@ -188,7 +188,7 @@ $(VENV)/.serve-tools: requirements/serve.lock $(VENV)/.created
 
 $(VENV)/.installed: pyproject.toml hatch_build.py $(PROTOS) $(NATIVE) $(VENV)/.serve-tools
 	@command -v $(firstword $(CXX)) >/dev/null || { echo \
-		"antiphon needs a C++ compiler; $(firstword $(CXX)) is not there. Install g++ or try make CXX=clang++" >&2; exit 1; }
+		"antiphon needs a C++ compiler, but $(firstword $(CXX)) was not found. Install g++ or try make CXX=clang++" >&2; exit 1; }
 	@echo "==> stubs, native library and console script"
 	@CXX="$(CXX)" $(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -199,7 +199,7 @@ $(VENV)/.test-tools: requirements/test.lock requirements/torch.txt $(VENV)/.inst
 	@$(PIP) install -r requirements/torch.txt
 	@touch $@
 
-# kserve's packages have many files, of which few are run: they are compiled when they are.
+# kserve's packages have many files, most of which are never run: so they are compiled only when they run.
 $(OIP_CLIENTS)/.installed: requirements/oip-clients.lock $(VENV)/.created
 	@rm -rf $(OIP_CLIENTS) && mkdir $(OIP_CLIENTS)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then \

@@ -20,9 +20,10 @@ from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.model.ops.sampling import SamplingArrays, sample
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.domain.tasks import Generate, Score
-from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
+from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Runner, Samples
 
 _R = TypeVar("_R", bound=Request)
 
@@ -33,6 +34,11 @@ MEMORY_WIDTH = 4
 WORKSPACE_BYTES_PER_TOKEN = 100
 
 Table = Sequence[int] | NDArray[np.int32]
+
+
+def limits_for(runner: Runner, **changes: Any) -> EngineLimits:
+    """Return limits of an engine that uses all rows of a runner and has no limit of the expected wait."""
+    return dataclasses.replace(EngineLimits(max_num_seqs=runner.max_rows, max_queue_time_s=None), **changes)
 
 
 class FakeClock:

@@ -23,7 +23,8 @@ from antiphon.model.config import preset
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.engine.engine import Engine
 from antiphon.service.observability.call import Call
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
@@ -31,7 +32,7 @@ from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.rpc.v1.answers.attention_maps import Explains
+from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
@@ -45,7 +46,7 @@ from antiphon.service.server.process import SERVICES, build_server, build_waits,
 from antiphon.service.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, limits_for
 
 if TYPE_CHECKING:
     from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
@@ -107,12 +108,12 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine_config: EngineConfig | None = None,
+    limits: EngineLimits | None = None,
     *,
     prepare: Callable[[FakeRunner], object] = lambda runner: None,
     max_messages_per_s: float = 1e6,
     clock: Callable[[], float] = time.monotonic,
-    explainer: Explains | None = None,
+    explainer: AttentionExplainer | None = None,
     text: TextFormat | None = None,
     heads: Sequence[HeadConfig] = (),
     **settings: Any,
@@ -132,14 +133,14 @@ async def serving(
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
     metrics = Metrics(families, MODEL_NAME)
-    engine = Engine(runner, engine_config or EngineConfig(), metrics, clock=clock)
-    limits = pb.Limits(
+    engine = Engine(runner, limits or limits_for(runner), metrics, clock=clock)
+    described = pb.Limits(
         max_source_len=runner.max_source_len,
         max_target_len=runner.max_target_len,
         max_text_bytes=config.max_text_bytes,
     )
     long_texts = LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes))
-    description = pb.Model(name=MODEL_NAME, limits=limits, default_options=default_options())
+    description = pb.Model(name=MODEL_NAME, limits=described, default_options=default_options())
     model = ServedModel(
         description=description,
         tokenizer=tokenizer,

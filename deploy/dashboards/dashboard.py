@@ -39,7 +39,7 @@ def _dashboard() -> dashboard.Dashboard:
     page = (
         built.Dashboard("Antiphon")
         .uid("antiphon")
-        .description("Traffic, latency, queue, cache and memory of Antiphon servers. docs/DASHBOARD.md explains it.")
+        .description("Traffic, latency, queue, cache and memory of Antiphon servers. docs/DASHBOARD.md documents it.")
         .tags(["antiphon", "inference"])
         .refresh("10s")
         .time("now-30m", "now")
@@ -59,7 +59,7 @@ def _dashboard() -> dashboard.Dashboard:
 
 def _variables() -> list[Builder[dashboard.VariableModel]]:
     model = 'label_values(antiphon_model_info{job=~"$job", instance=~"$instance"}, model_name)'
-    docs = "Where this repository's docs/ is published: links to the runbook begin with it."
+    docs = "Address of this repository's published docs/: links to the runbook begin with it."
     return [
         built.DatasourceVariable("datasource").label("Data source").type("prometheus"),
         _values("job", "Job", "label_values(antiphon_build_info, job)").current(_choice("antiphon")),

@@ -21,16 +21,16 @@ def _about(title: str, text: str, unit: str, runbook: str | None = None) -> Abou
 
 UP = _about(
     "Replicas up",
-    "Replicas that Prometheus reaches. Good: as many as there should be.",
+    "Replicas that Prometheus can scrape. Good: the number that you deployed.",
     "none",
     "AntiphonTargetDown",
 )
-ANSWERED = _about("Answered", "Requests answered in full, a second.", "reqps")
-TOKENS = _about("Tokens", "Target tokens decoded a second, those of every beam.", "short")
+ANSWERED = _about("Answered", "Requests answered in full, per second.", "reqps")
+TOKENS = _about("Tokens", "Target tokens decoded per second, for all beams.", "short")
 FAILED = _about(
     "Failed",
-    "Share of requests refused or ended by the servers' fault, of all that clients asked rightly: what spends the "
-    "error budget. Good: below 0.1 %.",
+    "Share of valid requests that were refused or failed by the servers' fault. It uses up the error budget. "
+    "Good: below 0.1 %.",
     "percentunit",
     "AntiphonAvailabilityBudgetFast",
 )
@@ -60,7 +60,7 @@ FIRST = _about(
 )
 BETWEEN = _about(
     "Between tokens, p99",
-    "From one token to the next. Good: below 25 ms: faster than reading.",
+    "From one token to the next. Good: below 25 ms, which is faster than people read.",
     "s",
     "AntiphonInterTokenSlow",
 )
@@ -80,7 +80,7 @@ def _latency() -> list[Panel]:
 
 WAITING = _about(
     "Waiting, worst replica",
-    "Requests in a replica's queue. Good: below 5, where autoscaling sets in.",
+    "Requests in a replica's queue. Good: below 5; above 5, autoscaling adds replicas.",
     "none",
     "AntiphonQueueGrowing",
 )

@@ -10,28 +10,28 @@ SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 FIRST = About(
     title="Time to first token",
-    text="Queue, encoder and one step. Good: p99 below half a second; if not, see time in the queue.",
+    text="Time in the queue, in the encoder and in one step. Good: p99 below 0.5 s; otherwise see time in the queue.",
     unit="s",
     width=6,
     runbook="AntiphonFirstTokenSlow",
 )
 BETWEEN = About(
     title="Time between tokens",
-    text="Grows with the rows of a step. Good: p99 below 25 ms. Preempted requests show as a long tail.",
+    text="It grows with the rows of a step. Good: p99 below 25 ms. Preempted requests cause a long tail.",
     unit="s",
     width=6,
     runbook="AntiphonInterTokenSlow",
 )
 WHOLE = About(
     title="Whole answers",
-    text="From arrival to the end; grows with the length.",
+    text="Time from arrival to the end of the answer. It grows with the length of the answer.",
     unit="s",
     width=6,
     runbook="AntiphonAnswerSlow",
 )
 QUEUE = About(
     title="Time in the queue",
-    text="The part of latency that more replicas take away. Good: p99 of few milliseconds.",
+    text="The part of the latency that more replicas reduce. Good: p99 of a few milliseconds.",
     unit="s",
     width=6,
     runbook="AntiphonQueueWaitHigh",
@@ -54,8 +54,8 @@ def _percentiles(histogram: str) -> dict[str, str]:
 
 
 ABOUT = About(
-    title="Time to first token, all of it",
-    text="How many first tokens fell in which bucket. Two bands: two kinds of requests, or replicas that differ.",
+    title="Time to first token, distribution",
+    text="Number of first tokens in each bucket. Two bands mean two kinds of requests, or replicas that differ.",
     unit="s",
     width=24,
     height=7,

@@ -21,17 +21,17 @@ RANGE = "$__range"
 
 HELD = About(
     title="Cache bytes",
-    text="Kept for sources (cross), which stay as they are, and targets (self), which grow a token a step.",
+    text="Kept for sources (cross), constant while a request runs, and for targets (self), one token more each step.",
     unit="bytes",
 )
 BLOCKS = About(
     title="Cache blocks",
-    text="The same in blocks. Good: some free; at none, requests wait and some are preempted.",
+    text="The same in blocks. Good: some are free; without free blocks, requests wait and some are preempted.",
     unit="none",
 )
 USAGE = About(
     title="Cache use",
-    text="Share in use of each replica. Autoscaling adds replicas above 0.8.",
+    text="Share of the cache blocks in use, for each replica. Above 0.8, autoscaling adds replicas.",
     unit="percentunit",
     runbook="AntiphonCacheFull",
 )
@@ -49,9 +49,9 @@ def cache_panels() -> list[Panel]:
 
 CURVE = About(
     title="T²: attention workspace by source length",
-    text="Bytes that an encoder run of one source works in, against its tokens, over the time shown; both axes are "
-    "logarithmic. Measured and predicted fused rise with slope 1; score matrices written out (materialised, of one "
-    "layer alone) with slope 2. Good: measured lies on predicted fused. Choose one model.",
+    text="Workspace of an encoder run with one source, by the length of the source, in the chosen time range. Both "
+    "axes are logarithmic. Measured and predicted fused rise with slope 1. Materialised (the score matrices of "
+    "one layer, if they were stored) rises with slope 2. Good: measured lies on predicted fused. Select one model.",
     unit="bytes",
     width=12,
     height=11,
@@ -59,7 +59,7 @@ CURVE = About(
 )
 FIGURES = About(
     title="T² in figures",
-    text="The same, a row for each doubling of the length (source_len: at most so many tokens).",
+    text="The same as a table, with a row for each doubling of the length (source_len: maximum number of tokens).",
     unit="bytes",
     width=12,
     height=11,
@@ -80,15 +80,15 @@ def workspace_panels() -> list[Panel]:
 
 RUNS = About(
     title="Workspace of every run",
-    text="Mean of all encoder runs, of one source or many, and the largest so far: a floor for workspace_limit_bytes. "
-    "Materialised is what score matrices of one layer would take.",
+    text="Mean over all encoder runs, with one source or several, and the largest so far, which is the minimum for "
+    "workspace_limit_bytes. Materialised: score matrices of one layer, if they were stored.",
     unit="bytes",
     width=12,
 )
 RATIO = About(
-    title="Is the prediction true?",
-    text="Measured over predicted workspace: mean, and p99. Good: near 1; above 1, admission counts on too little: "
-    "profile the bundle again.",
+    title="Measured / predicted workspace",
+    text="Measured divided by predicted workspace: mean and p99. Good: near 1. Above 1, admission assumes too little "
+    "memory: profile the bundle again.",
     unit="none",
     width=12,
     runbook="AntiphonWorkspaceAboveFit",
@@ -116,10 +116,10 @@ def process_panels() -> list[Panel]:
     return [*_resident(), *_held(), *_machine()]
 
 
-RESIDENT = About(title="Resident memory", text="Of each replica. Good: flat over days.", unit="bytes", width=6)
+RESIDENT = About(title="Resident memory", text="Of each replica. Good: constant over days.", unit="bytes", width=6)
 SHARE = About(
-    title="Memory, of what there is",
-    text="Resident memory over what the container, or the machine, has. Good: below 0.8; at 1 it is killed.",
+    title="Resident memory, share of the limit",
+    text="Resident memory divided by the memory of the container or machine. Good: below 0.8; at 1 it is killed.",
     unit="percentunit",
     width=6,
     runbook="AntiphonMemoryNearLimit",
@@ -143,14 +143,14 @@ def _resident() -> list[Panel]:
 
 ARENA = About(
     title="Arena",
-    text="The graphs' allocator: in use, reserved of the system, kept for later, the most ever, and its bound (0: "
-    "none). Good: in use falls back between requests.",
+    text="Allocator of the graphs: bytes in use, reserved from the system, and cached; peak of bytes in use; limit (0: "
+    "none). Good: bytes in use fall back between requests.",
     unit="bytes",
     width=6,
 )
 PARTS = About(
-    title="What models count for",
-    text="Bytes of each model in the memory budget, which is there with memory_limit_bytes.",
+    title="Models in the memory budget",
+    text="Bytes of each model in the memory budget, which memory_limit_bytes sets.",
     unit="bytes",
     width=6,
 )
@@ -170,16 +170,16 @@ def _held() -> list[Panel]:
 
 CORES = About(
     title="Cores",
-    text="CPU seconds a second of each replica. No measure of load: a busy engine takes what it may have.",
+    text="CPU seconds per second of each replica. Not a measure of load: any running request keeps the cores busy.",
     unit="none",
 )
 MACHINE_BLOCKS = About(
     title="Arena blocks",
-    text="Blocks given a second, and refused for a limit. Good: none refused; a refusal is a failed run.",
+    text="Allocations per second, and those refused because of a limit. Good: none refused; a refusal is a failed run.",
     unit="none",
     runbook="AntiphonArenaRefusing",
 )
-SERVED = About(title="What is served", text="Version, model and precision of each replica.", unit="none")
+SERVED = About(title="Served models", text="Version, model and precision of each replica.", unit="none")
 
 
 def _machine() -> list[Panel]:

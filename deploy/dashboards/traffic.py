@@ -13,14 +13,14 @@ def panels() -> list[Panel]:
 
 OUTCOME = About(
     title="Requests by outcome",
-    text="What became of requests. Good: all answered. Refusals of QUEUE_FULL with waiting requests are overload.",
+    text="Requests by their outcome. Good: all answered. Refusals with QUEUE_FULL while requests wait: overload.",
     unit="reqps",
     width=12,
     runbook="AntiphonAvailabilityBudgetFast",
 )
 TOKENS = About(
     title="Tokens",
-    text="Work of encoder (source) and decoder (target). Padding is waste; native graphs have none.",
+    text="Work of encoder (source) and decoder (target). Padding is wasted work; native graphs have none.",
     unit="short",
     width=12,
 )
@@ -43,19 +43,19 @@ def _requests() -> list[Panel]:
 
 REFUSED = About(
     title="Refusals by reason",
-    text="Why calls are not taken up. QUEUE_FULL and the like: overload. INVALID_FIELD: a client's mistake.",
+    text="Refused calls. QUEUE_FULL, TOO_MANY_RPCS and TOO_MANY_TEXTS: overload. INVALID_FIELD: a client's mistake.",
     unit="reqps",
     runbook="AntiphonRefusing",
 )
 CANCELLED = About(
     title="Cancellations",
-    text="By cause and stage. client, waiting: people give up; slow_reader: a client or its network is stuck.",
+    text="Cancelled requests. client, waiting: users give up; slow_reader: a client or its network is stuck.",
     unit="reqps",
     runbook="AntiphonSlowReaders",
 )
 LATE = About(
     title="Deadline misses",
-    text="By stage. submit: asked for too late; waiting: too much load; running: deadlines too short. Good: none.",
+    text="By stage. submit: expired on arrival; waiting: too much load; running: deadlines too short. Good: none.",
     unit="reqps",
     runbook="AntiphonQueueWaitHigh",
 )
@@ -71,12 +71,12 @@ def _losses() -> list[Panel]:
 
 ASKED = About(
     title="Requests by task and priority",
-    text="What is asked for. Interactive ones go first when the queue grows.",
+    text="Accepted requests. Interactive requests go first when the queue grows.",
     unit="reqps",
 )
 ENDED = About(
-    title="Ends of answers",
-    text="How outputs ended. Good: nearly all stop; a rise of length means answers that are cut off.",
+    title="Outputs by finish reason",
+    text="Finish reasons. Good: nearly all are stop; an increase of length means answers that are cut off.",
     unit="reqps",
 )
 CODES = About(

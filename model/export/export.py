@@ -272,20 +272,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LOWERINGS,
         default=["native"],
         help="native: our own operators, the only graphs that are served (default); contrib: operators that ship in "
-        "ONNX Runtime; eager: score matrices written out; contrib and eager are baselines of `antiphon profile`",
+        "ONNX Runtime; eager: score matrices are stored; contrib and eager are baselines of `antiphon profile`",
     )
     parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
     parser.add_argument("--eager", action="store_true", help="add eager graphs")
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
-        help="what native graphs keep keys and values in (default: float16 beside integer weights, else float32)",
+        help="type of cached keys and values of native graphs (default: float16 beside integer weights, else float32)",
     )
     parser.add_argument(
-        "--no-explain", dest="explain", action="store_false", help="leave out the graph that shows attention weights"
+        "--no-explain", dest="explain", action="store_false", help="omit the graph that returns attention weights"
     )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
-    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is one already")
+    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
 
 
 def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:

@@ -13,7 +13,7 @@ _ALTERNATIVE, _COMMON = "x509_subject_alternative_name", "x509_common_name"
 
 _named: ContextVar[str | None] = ContextVar("antiphon_caller", default=None)
 enter_caller = _named.set
-"""Set the caller's name, found by `gate.py`, for the current RPC, which runs in a context of its own."""
+"""Set the caller's name, found by `gate.py`, for the current RPC, which runs in a separate context."""
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -27,7 +27,7 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 def _certified(about: Mapping[str, Sequence[bytes]]) -> str | None:
     """Return the name in a client's certificate: a URI (SPIFFE), else the common name, else any other name."""
-    if _ALTERNATIVE not in about and _COMMON not in about:  # as for every call without a certificate
+    if _ALTERNATIVE not in about and _COMMON not in about:  # true of every call without a certificate
         return None
     names = [name.decode("utf-8", "replace") for name in about.get(_ALTERNATIVE, ())]
     common = [name.decode("utf-8", "replace") for name in about.get(_COMMON, ())]

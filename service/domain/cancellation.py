@@ -10,7 +10,7 @@ from collections import deque
 
 
 class CancelCause(enum.Enum):
-    """Cause for which a request is cancelled before its answer was read; a label of metrics."""
+    """Cause of the cancellation of a request before its answer was read; a label of metrics."""
 
     CLIENT = "client"  # the client cancelled the call, or its connection was lost
     SLOW_READER = "slow_reader"  # the client reads no message for longer than the server waits

@@ -28,4 +28,4 @@ def check_combination(controls: Controls) -> None:
         if rule.is_broken(params, controls):
             value = getattr(params if hasattr(params, rule.field) else controls, rule.field)
             shown = value.name if isinstance(value, enum.Enum) else value
-            raise InvalidArgument(rule.field, shown, f"{rule.allowed} where {rule.condition}: {rule.reason}")
+            raise InvalidArgument(rule.field, shown, f"{rule.allowed} if {rule.condition}: {rule.reason}")

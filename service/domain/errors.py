@@ -29,7 +29,7 @@ class AntiphonError(Exception):
 
 
 class InWords(str):
-    """Description of a field's value, where it is clearer than the value itself."""
+    """Description of a field's value, for cases in which it is clearer than the value itself."""
 
     __slots__ = ()
 
@@ -62,35 +62,35 @@ class ModelNotFound(AntiphonError):
 
 
 class ModelExists(AntiphonError):
-    """A model is to be loaded under a name that another model has."""
+    """A load of a model under a name that another model has."""
 
     status = Status.ALREADY_EXISTS
     reason = "MODEL_EXISTS"
 
 
 class BadBundle(AntiphonError):
-    """A bundle that is to be loaded cannot be served; names the file or field."""
+    """A bundle cannot be served; names the file or field."""
 
     status = Status.INVALID_ARGUMENT
     reason = "INVALID_BUNDLE"
 
 
 class OverBudget(AntiphonError):
-    """A model does not fit the memory budget; names its parts, and what to lower."""
+    """A model does not fit the memory budget; names its parts and the settings to lower."""
 
     status = Status.RESOURCE_EXHAUSTED
     reason = "OVER_MEMORY_BUDGET"
 
 
 class LastModel(AntiphonError):
-    """The last model of a server is to be unloaded."""
+    """An attempt to unload the last model of a server."""
 
     status = Status.FAILED_PRECONDITION
     reason = "LAST_MODEL"
 
 
 class Unsupported(AntiphonError):
-    """The served model cannot do what is asked; another bundle could."""
+    """The served model cannot do the requested task; another bundle may."""
 
     status = Status.UNIMPLEMENTED
     reason = "UNSUPPORTED"

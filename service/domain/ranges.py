@@ -1,4 +1,4 @@
-"""Checks of each sampling control by itself, by the ranges of the table; `combinations.py` checks them together."""
+"""Checks of single sampling controls, by the ranges of the table; `combinations.py` checks them together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from antiphon.controls.table import SAMPLING_CONTROLS, SamplingFields
 from antiphon.service.domain.errors import InvalidArgument, InWords
 
 FREE = ("max_new_tokens", "seed")
-"""Controls that nearly every request sets, and of which nothing else depends while the others are at their defaults."""
+"""Controls that nearly every request sets. While all others have their defaults, no rule depends on them."""
 
 _RANGES = tuple(
     (control.field, control.range)
@@ -21,7 +21,7 @@ _WITH_TOKEN_IDS = tuple(control for control in SAMPLING_CONTROLS if control.hold
 
 
 def check_free(params: SamplingFields) -> None:
-    """Check the controls of FREE; right where all others are at their defaults."""
+    """Check the controls of FREE; sufficient if all others have their defaults."""
     _check_ranges(params, _FREE_RANGES)
 
 
@@ -64,7 +64,7 @@ def check_token_ids(params: SamplingFields, vocab_size: int) -> None:
 
 
 def check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raise InvalidArgument naming the field where an id is not in the vocabulary."""
+    """Raise InvalidArgument naming the field if an id is not in the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidArgument(field, InWords(f"token id {unknown}"), f"of token ids from 0 to {vocab_size - 1}")

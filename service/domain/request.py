@@ -73,13 +73,13 @@ class Pooling(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams(SamplingFields):
-    """Sampling controls of one request, each of them and all together checked against the table.
+    """Sampling controls of one request, checked singly and in combination against the table.
 
     The fields are those of `antiphon.controls.table`. docs/CONTROLS.md gives the order of the steps.
     """
 
     def __post_init__(self) -> None:
-        if _further(self) == _FURTHER_DEFAULTS:  # as for most requests, which need only few checks
+        if _further(self) == _FURTHER_DEFAULTS:  # true of most requests, which need only few checks
             check_free(self)
             return
         check_ranges(self)
@@ -108,10 +108,10 @@ _NO_PARAMS = SamplingParams()
 
 
 class StopMatcher(Protocol):
-    """Finds stop strings in the tokens of one output."""
+    """Search for stop strings in the tokens of one output."""
 
     def push(self, token_id: int) -> bool:
-        """Read a token; returns True when the text so far completes a stop string."""
+        """Read a token. Return True when the text so far completes a stop string."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ class Arrival:
     request_id: unique among the requests of an engine.
     arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
     client: name of the caller, as `caller.py` gives it. Clients with waiting requests take turns.
-    priority: class of requests that it waits with.
+    priority: class of requests with which it waits.
     trace_id: id of the recorded trace that it belongs to; empty if there is none.
     """
 
@@ -135,7 +135,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request(ABC):
-    """Validated and tokenised request. Each kind of task has a class of its own, see `tasks.py`.
+    """Validated and tokenised request. Each kind of task has a separate class, see `tasks.py`.
 
     The engine reads every kind through this class. The properties of fields that a kind does not have are empty.
 
@@ -260,13 +260,13 @@ class Request(ABC):
         """Number of tokens of the source, or of the prompt of a decoder-only model."""
         return len(self.source_ids) or self.num_prompt_ids
 
-    def given_ids(self, bos_id: int) -> tuple[int, ...]:
+    def decoder_input_ids(self, bos_id: int) -> tuple[int, ...]:
         """Return the decoder input before the first new token: begin token (bos_id by default) and prefix."""
         return (bos_id if self.begin_id is None else self.begin_id, *self.prefix_ids)
 
 
 def head_of(task: Task, pooling: Pooling = Pooling.MEAN) -> HeadTask | None:
-    """Return the head that a task needs; None where it needs none."""
+    """Return the head that a task needs; None if it needs none."""
     if task is Task.EMBED:
         return "pool" if pooling is Pooling.MODEL else None
     return _HEADS.get(task)
@@ -294,7 +294,7 @@ class Readout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds from a request's arrival to its stages, on the engine's clock; None where it did not reach a stage."""
+    """Seconds from a request's arrival to its stages, on the engine's clock; None for a stage that it did not reach."""
 
     queued_s: float | None
     first_token_s: float | None
@@ -316,14 +316,14 @@ class TokenEvent:
     """New tokens of one output of a request, oldest first.
 
     Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
-    ends the request with one last event, also where outputs are unfinished.
+    ends the request with one last event, even if outputs are unfinished.
 
     output_index: index of the output.
     token_ids: new target tokens, without end token and stop ids.
-    logprobs: of token_ids, and then of the token that ended the output; empty where not asked for.
-    score: of a finished output: a hypothesis's score, or the sum of its log-probabilities where asked for.
-    num_generated: of the last event: target tokens produced for all outputs, end tokens included.
-    timing: of the last event.
+    logprobs: of token_ids, and then of the token that ended the output; empty if not requested.
+    score: for a finished output: the score of a hypothesis, or the sum of the log-probabilities if requested.
+    num_generated: in the last event: number of target tokens produced for all outputs, end tokens included.
+    timing: in the last event.
     readout: result of a task without a target.
     """
 

@@ -1,4 +1,4 @@
-"""Requests by kind of task: Generate, Score, Embed and ReadHead, each with the fields of its task alone."""
+"""Requests by kind of task: Generate, Score, Embed and ReadHead, each with only the fields of its task."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Score(WithTarget):
     """Request for the log-probability of every token of a given target.
 
     target_ids: tokens to score, end token included.
-    num_alternatives: likeliest tokens to report beside each of them.
+    num_alternatives: number of likeliest tokens to report with each of them.
     """
 
     task: Task = field(default=Task.SCORE, init=False, repr=False)

@@ -1,1 +1,1 @@
-"""From a request that waits to its last token: queue, scheduler, cache blocks, step after step. Knows no gRPC."""
+"""Path of a request from the queue to its last token: scheduler, cache blocks, steps. Knows no gRPC."""

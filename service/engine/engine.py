@@ -12,17 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
-from antiphon.service.engine.queue.bounds import QueueLimits
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget, SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
@@ -31,54 +29,31 @@ from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner
 from antiphon.service.runtime.warm_up import warm_up
 
-__all__ = ["EncodeReport", "Engine", "EngineConfig", "Runner"]
+__all__ = ["EncodeReport", "Engine", "Runner"]
 
 log = logging.getLogger(__name__)
 
-# Failed steps in a row after which the model itself is tested.
+# Number of consecutive failed steps after which the model itself is tested.
 MAX_FAILED_STEPS = 8
-# Time for the current step to end once all requests are to end. The longest step of a large model takes one or two
+# Time for the current step to end when all requests must end. The longest step of a large model takes one or two
 # seconds.
 _STOP_PATIENCE_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """Budgets of one engine.
-
-    max_num_seqs: rows that run together, one for each beam or sample; None is the number of rows of the runner.
-    max_num_batched_tokens: source and prefix tokens computed in one step for the sequences that join at it.
-    max_queued_requests, max_queued_tokens: bounds of the waiting queue.
-    max_queue_time_s: a request is refused where it is expected to wait longer; None is no bound.
-    encode_budget: limit of the predicted workspace of one encoder pass; None where it is not known.
-    """
-
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 1024
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 131_072
-    max_queue_time_s: float | None = None
-    encode_budget: EncodeBudget | None = None
 
 
 class Engine:
     """Serves requests with one runner. Methods are safe from any thread; only drain and stop block.
 
-    Construction raises ValueError, which names the field of the configuration that the runner cannot serve.
+    Construction raises ValueError, which names the limit that the runner cannot serve.
     """
 
     def __init__(
-        self, runner: Runner, config: EngineConfig, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+        self, runner: Runner, limits: EngineLimits, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_num_seqs = max_num_seqs = _max_num_seqs(runner, config)
-        limits = SchedulerLimits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            encode_budget=config.encode_budget,
-        )
+        _check_rows(runner, limits)
+        self._limits = limits
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._admission = limits_of(runner, max_num_seqs, config.encode_budget)
-        self._queue = _queue(config)
+        self._admission = limits_of(runner, limits)
+        self._queue = RequestQueue(limits)
         self._live: dict[str, SequenceGroup] = {}
         self._cancellations = Cancellations()
         self._metrics = metrics
@@ -114,7 +89,7 @@ class Engine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the current step began, or since work is there that no step has begun; 0 where idle."""
+        """Seconds since the current step began, or since work began to wait for a step; 0 if idle."""
         return self._heartbeat.busy_s if self.is_alive else 0.0
 
     def stack(self) -> str:
@@ -135,11 +110,11 @@ class Engine:
     @property
     def max_num_seqs(self) -> int:
         """Rows that run together at most."""
-        return self._max_num_seqs
+        return self._limits.max_num_seqs
 
     @property
     def num_blocks(self) -> int:
-        """Cache blocks in all."""
+        """Total number of cache blocks."""
         return self._pool.num_blocks
 
     @property
@@ -154,11 +129,11 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, stream: OutputStream) -> None:
-        """Accept a request, whose events `stream` delivers, or refuse it by raising.
+        """Accept a request, whose events `stream` delivers, or refuse it with an error.
 
-        Raises InvalidArgument where it could never run, Unsupported where the graphs cannot run it, DeadlineExceeded
-        where its deadline has passed or is expected to pass before its answer, QueueFull where too many requests wait
-        or it would wait too long, Unavailable before start and once draining.
+        Raises InvalidArgument if it could never run, Unsupported if the graphs cannot run it, DeadlineExceeded
+        if its deadline has passed or is expected to pass before its answer, QueueFull if too many requests wait
+        or it would wait too long, Unavailable before start and while draining.
         """
         try:
             self._submit(request, stream)
@@ -167,15 +142,15 @@ class Engine:
             raise
 
     def check_ability(self, task: Task, pooling: Pooling = Pooling.MEAN) -> None:
-        """Raise Unsupported where the model can never do this task, before the request is read."""
+        """Raise Unsupported if the model can never do this task. Call it before the request is read."""
         check_ability(task, pooling, self._admission)
 
     def check_room(self, client: str, priority: Priority) -> None:
-        """Raise QueueFull where no request of this client could wait now, before the request is read."""
+        """Raise QueueFull if no request of this client could wait now. Call it before the request is read."""
         self._queue.check_room(client, priority, self._clock())
 
     def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
-        """End a request within one step; False where it is unknown or has ended."""
+        """End a request within one step. Return False if it is unknown or has ended."""
         if request_id not in self._live:
             return False
         with self._wake:
@@ -185,16 +160,16 @@ class Engine:
         return True
 
     def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
-        """Cancel an accepted request; one that has an answer already is counted as an answer that was not read."""
+        """Cancel an accepted request. If it has its answer already, count it as an answer that was not read."""
         stream.cancel_cause = cause
         if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
             self._metrics.left_unread(cause)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those accepted, then stop; requests left after the timeout end at once.
+        """Refuse new requests, finish the accepted ones, then stop. Requests left after the timeout end at once.
 
-        Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end is left
-        alone with its rows and blocks; every waiting caller receives an error.
+        Returns whether all finished in time. Blocks: call it outside the event loop. A step that does not end keeps its
+        rows and blocks; every waiting caller receives an error.
         """
         with self._wake:
             self._is_accepting = False
@@ -205,8 +180,8 @@ class Engine:
         has_finished = not self._thread.is_alive()
         self._stop(_STOP_PATIENCE_S)
         if self._thread.is_alive():
-            log.critical("the engine hangs; its thread is here:\n%s", self.stack())
-            self._disown()
+            log.critical("the engine hangs; stack of its thread:\n%s", self.stack())
+            self._end_waiting_callers()
         return has_finished
 
     def stop(self) -> None:
@@ -214,7 +189,7 @@ class Engine:
         self._stop(None)
 
     def release(self) -> None:
-        """Stop, and drop the runner, so that it is freed while the engine is still referred to. Blocks as `stop`."""
+        """Stop, and drop the runner, which is then freed even while the engine is referenced. Blocks as `stop` does."""
         self.stop()
         self._stepper = self._runner = None
 
@@ -237,7 +212,7 @@ class Engine:
                 raise Unavailable("the server is starting or shutting down")
             if request.request_id in self._live:
                 raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
-            # Live before it is queued: the current step may take it from the queue, and end it, at any moment.
+            # In `live` before it is queued: the current step may take it from the queue, and end it, at any moment.
             self._live[request.request_id] = group
             try:
                 self._queue.put(group, now_s)
@@ -258,27 +233,27 @@ class Engine:
                 if stepper.num_failed >= MAX_FAILED_STEPS:
                     self._test_model(stepper)
         except Exception:
-            log.exception("the engine stopped on a fault of its own")
+            log.exception("the engine's thread ends after an error")
             end = _failed
         with self._wake:
             self._is_accepting = False
         self._queue.close()
         try:
             stepper.end_all(end)
-        except Exception:  # the engine's state may be wrong after a fault; no caller may wait for ever
-            log.exception("the engine could not end its requests in order")
-            self._disown()
+        except Exception:  # the engine's state may be wrong after a fault, and no caller may wait forever
+            log.exception("the engine could not end its requests normally")
+            self._end_waiting_callers()
 
     def _test_model(self, stepper: Stepper) -> None:
-        """Run the model by itself. Raises its error, which ends the engine; otherwise the requests were at fault."""
+        """Run the model without requests. Raises its error, which ends the engine; else requests caused the faults."""
         if self._pool.num_used or self._runner is None:  # running requests will show a fault of the model
             return
-        log.warning("%d steps in a row failed; testing the model itself", stepper.num_failed)
+        log.warning("%d consecutive steps failed; testing the model without requests", stepper.num_failed)
         warm_up(self._runner)
         stepper.num_failed = 0
         log.warning("the model works; the requests caused the faults")
 
-    def _disown(self) -> None:
+    def _end_waiting_callers(self) -> None:
         """Send an error to every waiting caller, in place of the engine's thread. Frees nothing."""
         finals = [
             (group.stream, TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, is_last=True, error=_failed()))
@@ -287,7 +262,7 @@ class Engine:
         Publisher().publish((), [], finals)
 
     def _await_work(self, stepper: Stepper) -> bool:
-        """Wait until there is work; returns False when the thread is to end."""
+        """Wait until there is work. Return False when the thread must end."""
         with self._wake:
             while not (self._is_stopping or stepper.has_work):
                 if self._is_draining:
@@ -306,18 +281,8 @@ def _failed() -> AntiphonError:
     return EngineFault("the engine failed")
 
 
-def _max_num_seqs(runner: Runner, config: EngineConfig) -> int:
-    wanted = runner.max_rows if config.max_num_seqs is None else config.max_num_seqs
-    if not 1 <= wanted <= runner.max_rows:
-        raise ValueError(f"max_num_seqs is {wanted}; it must be 1 to {runner.max_rows}, the rows of the model's caches")
-    return wanted
-
-
-def _queue(config: EngineConfig) -> RequestQueue:
-    return RequestQueue(
-        QueueLimits(
-            max_requests=config.max_queued_requests,
-            max_source_tokens=config.max_queued_tokens,
-            max_wait_s=config.max_queue_time_s,
+def _check_rows(runner: Runner, limits: EngineLimits) -> None:
+    if limits.max_num_seqs > runner.max_rows:
+        raise ValueError(
+            f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {runner.max_rows}, the rows of the model's caches"
         )
-    )

@@ -15,8 +15,8 @@ from antiphon.service.engine.constraints.logits_processors import LogitsProcesso
 from antiphon.service.engine.stream import OutputStream, TokenSink
 
 # A token sampled from a narrowed distribution costs 1 / NARROWING_COST more than another. Measured with the shipped
-# model, whose steps are short, so that sampling is a large part of them: temperature alone takes 72 us of CPU for a
-# token, all filters 106.
+# model, whose short steps consist largely of sampling: a token takes 72 us of CPU with temperature alone, and 106 with
+# all filters.
 NARROWING_COST = 2
 
 
@@ -33,15 +33,15 @@ class SequenceState(enum.Enum):
 class Sequence:
     """One row of the batch: an output being generated, or a beam of a search.
 
-    index: of the output, or of the beam.
+    index: index of the output, or of the beam.
     row: index in the runner's batch while running.
-    self_block_table: its own blocks; a beam's row may name its siblings' as well.
-    processors: the request's penalties and constraints; None where it has none.
-    stop_matcher: finds stop strings in its tokens; None where the request has none.
-    sink: receives its tokens; tokens of a beam search are streamed by the search instead.
-    logprob_sum: sum of the log-probabilities of its tokens, where the request asks for them.
-    num_generated: target tokens produced; set when its row is freed (before that, the rows count them).
-    produced: tokens that it had produced when it was preempted, and feeds again; empty before.
+    self_block_table: its own blocks; the row of a beam may also read blocks of other beams.
+    processors: the request's penalties and constraints; None if it has none.
+    stop_matcher: finds stop strings in its tokens; None if the request has none.
+    sink: receives its tokens. For a beam search the search itself streams tokens.
+    logprob_sum: sum of the log-probabilities of its tokens, if the request asks for them.
+    num_generated: number of target tokens produced; set when its row is freed (before that, the rows count them).
+    produced: tokens that it had produced when it was preempted, which it feeds again; empty before.
     is_finished: its terminal event exists.
     """
 
@@ -59,7 +59,7 @@ class Sequence:
 
     @property
     def needs_token_checks(self) -> bool:
-        """Return whether each of its tokens has to be checked by itself."""
+        """Return whether each of its tokens must be checked separately."""
         request = self.group.request
         return bool(
             self.processors is not None
@@ -69,7 +69,7 @@ class Sequence:
         )
 
     def running_row(self) -> int:
-        """Return its row, where it has one."""
+        """Return its row; it must have one."""
         assert self.row is not None
         return self.row
 
@@ -78,22 +78,22 @@ class Sequence:
 class SequenceGroup:
     """Generation state of a request: all its rows, over one encoded source.
 
-    max_new_tokens: most target tokens of an output, the end token included; the model has room for them.
-    num_rows: its beams or samples; 0 where the source is only encoded.
+    max_new_tokens: maximum target tokens of an output, the end token included; the model has room for them.
+    num_rows: number of its beams or samples; 0 if the source is only encoded.
     num_self_blocks: blocks of each row's prefix and longest target. num_cross_blocks: blocks of the source.
-    num_first_blocks: blocks of num_self_blocks that a row receives as it joins; all of them unless it grows.
-    grows: its row receives further blocks when it needs them.
-    can_pause: its rows can be taken away and given back later, with the same tokens.
+    num_first_blocks: number of num_self_blocks that a row receives when it joins; all of them unless it grows.
+    grows: True if its row receives further blocks when it needs them.
+    can_pause: True if its rows can be taken away and given back later, with the same tokens.
     sequences: its rows by index, while running; sequences of finished outputs stay, without a row.
     starting: sequences that receive their rows together with the source's blocks.
     pending: sequences that wait for a row, by index: not started, or preempted.
-    blocks: every block it still holds.
+    blocks: all blocks that it holds.
     source_len: tokens to encode, end token included; 0 for decoder-only models.
     ticket: its place in the order of admission; a preempted group keeps it.
     preempted_s: time of its preemption; None once it continues.
     cost: expected source and target tokens, by which waiting clients take turns; a token of a narrowed distribution
         counts more.
-    num_generated: target tokens produced for its finished outputs.
+        num_generated: number of target tokens produced for its finished outputs.
     cancel_cause: reason of its cancellation; None where it was not cancelled.
     """
 
@@ -144,39 +144,39 @@ class SequenceGroup:
 
     @property
     def num_first_rows(self) -> int:
-        """Rows it needs before it can run: all beams of a search, or one sample."""
+        """Number of rows that it needs before it can run: all beams of a search, or one sample."""
         return self.num_rows if self.is_beam_search else min(1, self.num_rows)
 
     @property
     def num_running_rows(self) -> int:
-        """Rows it holds now."""
+        """Number of rows that it holds now."""
         return sum(sequence.row is not None for sequence in self.sequences)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks it needs before it can run."""
+        """Number of blocks that it needs before it can run."""
         return self.num_first_rows * self.num_first_blocks + self.num_cross_blocks
 
     @property
     def expected_target_len(self) -> int:
-        """Tokens that each row is expected to generate: as many as its source, within the request's limits."""
+        """Expected number of generated tokens of each row: the length of the source, within the request's limits."""
         params = self.request.params
         if self.request.task is not Task.GENERATE:
             return 0
         # The length of a prompt does not predict the length of its continuation, and without an end token every target
-        # has the largest length.
+        # has the maximum length.
         if not self.source_len or params.ignore_eos:
             return self.max_new_tokens
         return min(self.max_new_tokens, max(self.source_len, params.min_new_tokens))
 
     @property
     def max_blocks(self) -> int:
-        """Most blocks it can hold."""
+        """Maximum number of blocks that it can hold."""
         return self.num_rows * self.num_self_blocks + self.num_cross_blocks
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to compute as it joins: source, one row's prefix or prompt, target to score, produced tokens."""
+        """Tokens to compute when it joins: source, one row's prefix or prompt, target to score, produced tokens."""
         first = next((sequence for sequence in self.sequences if not sequence.is_finished), None)
         num_produced = 0 if first is None else len(first.produced)
         return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids) + num_produced
@@ -189,14 +189,14 @@ class SequenceGroup:
 
     @property
     def expires_s(self) -> float:
-        """Time of its deadline or of its time limit, the earlier one; infinity without both."""
+        """Time of its deadline or of its time limit, whichever is earlier; infinity without both."""
         request = self.request
         deadline_s = math.inf if request.deadline_s is None else request.deadline_s
         limit_s = request.params.time_limit_s
         return deadline_s if limit_s is None else min(deadline_s, request.arrival_s + limit_s)
 
     def timing(self, now_s: float) -> Timing:
-        """Return the seconds from its arrival to each stage, and to its end, which is now."""
+        """Return the seconds from its arrival to each stage, and to its end, which is the present."""
         arrival_s = self.request.arrival_s
         return Timing(
             queued_s=None if self.admitted_s is None else self.admitted_s - arrival_s,
@@ -207,13 +207,13 @@ class SequenceGroup:
 
 
 def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequence, ...]:
-    """Return the sequences of a group that is admitted, before they have produced tokens."""
+    """Return the sequences of an admitted group, which have not produced tokens yet."""
     request = group.request
     sequences = tuple(
         Sequence(group=group, index=index, sink=group.stream.output(index)) for index in range(group.num_rows)
     )
     if request.task is Task.GENERATE:
         for sequence in sequences:
-            sequence.processors = LogitsProcessors.of(request.params, request.given_ids(bos_id), eos_id)
+            sequence.processors = LogitsProcessors.of(request.params, request.decoder_input_ids(bos_id), eos_id)
             sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
     return sequences

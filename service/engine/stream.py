@@ -1,7 +1,7 @@
-"""Streams of tokens from the engine's thread to the event loops of their readers.
+"""Streams of tokens from the engine's thread to their readers in event loops.
 
 The engine publishes a whole step with one call into each event loop. A stream gives its reader the first token at once
-and merges later ones, because each message costs CPU that the model needs. Knows ids, not text and not protobuf.
+and merges later ones, because each message costs CPU time that the model needs. Knows ids; no text and no protobuf.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import FinishReason, TokenEvent, TokenLogprob
 
 Item = int | TokenLogprob
-"""A new token: its id, or its id with log-probabilities where the request asks for them."""
+"""A new token: its id, or its id with log-probabilities if the request asks for them."""
 
 
 class TokenSink(Protocol):
@@ -29,7 +29,7 @@ class TokenSink(Protocol):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop in which `push` is called."""
+        """Event loop in which `push` must be called."""
 
     def push(self, item: Item) -> None:
         """Add a token; in the event loop only."""
@@ -38,11 +38,11 @@ class TokenSink(Protocol):
 class OutputStream:
     """Token events of one request, for one reader in one event loop. It is the sink of the first output.
 
-    Iterating yields at most one message per `coalesce_s` seconds for each output; first tokens and terminal events at
-    once. Unread tokens are kept, at most as many as the request can generate.
+    Iteration yields at most one message per `coalesce_s` seconds for each output, but first tokens and terminal events
+    at once. Unread tokens are kept; the request's limit on new tokens bounds their number.
 
-    end_reason: reason for which the engine ended the request; set by its thread, before the end is read.
-    on_end: called with every terminal event as it comes, read or not; None after the last.
+    end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
+    on_end: called with every terminal event when it arrives, read or not; None after the last.
     cancel_cause: reason of the cancellation; None where the request was not cancelled.
     """
 
@@ -58,7 +58,7 @@ class OutputStream:
         self._pending: dict[int, list[Item]] = {0: []}
         self._first = self._pending[0]
         self._finals: deque[TokenEvent] = deque()
-        self._is_ended = False  # the last event has come
+        self._is_ended = False  # the last event has arrived
         self._is_exhausted = False  # the last event has been read
         self.cancel_cause: CancelCause | None = None
         self.on_end: Callable[[TokenEvent], None] | None = None
@@ -80,9 +80,9 @@ class OutputStream:
         return self._take_final() if self._finals else self._take_tokens()
 
     async def collect(self) -> tuple[TokenEvent, ...]:
-        """Wait for the end and return the terminal event of each output, by index, with every token not yet read.
+        """Wait for the end. Return the terminal event of each output, by index, with every token not yet read.
 
-        Wakes once. An error comes alone. Raises StopAsyncIteration when the last event has been read already.
+        Wakes once. After an error, returns its event alone. Raises StopAsyncIteration if the last event has been read.
         """
         if self._is_exhausted:
             raise StopAsyncIteration
@@ -205,7 +205,7 @@ class _LoopBatch:
     finals: list[tuple[OutputStream, TokenEvent]]
 
     def deliver(self, items: Iterable[Item], finals: Iterable[tuple[OutputStream, TokenEvent]]) -> None:
-        """Hand over; runs in the event loop."""
+        """Pass the tokens and events to their streams; runs in the event loop."""
         for stream, item in zip(self.streams, items, strict=True):
             stream.push(item)
         for stream, event in finals:
@@ -213,7 +213,7 @@ class _LoopBatch:
 
 
 class Publisher:
-    """Carries a step's tokens and terminal events from the engine's thread to the streams, one call per event loop."""
+    """Passes a step's tokens and terminal events from the engine's thread to the streams, one call per event loop."""
 
     def __init__(self) -> None:
         self._streams: SequenceABC[TokenSink] = ()
@@ -225,7 +225,7 @@ class Publisher:
         items: SequenceABC[Item],
         finals: Iterable[tuple[OutputStream, TokenEvent]] = (),
     ) -> list[TokenSink]:
-        """Send items[i] to streams[i], then the terminal events; returns the streams whose loop is closed.
+        """Send items[i] to streams[i], then the terminal events. Return the streams whose loop is closed.
 
         The assignment of streams to loops is kept while the caller passes the same `streams` object.
         """
@@ -264,6 +264,6 @@ def _send(loop: asyncio.AbstractEventLoop, batch: _LoopBatch, items: SequenceABC
         return []
     try:
         loop.call_soon_threadsafe(batch.deliver, items, finals)
-    except RuntimeError:  # the loop is closed: nobody will ever read these streams
+    except RuntimeError:  # the loop is closed: these streams will never be read
         return batch.streams
     return []

@@ -10,7 +10,7 @@ import time
 
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.background_writer import BackgroundWriter
-from antiphon.service.observability.call import Asked, Call
+from antiphon.service.observability.call import AdmittedRequest, Call
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ def fields_of(call: Call) -> dict[str, object]:
     fields["caller"] = call.caller
     if call.model_name:
         fields["model"] = call.model_name
-    if call.asked:
-        fields |= _work(call.asked)
+    if call.requests:
+        fields |= _work(call.requests)
     fields["total_ms"] = _milliseconds((call.ended_s or call.arrival_s) - call.arrival_s)
     if call.error is not None:
         fields["reason"] = call.error.reason
@@ -66,14 +66,14 @@ def fields_of(call: Call) -> dict[str, object]:
     return fields
 
 
-def _work(asked: list[Asked]) -> dict[str, object]:
+def _work(requests: list[AdmittedRequest]) -> dict[str, object]:
     """Return the fields of the engine's work: times of the first request, tokens of all requests."""
-    first = asked[0]
+    first = requests[0]
     fields: dict[str, object] = {
         "priority": first.request.priority.value,
-        "source_tokens": sum(one.request.num_source_tokens for one in asked),
-        "generated_tokens": sum(one.num_generated for one in asked),
-        "finish_reasons": ",".join(reason.value for one in asked for reason in one.finish_reasons),
+        "source_tokens": sum(one.request.num_source_tokens for one in requests),
+        "generated_tokens": sum(one.num_generated for one in requests),
+        "finish_reasons": ",".join(reason.value for one in requests for reason in one.finish_reasons),
     }
     if (cause := first.stream.cancel_cause) is not None:
         fields["cancel_cause"] = cause.value

@@ -37,7 +37,7 @@ class Events(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class AdmittedRequest:
     """Request of a call that an engine admitted, and its stream.
 
     is_over: its last event has arrived. timing, num_generated: copied from that event, which may hold megabytes.
@@ -75,7 +75,7 @@ class Call:
     model_name: str = ""
     metrics: Metrics | None = None
     trailers: list[tuple[str, Text]] = field(init=False)
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[AdmittedRequest] = field(default_factory=list)
     code: str = ""
     error: AntiphonError | None = None
     ended_s: float | None = None
@@ -98,14 +98,14 @@ class Call:
 
     def admitted(self, request: Request, stream: Events) -> None:
         """Record a request that an engine has admitted, and the terminal events of its stream."""
-        asked = Asked(request, stream)
-        self.asked.append(asked)
+        admitted = AdmittedRequest(request, stream)
+        self.requests.append(admitted)
 
         def note(event: TokenEvent) -> None:
             if event.finish_reason is not None:
-                asked.finish_reasons.append(event.finish_reason)
+                admitted.finish_reasons.append(event.finish_reason)
             if event.is_last:
-                asked.is_over, asked.timing, asked.num_generated = True, event.timing, event.num_generated
+                admitted.is_over, admitted.timing, admitted.num_generated = True, event.timing, event.num_generated
                 self._settle()
 
         stream.on_end = note
@@ -118,7 +118,7 @@ class Call:
     @property
     def is_refused(self) -> bool:
         """True when it failed before an engine admitted a request of it."""
-        return self.error is not None and not self.asked
+        return self.error is not None and not self.requests
 
     def end(self, ended_s: float, on_settled: Callable[[Call], None]) -> None:
         """Record the end of the RPC. on_settled is called when its requests have ended too, perhaps a step later."""
@@ -127,7 +127,7 @@ class Call:
         self._settle()
 
     def _settle(self) -> None:
-        if self._on_settled is not None and all(asked.is_over for asked in self.asked):
+        if self._on_settled is not None and all(admitted.is_over for admitted in self.requests):
             on_settled, self._on_settled = self._on_settled, None
             on_settled(self)
 

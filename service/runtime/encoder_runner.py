@@ -26,7 +26,7 @@ from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 class EncoderRunner:
     """The encoder graph and the heads of one bundle.
 
-    max_rows: sources of a step. threads, workspace_limit_bytes: as of NativeRunner.
+    max_rows: maximum number of sources in a step. threads, workspace_limit_bytes: as in NativeRunner.
     Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
 
@@ -64,7 +64,7 @@ class EncoderRunner:
         }
         for graph in self._head_graphs.values():
             graph.require(["hidden"], ["outputs"])
-        self.workspace.trim()  # workspace of loading
+        self.workspace.trim()  # frees memory that loading used
         self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
@@ -75,25 +75,25 @@ class EncoderRunner:
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        """Encode sources of any lengths, packed, and keep their states; block_tables mean nothing.
+        """Encode packed sources of any lengths and keep their states; block_tables have no effect.
 
-        Raises ValueError when a source is too long, GraphError when the graph fails.
+        Raises ValueError if a source is too long, GraphError if the graph fails.
         """
         return self._encoder.run(sources, type_ids=type_ids, keep_memory=True)
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return outputs [K, O] for rows [K, M] of the encoder output. Raises GraphError when the graph fails."""
+        """Return outputs [K, O] for rows [K, M] of the encoder output. Raises GraphError if the graph fails."""
         graph, outputs = self._head_graphs[task], np.empty((len(states), self._widths[task]), np.float32)
         graph.run_bound(graph.bind({"hidden": states}, {"outputs": outputs}))
         return outputs
 
     def decode(self, batch: DecodeBatch) -> Samples:
         """Raise NotImplementedError; the engine never calls this without a decoder."""
-        raise NotImplementedError("an encoder alone decodes nothing")
+        raise NotImplementedError("an encoder-only model decodes nothing")
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Raise NotImplementedError; the engine never calls this without blocks."""
-        raise NotImplementedError("an encoder alone has no cache blocks")
+        raise NotImplementedError("an encoder-only model has no cache blocks")
 
 
 def _width_of(head: HeadConfig, vocab_size: int) -> int:

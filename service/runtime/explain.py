@@ -14,8 +14,8 @@ from antiphon.service.domain.errors import Unsupported
 
 __all__ = ["MAX_WEIGHTS", "Explainer", "Explanation"]
 
-# Most attention weights of one answer, 4 bytes each in memory and on the wire: 64 MiB. They grow with the square of the
-# lengths; the shipped model's longest source and target have 5.2 million.
+# Maximum number of attention weights of one answer: with 4 bytes each, in memory and on the wire, 64 MiB. The number
+# grows with the square of the lengths; the shipped model's longest source and target have 5.2 million.
 MAX_WEIGHTS = 1 << 24
 
 
@@ -23,7 +23,7 @@ class Explainer:
     """Runs the explain graph of a bundle. Calls may come from any thread; they wait for each other."""
 
     def __init__(self, bundle: Bundle, *, threads: int = 1, precision: Precision | None = None) -> None:
-        """Load nothing yet. precision None prefers int8, as the bundle's other graphs do; int4 has no such graph."""
+        """Load nothing yet. precision: None prefers int8, as for the other graphs; int4 has no explain graph."""
         names = {graphs.precision: graphs.explain for graphs in bundle.manifest.graphs if graphs.explain is not None}
         choices: tuple[Precision, ...] = ("int8", "float32") if precision in (None, "int4") else (precision,)
         self._bundle = bundle
@@ -44,7 +44,7 @@ class Explainer:
 
     @property
     def max_target_len(self) -> int:
-        """Longest target in tokens, without the begin token that is put first."""
+        """Longest target in tokens, without the begin token that is prepended."""
         return self._bundle.manifest.model.max_target_len - 1
 
     def num_weights(self, source_len: int, target_len: int) -> int:
@@ -58,8 +58,8 @@ class Explainer:
 
         begin_id: replaces the model's begin token.
 
-        The caller has checked lengths and ids. Raises Unsupported where the bundle has no explain graph or the answer
-        would exceed MAX_WEIGHTS, GraphError where the graph fails.
+        The caller has checked lengths and ids. Raises Unsupported if the bundle has no explain graph or the answer
+        would exceed MAX_WEIGHTS, GraphError if the graph fails.
         """
         if self._name is None:
             raise Unsupported(

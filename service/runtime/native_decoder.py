@@ -1,7 +1,7 @@
-"""One step of the native decoder graph: copies a batch to the arrays bound to the graph, and runs the graph.
+"""Runs one step of the native decoder graph: copies a batch to the arrays bound to the graph, and runs the graph.
 
 Owns the bound arrays, so that a step of a known shape binds no arrays. Does not know the meaning of blocks, rows and
-sampling parameters: the operators check all of them.
+sampling parameters; the operators check all of them.
 
 Axes: N tokens of this step, R rows, K samples, E edits, k candidates, X and Y widths of the self and cross tables.
 """
@@ -27,9 +27,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class NativeDecoder:
-    """The decoder graph, bound once for each number of rows and candidates where every row feeds and samples one token.
+    """The decoder graph. Steps in which every row feeds and samples one token are bound once for each shape.
 
-    Edits have arrays of their own that only grow, so that a step with edits needs no other binding.
+    A shape is a number of rows and of candidates. Edits have separate arrays that only grow, so that a step with edits
+    needs no other binding.
     """
 
     def __init__(self, graph: Graph, cache: NDArray[Any], model: ModelConfig, max_rows: int) -> None:
@@ -40,7 +41,7 @@ class NativeDecoder:
         self._positions = np.zeros(max_rows, np.int32)
         self._one_each = np.arange(max_rows + 1, dtype=np.int32)
         self._self_tables = _tables(max_rows, model.max_target_len)
-        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # at least one column
+        self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # a table has at least one column
         self._source_lens = np.zeros(max_rows, np.int32)
         self._params: Arrays = {
             "picks": np.zeros(max_rows, np.int32),

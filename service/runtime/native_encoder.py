@@ -21,16 +21,16 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.runner import EncodeReport
 
-# Activations of more tokens do not fit the cores' caches: 25 us a token at 512, 35 at 2,048 (base model, 2 cores).
+# Activations of more tokens do not fit the cores' caches: 25 us per token at 512, 35 at 2,048 (base model, 2 cores).
 RUN_TOKENS = 768
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class NativeEncoder:
-    """The encoder graph, which writes cross caches into blocks of `cache`; without a cache an encoder-only model.
+    """The encoder graph, which writes cross caches into blocks of `cache`. cache: None for an encoder-only model.
 
-    Raises GraphError where the graph's inputs or outputs are not those of the contract.
+    Raises GraphError if the inputs or outputs of the graph differ from those that GraphSet describes.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class NativeEncoder:
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool,
     ) -> EncodeReport:
-        """Encode sources of any lengths; source i fills the blocks block_tables[i], where there is a cache.
+        """Encode sources of any lengths. If there is a cache, source i fills the blocks block_tables[i].
 
-        type_ids: token types of each source; empty where all are 0. Raises ValueError where a source does not fit its
-        table or its types, GraphError where the graph fails.
+        type_ids: token types of each source; empty if all are 0. Raises ValueError if a source does not fit its
+        table or its types, GraphError if the graph fails.
         """
         lengths = self._checked_lengths(sources, block_tables)
         num_tokens = int(lengths.sum())
@@ -93,7 +93,7 @@ class NativeEncoder:
         }
 
     def _measured(self, inputs: Arrays, memory: NDArray[np.float32] | None) -> int:
-        """Run the graph once, with its output in `memory` where given; returns its peak workspace in bytes."""
+        """Run the graph once, with its output in `memory` if given. Return the peak workspace in bytes."""
         outputs: Arrays = {} if self._cache is None else {"written": np.zeros(1, np.int32)}
         if memory is not None:
             outputs["memory"] = memory
@@ -108,9 +108,9 @@ class NativeEncoder:
         lengths = np.array([len(source) for source in sources], np.int64)
         if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
             raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
-        held = [len(table) for table in block_tables]
-        if self._cache is not None and held != (-(-lengths // BLOCK_SIZE)).tolist():
-            raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {held} blocks")
+        table_lens = [len(table) for table in block_tables]
+        if self._cache is not None and table_lens != (-(-lengths // BLOCK_SIZE)).tolist():
+            raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {table_lens} blocks")
         return lengths
 
     def _tables(self, block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
@@ -133,10 +133,10 @@ def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDA
 
 def _parts(lengths: Sequence[int]) -> list[slice]:
     """Return the neighbouring sources of each forward pass: at most RUN_TOKENS tokens together, or one source."""
-    parts, first, held = [], 0, 0
+    parts, first, num_tokens = [], 0, 0
     for index, length in enumerate(lengths):
-        if held and held + length > RUN_TOKENS:
+        if num_tokens and num_tokens + length > RUN_TOKENS:
             parts.append(slice(first, index))
-            first, held = index, 0
-        held += length
+            first, num_tokens = index, 0
+        num_tokens += length
     return [*parts, slice(first, len(lengths))]

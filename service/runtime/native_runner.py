@@ -1,7 +1,7 @@
 """Runner of the native graphs of a bundle: packed batches, caches in blocks of one pool, sampling inside the graph.
 
-Owns the pool's memory; the engine decides the use of blocks. Does not know requests and text. One thread calls it: each
-step reuses the arrays of the one before.
+Owns the pool's memory; the engine decides the use of blocks. Does not know requests and text. Only one thread may call
+it, because each step reuses the arrays of the previous one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from antiphon.service.runtime.native_encoder import NativeEncoder
 from antiphon.service.runtime.reserve import reserve
 from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
-_LANES = 16  # head widths in the pool are multiples of it
+_LANES = 16  # head widths in the pool are multiples of this number
 
 
 class NativeRunner:
     """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks.
 
-    threads counts the cores one run may use. num_blocks is the size of the pool; None is enough for max_rows of the
-    longest sequences, resident only where used. workspace_limit_bytes bounds what ONNX Runtime may hold beside weights;
-    a run that needs more raises GraphError and leaves the runner usable.
+    threads: number of cores that one run may use. num_blocks: size of the pool; None is enough for max_rows of the
+    longest sequences. A block becomes resident when it is first used. workspace_limit_bytes: maximum memory of ONNX
+    Runtime besides weights; a run that needs more raises GraphError, and the runner stays usable.
     Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
 
@@ -73,7 +73,7 @@ class NativeRunner:
             self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), self.cache)
         decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
         self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
-        self.workspace.trim()  # workspace of loading
+        self.workspace.trim()  # frees memory that loading used
         self.workspace.limit_growth(workspace_limit_bytes)
 
     def encode(
@@ -86,17 +86,17 @@ class NativeRunner:
     ) -> EncodeReport:
         """Encode packed sources of any lengths; source i fills the blocks block_tables[i].
 
-        type_ids mean nothing here. Raises ValueError when a source does not fit its table, GraphError when the graph
+        type_ids have no effect here. Raises ValueError if a source does not fit its table, GraphError if the graph
         fails.
         """
         if self._encoder is None:
-            raise ValueError("a decoder alone encodes nothing")
+            raise ValueError("a decoder-only model encodes nothing")
         return self._encoder.run(sources, block_tables=block_tables, keep_memory=keep_memory)
 
     def decode(self, batch: DecodeBatch) -> Samples:
         """Feed every row its new tokens and sample its next one, in one pass; arrays are valid until the next pass.
 
-        Raises ValueError when the batch does not fit, GraphError when the graph fails: the operators check every
+        Raises ValueError if the batch does not fit, GraphError if the graph fails: the operators check every
         position and block.
         """
         return self._decoder.run(batch)
@@ -118,5 +118,5 @@ def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDAr
     """Return the pool's memory, as GraphSet describes it."""
     head_width = -(-model.resolved_head_dim // _LANES) * _LANES
     shape = (num_blocks, model.decoder_layers, 2, model.num_heads, BLOCK_SIZE * head_width)
-    # Blocks are handed out from one end of the pool, and a block just freed goes first.
+    # The engine takes blocks from one end of the pool, and reuses a block that was just freed first.
     return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks")

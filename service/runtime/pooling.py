@@ -9,7 +9,7 @@ from antiphon.service.domain.request import Pooling
 
 
 def pool(states: NDArray[np.float32], pooling: Pooling, *, normalize: bool) -> NDArray[np.float32]:
-    """Return states [S, M] pooled to [M] float32, with NONE [S, M].
+    """Return states [S, M] pooled to [M] float32; with Pooling.NONE, [S, M].
 
     normalize: scale vectors to length 1; zero vectors stay zero.
     """

@@ -1,6 +1,6 @@
 """Results from the encoder output: one vector, scores of labels, or tokens for masked positions.
 
-Each request's numbers depend on its own rows only, so they are the same bits in every batch.
+The numbers of a request depend only on its own rows, so they are the same bits in every batch.
 
 Axes: S tokens of a source, N of all sources, M width of the states, K states read, O outputs of a head, k proposals.
 """
@@ -18,7 +18,7 @@ from antiphon.service.domain.request import Readout, Request, Task
 from antiphon.service.runtime.pooling import pool
 from antiphon.service.runtime.runner import Runner
 
-# Most outputs of a head in memory at once: a vocabulary is large, and a text may consist of masks only.
+# Maximum number of a head's outputs in memory at once: a vocabulary is large, and a text may consist of masks only.
 _MAX_OUTPUTS = 1 << 22
 
 _Place = tuple[Request, int]
@@ -26,10 +26,10 @@ _Place = tuple[Request, int]
 
 
 def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: Runner) -> dict[str, Readout]:
-    """Return the results of the requests without a target, by request id.
+    """Return the results of requests without a target, by request id.
 
     memory [N, M]: the encoder output of every request's source, one after the other.
-    Raises ValueError where a head's outputs are not finite, and the errors of the runner.
+    Raises ValueError if a head's outputs are not finite, and the errors of the runner.
     """
     found: dict[str, Readout] = {}
     places: dict[HeadTask, list[_Place]] = {}
@@ -42,8 +42,8 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
             vector = pool(memory[first:end], request.pooling, normalize=request.normalize)
             found[request.request_id] = Readout(vector)
         first = end
-    for task, held in places.items():
-        found |= _read_head(task, held, memory, runner)
+    for task, of_task in places.items():
+        found |= _read_head(task, of_task, memory, runner)
     return found
 
 
@@ -60,7 +60,7 @@ def scores_of(outputs: NDArray[np.float32], scores: Scores) -> NDArray[np.float6
 
 
 def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return indices and scores [K, count] of each row's best, best first; among equals the lower index first."""
+    """Return indices and scores [K, count] of each row's best, best first; of equal ones the lower index first."""
     count = min(count, scores.shape[1])
     ids = np.sort(np.argpartition(-scores, count - 1, axis=1)[:, :count], axis=1)
     order = np.argsort(-np.take_along_axis(scores, ids, axis=1), axis=1, kind="stable")
@@ -79,18 +79,18 @@ def _read_head(
         for request, rows in _by_request(chosen):
             part = _reduced(request, outputs[rows], runner)
             parts.setdefault(request.request_id, []).append(part)
-    return {request_id: _joined(held) for request_id, held in parts.items()}
+    return {request_id: _joined(of_request) for request_id, of_request in parts.items()}
 
 
 def _passes(places: Sequence[_Place], width: int) -> Iterator[Sequence[_Place]]:
-    """Yield the places of each forward pass of a head; the size of a pass is bounded."""
+    """Yield the places of each forward pass of a head. The size of a pass is bounded."""
     count = max(1, _MAX_OUTPUTS // width)
     for start in range(0, len(places), count):
         yield places[start : start + count]
 
 
 def _by_request(places: Sequence[_Place]) -> Iterator[tuple[Request, slice]]:
-    """Yield each request with its rows of a pass's outputs, which are neighbours."""
+    """Yield each request with its rows of a pass's outputs. The rows of a request are consecutive."""
     first = 0
     for index, (request, _) in enumerate(places, 1):
         if index == len(places) or places[index][0] is not request:

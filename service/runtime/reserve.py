@@ -1,4 +1,4 @@
-"""Large arrays that are resident only where they are written."""
+"""Large arrays of which only written pages are resident."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from antiphon.model.bundle.graph import GraphError
 
 
 def reserve(shape: Sequence[int], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Return an array of zeros, resident only where written. Raises GraphError naming `what` it is for.
+    """Return an array of zeros of which only written pages are resident. Raises GraphError, which contains `what`.
 
-    Used entries should lie together: then pages of two megabytes waste little and spare address translations.
+    Keep used entries together: then pages of two megabytes waste little memory and need fewer address translations.
     """
     num_bytes = dtype.itemsize * math.prod(shape)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise GraphError(f"{what} need {num_bytes} bytes of address space: {error}") from error
-    with suppress(OSError):  # kernels without huge pages serve as well, a little slower
+    with suppress(OSError):  # without huge pages serving works too, a little slower
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)

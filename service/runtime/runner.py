@@ -1,7 +1,7 @@
 """Interface of a model for the engine.
 
-The protocol is the whole boundary: on this side rows, token ids, lengths and the ids of cache blocks; on the other
-arrays, graphs and devices. `native_runner.py` and `encoder_runner.py` implement it with ONNX Runtime,
+The protocol is the complete boundary. The engine knows rows, token ids, lengths and the ids of cache blocks; the runner
+knows arrays, graphs and devices. `native_runner.py` and `encoder_runner.py` implement the protocol with ONNX Runtime,
 `tests/fakes.py` with arithmetic.
 
 Axes: N new tokens of a step, R rows, K samples or states read, X and Y widths of the block tables,
@@ -28,11 +28,11 @@ __all__ = ["NONE_ALLOWED", "NOT_FINITE", "DecodeBatch", "EncodeReport", "Runner"
 class EncodeReport:
     """Measured and predicted cost of encoding sources together.
 
-    rows, num_tokens, longest: sources, tokens computed for them together, and tokens of the longest.
-    peak_workspace_bytes: measured peak of the allocator above its level before; None where not measured.
-    predicted_fused_bytes: prediction of the bundle's fit for the fused graph; None where the bundle has no profile.
+    rows, num_tokens, longest: number of sources, total of computed tokens, and tokens of the longest source.
+    peak_workspace_bytes: measured peak of the allocator above its level before; None if not measured.
+    predicted_fused_bytes: prediction of the bundle's fit for the fused graph; None if the bundle has no profile.
     predicted_materialised_bytes: bytes of the score matrices of one layer alone, the sum of H * S^2 * w.
-    memory [num_tokens, M] float32: encoder output, source after source; None where not asked for.
+    memory [num_tokens, M] float32: encoder output, source after source; None if not requested.
     """
 
     rows: int
@@ -46,11 +46,11 @@ class EncodeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """Packed batch of the new tokens of rows 0 .. R-1, and the sampling parameters after some of them.
+    """Packed batch of the new tokens of rows 0 .. R-1, and sampling parameters for the tokens after some of them.
 
     token_ids [N] int64, positions [N] int32: target tokens to feed and their positions, rows one after the other.
     offsets [R+1] int32: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one.
-    self_tables [R, X], cross_tables [R, Y] int32: block b of a row holds its positions block_size * b and following;
+    self_tables [R, X], cross_tables [R, Y] int32: block b of a row contains its positions block_size * b and following;
         entries beyond its length are ignored. Rows can share blocks, except a block that one of them writes in this
         step.
     source_lens [R] int32: tokens of each row's source.
@@ -83,7 +83,7 @@ class Runner(Protocol):
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step."""
+        """Maximum number of rows in a step."""
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +99,7 @@ class Runner(Protocol):
 
     @property
     def max_target_len(self) -> int:
-        """Most target positions a row can cache, with the begin token or the whole prompt."""
+        """Maximum number of target positions that a row can cache, begin token or complete prompt included."""
 
     @property
     def has_encoder(self) -> bool:
@@ -123,7 +123,7 @@ class Runner(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Cache blocks, for self and cross attention together; their ids are below it."""
+        """Number of cache blocks, for self and cross attention together; their ids are below it."""
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -143,8 +143,8 @@ class Runner(Protocol):
     ) -> EncodeReport:
         """Encode sources of any lengths; source i fills the cross blocks block_tables[i].
 
-        type_ids: token types of each source; empty where all are 0. keep_memory: report the encoder's states too.
-        Sources encoded again fill the same bits. An encoder alone has no blocks.
+        type_ids: token types of each source; empty if all are 0. keep_memory: report the encoder's states too.
+        A source that is encoded again gives the same bits. Encoder-only models have no blocks.
         """
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -157,4 +157,4 @@ class Runner(Protocol):
         """
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Copy what block sources[i] holds to block targets[i], all layers; no block is both."""
+        """Copy the content of block sources[i] to block targets[i], for all layers. No block is in both lists."""

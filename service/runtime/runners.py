@@ -1,4 +1,4 @@
-"""The runner that serves a bundle, by the architecture of its model."""
+"""Choice of the runner that serves a bundle, by the architecture of its model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def open_runner(
     num_blocks: int | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> AnyRunner:
-    """Load the native graphs of a precision; None takes what `Bundle.graph_set` prefers.
+    """Load the native graphs of a precision; None takes the precision that `Bundle.graph_set` prefers.
 
-    max_rows: sequences that run together. threads: cores one run may use. num_blocks: cache blocks; None is enough
-    for max_rows of the longest sequences; an encoder alone has none. workspace_limit_bytes: what ONNX Runtime may hold
-    beside weights.
+    max_rows: sequences that run together. threads: cores that one run may use. num_blocks: cache blocks; None is enough
+    for max_rows of the longest sequences; encoder-only models have none. workspace_limit_bytes: maximum memory of ONNX
+    Runtime besides weights.
     Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
     if bundle.manifest.model.architecture == "encoder":

@@ -1,7 +1,7 @@
-"""Test run of a model before its first request: first requests are not slower, and a broken model is found early.
+"""Test run of a model before its first request, so that no request is slower and a broken model is found early.
 
 Also distinguishes a broken model from bad requests after an engine's steps have failed several times. Writes to the
-cache blocks from 0 on and to the first rows: only for a runner that no sequence uses.
+cache blocks from 0 on and to the first rows, so no sequence may use the runner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from antiphon.service.runtime.runner import NOT_FINITE, DecodeBatch, Runner
 
 # Length of a typical source in tokens.
 _USUAL_LEN = 32
-# Few rows: a head's outputs may have the width of a vocabulary.
+# Only few rows, because a head's outputs may have the width of a vocabulary.
 _HEAD_ROWS = 8
 
 
@@ -43,7 +43,7 @@ def warm_up(runner: Runner) -> None:
 
 
 def _num_rows(runner: Runner) -> int:
-    """Return the rows that can run together, each with a block for its source, if it has one, and for its target."""
+    """Return the number of rows that can run together, each with one block for its source, if any, and its target."""
     if not runner.has_decoder:
         return runner.max_rows
     return max(1, min(runner.max_rows, runner.num_blocks // (1 + runner.has_encoder)))

@@ -17,7 +17,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from antiphon.service.rpc.calls.background import let_go
+from antiphon.service.rpc.calls.background import ignore_result
 from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.server.models.control import Control
@@ -61,7 +61,7 @@ class Stop:
             asked.cancel()
         if task.done():
             return task.result()
-        let_go(task)
+        ignore_result(task)
         return None
 
     def _on_signal(self, number: signal.Signals) -> None:

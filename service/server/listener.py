@@ -33,7 +33,7 @@ _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
 HANDSHAKE_OPTION: Option = ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000)
 """Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's default is two minutes."""
 OTHER_PORT_CONNECTIONS = 64
-"""Most connections to the probe port and to the admin port, which have a few clients each."""
+"""Maximum number of connections to the probe port and to the admin port, which have a few clients each."""
 
 PROBE_OPTIONS: tuple[Option, ...] = (
     ("grpc.so_reuseport", 0),

@@ -29,7 +29,7 @@ from antiphon.service.observability.logs.log_handler import is_log_behind
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.metrics.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.background import in_background, is_anything_left, running_beside
+from antiphon.service.rpc.calls.background import in_background, is_anything_left, running_in_background
 from antiphon.service.rpc.calls.batches import free_failed_batches
 from antiphon.service.rpc.calls.connections.ports import PortError, check_port, serve_metrics
 from antiphon.service.rpc.calls.connections.resets import Resets
@@ -121,7 +121,7 @@ def _within_files(config: ServerConfig) -> ServerConfig:
 
     Without free descriptors nothing works, including /metrics and the files of certificates and tokens.
     """
-    num_requests = sum(plan.max_num_seqs + plan.max_queued_requests for plan in config.plans)
+    num_requests = sum(plan.limits.max_accepted_requests for plan in config.plans)
     num_ports = (config.admin_port is not None) + (config.probe_port is not None)
     room = allow_files(max(num_requests, config.max_connections or 0), num_ports * OTHER_PORT_CONNECTIONS)
     limits = [limit for limit in (config.max_connections, room) if limit is not None]
@@ -217,7 +217,7 @@ async def _serve_calls(
             print(_ready_line(config, served, ports), flush=True)
             running = Running(control=control, calls=calls, probes=probes)
             grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
-            async with _watched(config, control, probes, shared):
+            async with _monitored(config, control, probes, shared):
                 return await running.until_stopped(stop, grace), server
 
 
@@ -234,14 +234,14 @@ async def _probe_port(config: ServerConfig, health_servicer: health.aio.HealthSe
 
 
 @contextlib.asynccontextmanager
-async def _watched(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
+async def _monitored(config: ServerConfig, control: Control, probes: Probes, shared: Shared) -> AsyncIterator[None]:
     """Watch for hung engines, delays of the event loop and too many connections, and return free memory."""
     lag, watchdog = LoopLag(time.monotonic), Watchdog(control.models, probes, config.watchdog_timeout_s)
     connections = ConnectionWatch(config.max_connections, num_open_files)
     shared.families.watch_loop(lambda: lag.lag_s)
     freeing = FreeMemory(ResidentMemory().num_bytes)
     shared.families.watch_connections(lambda: connections.is_full)
-    async with running_beside(watchdog.run(), lag.run(), connections.run(), freeing.run()):
+    async with running_in_background(watchdog.run(), lag.run(), connections.run(), freeing.run()):
         yield
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,21 +25,16 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from antiphon.service.domain.limits import ALLOWED, EngineLimits
 from antiphon.service.rpc.security.access_settings import AccessSettings, Port, contradiction
 from antiphon.service.server.models.model_settings import (
-    BatchedTokens,
-    CacheBlocks,
     ModelName,
     ModelPlan,
     ModelSettings,
-    NumSeqs,
     PrecisionChoice,
-    QueuedRequests,
-    QueuedTokens,
-    QueueTime,
     Threads,
-    WorkspaceBytes,
     read_model_flags,
+    server_limit,
 )
 
 ENV_PREFIX = "ANTIPHON_"
@@ -74,53 +70,43 @@ class ServerConfig(AccessSettings):
     bundle: Path = Field(default=SHIPPED_BUNDLE, description="Directory of the exported model to serve.")
     models: dict[ModelName, ModelSettings] = Field(
         default_factory=dict,
-        description="A model to serve, NAME=PATH of its bundle; repeat it for each. The first is the default.",
+        description="Name and bundle of a model, NAME=PATH; repeat it for each model. The first one is the default.",
     )
     precision: PrecisionChoice | None = Field(
-        default=None, description="Graphs of the bundle to run; unset takes int8 where the bundle has it."
+        default=None, description="Precision of the graphs to run; unset: int8 if the bundle has it."
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
-    port: Port = Field(default=50051, description="Port that gRPC listens on; 0 takes any free one.")
+    port: Port = Field(default=50051, description="Port that gRPC listens on; 0: any free port.")
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Address that /metrics listens on.")
-    metrics_port: Port = Field(default=9090, description="Port that /metrics listens on; 0 takes any free one.")
+    metrics_port: Port = Field(default=9090, description="Port that /metrics listens on; 0: any free port.")
     admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the admin service listens on.")
     admin_port: Port | None = Field(
-        default=None, description="Port of the admin service, which loads and unloads models; 0 takes any free one."
+        default=None, description="Port of the admin service, which loads and unloads models; 0: any free port."
     )
     memory_limit_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
-        default=None, description="Most bytes of all models together: weights, caches, workspaces."
+        default=None, description="Maximum bytes of all models together: weights, caches, workspaces."
     )
     threads: Threads = Field(
-        default_factory=usable_cores, description="Threads that compute one step; unset is every core."
+        default_factory=usable_cores, description="Threads that compute one step; unset: every core."
     )
-    max_num_seqs: NumSeqs = Field(default=64, description="Most rows that decode together: outputs and beams.")
-    max_num_batched_tokens: BatchedTokens = Field(
-        default=1024, description="Most source, prefix and scored tokens that one step reads."
-    )
-    max_queued_requests: QueuedRequests = Field(default=1024, description="Most requests that wait.")
-    max_queued_tokens: QueuedTokens = Field(
-        default=131_072, description="Most source tokens of waiting requests together."
-    )
-    max_queue_time_s: QueueTime = Field(
-        default=30.0, description="Longest expected wait at which a request is still accepted."
-    )
-    kv_cache_blocks: CacheBlocks | None = Field(
-        default=None, description="Cache blocks of 16 tokens; unset is enough for max_num_seqs longest ones."
-    )
-    workspace_limit_bytes: WorkspaceBytes | None = Field(
-        default=None, description="Most bytes ONNX Runtime may hold beside weights; unset is no limit."
-    )
+    max_num_seqs: int = server_limit("max_num_seqs")
+    max_num_batched_tokens: int = server_limit("max_num_batched_tokens")
+    max_queued_requests: int = server_limit("max_queued_requests")
+    max_queued_tokens: int = server_limit("max_queued_tokens")
+    max_queue_time_s: float = server_limit("max_queue_time_s")
+    kv_cache_blocks: int | None = server_limit("kv_cache_blocks")
+    workspace_limit_bytes: int | None = server_limit("workspace_limit_bytes")
     max_stream_messages_per_s: int = Field(
         default=500,
         ge=1,
         le=1_000_000,
-        description="Most messages a second of all streams together; with more tokens, a message has several.",
+        description="Maximum messages per second of all streams; if there are more tokens, a message has several.",
     )
     slow_reader_timeout_s: float = Field(
         default=30.0,
         ge=0.1,
         le=86_400,
-        description="Time that an answer, or a message of a stream, may wait for its client to read it.",
+        description="Maximum time until the client reads an answer, or a message of a stream.",
     )
     drain_delay_s: float = Field(
         default=0.0,
@@ -129,27 +115,38 @@ class ServerConfig(AccessSettings):
         description="Time after SIGTERM in which new requests are still served, until load balancers stop sending.",
     )
     drain_grace_s: float = Field(
-        default=30.0, ge=0, le=MAX_GRACE_S, description="Time that running requests have to finish after SIGTERM."
+        default=30.0,
+        ge=0,
+        le=MAX_GRACE_S,
+        description="Maximum time for running requests to finish after SIGTERM and the drain delay.",
     )
     watchdog_timeout_s: float = Field(
-        default=60.0, ge=0.1, le=MAX_GRACE_S, description="Time a step of an engine may take before liveness fails."
+        default=60.0,
+        ge=0.1,
+        le=MAX_GRACE_S,
+        description="Maximum time of an engine's step; if it is exceeded, liveness fails.",
     )
     load_reports: Literal["on", "off"] = Field(
         default="on",
-        description="Whether RPCs report the server's load in a trailer, and a separate service reports it.",
+        description="Load reports in a trailer of every RPC, and by a separate service.",
     )
     load_report_interval_s: float = Field(
         default=1.0, ge=0.1, le=3600, description="Shortest interval between the reports of a load report stream."
     )
     log_level: LogLevel = Field(default="info", description="Least severe messages to log.")
     log_format: LogFormat = Field(default="text", description="Format of log lines; json is one object per line.")
-    access_log: AccessLog = Field(default="all", description="RPCs to log at their end, at level info.")
+    access_log: AccessLog = Field(default="all", description="Finished RPCs to log, at level info.")
     otlp_endpoint: Annotated[str, Field(pattern=ENDPOINT_PATTERN)] | None = Field(
-        default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset sends none."
+        default=None, description="Collector of OpenTelemetry spans, http://HOST:PORT; unset: no spans."
     )
     trace_sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="Share of the calls without a trace that begin one."
+        default=1.0, ge=0, le=1, description="Share of the calls without a trace that start a trace."
     )
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Limits of every model that sets none of its own."""
+        return EngineLimits(**{name: getattr(self, name) for name in ALLOWED})
 
     @property
     def plans(self) -> tuple[ModelPlan, ...]:
@@ -160,17 +157,14 @@ class ServerConfig(AccessSettings):
 
     def plan(self, name: str | None, settings: ModelSettings) -> ModelPlan:
         """Return the plan to load a model: its own settings, else the server's. name: None takes the bundle's name."""
-        chosen = {
-            field: own if (own := getattr(settings, field)) is not None else getattr(self, field)
-            for field in ModelSettings.model_fields
-            if field != "path"
-        }
         return ModelPlan(
             name=name,
             path=settings.path,
+            precision=self.precision if settings.precision is None else settings.precision,
+            threads=self.threads if settings.threads is None else settings.threads,
+            limits=replace(self.limits, **settings.own_limits),
             max_message_bytes=self.max_message_bytes,
             max_text_bytes=self.max_text_bytes,
-            **chosen,
         )
 
 

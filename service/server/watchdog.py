@@ -48,7 +48,7 @@ class Watchdog:
         for name in hung - self._hung:
             engine = served[name].engine
             log.critical(
-                "model %s: its engine has not ended a step for %.1f s; its thread is here:\n%s",
+                "model %s: its engine has not ended a step for %.1f s; stack of its thread:\n%s",
                 name,
                 engine.busy_s,
                 engine.stack(),

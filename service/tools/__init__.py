@@ -1,1 +1,1 @@
-"""Programs beside the server: benchmarks, capacity planning and evaluation. Serving imports none of them."""
+"""Programs that are not part of serving: benchmarks, capacity planning and evaluation. Serving imports none of them."""

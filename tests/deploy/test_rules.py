@@ -98,7 +98,7 @@ def test_runbook_has_a_section_of_the_same_parts_for_every_alert() -> None:
     assert set(named) == alert_names()
     for name, section in named.items():
         parts = re.findall(r"^\*\*(.+?)\.\*\*", section, flags=re.M)
-        assert parts == ["Means", "Look", "Causes", "Do", "Over"], name
+        assert parts == ["Meaning", "Check", "Causes", "Remedy", "Resolved"], name
 
 
 @pytest.fixture(scope="module")

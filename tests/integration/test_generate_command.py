@@ -78,7 +78,7 @@ def test_generate_names_failed_lines_and_goes_on(server: ServerProcess) -> None:
         (["--top-p", "2"], "--top-p is 2.0"),
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),
         (["--seed", "-1"], "--seed is -1"),
-        (["--beam-width", "2", "--temperature", "1"], "--temperature is 1.0; it must be 0 where beam_width is above 1"),
+        (["--beam-width", "2", "--temperature", "1"], "--temperature is 1.0; it must be 0 if beam_width is above 1"),
         (["--num-return-sequences", "2"], "--num-return-sequences is 2"),
         (["--stop-ids", "400000"], "--stop-ids is token id 400000"),
         (["--model", "nope"], "'nope'"),

@@ -18,7 +18,7 @@ from antiphon.load.drive import DriveError, drive, run
 from antiphon.load.plan import Ask, Plan
 from antiphon.load.results.result import Result
 from antiphon.load.workload.schedule import Arrival, arrivals_of
-from antiphon.service.engine.engine import EngineConfig
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.load.scripted import Asked, Scripted, at_once, served
 from tests.serving import Gate, serving
@@ -190,7 +190,7 @@ class CountingCaller(Caller):
 
 async def test_refusals_are_counted_by_status_reason_and_pushback() -> None:
     gates: list[Gate] = []
-    config = EngineConfig(max_num_seqs=1, max_queued_requests=2)
+    config = EngineLimits(max_num_seqs=1, max_queued_requests=2)
     async with serving(config, prepare=lambda runner: gates.append(Gate(runner))) as server:
         plan = plan_of(server.target)
         async with CountingCaller(plan, gates[0], 7) as caller:

@@ -29,10 +29,8 @@ from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.bounds import QueueLimits
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
@@ -40,7 +38,7 @@ from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.native_runner import NativeRunner
-from tests.fakes import FakeClock, changed
+from tests.fakes import FakeClock, changed, limits_for
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 Answers = dict[str, tuple[TokenEvent, ...]]
@@ -107,23 +105,26 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
         loop = loops.get_loop()
         live: dict[str, SequenceGroup] = {}
         # The last quarter of a queue is kept for other clients.
-        queue = RequestQueue(QueueLimits(max_requests=2 * len(requests), max_source_tokens=10**6))
+        limits = limits_for(
+            runner, max_num_batched_tokens=10**6, max_queued_requests=2 * len(requests), max_queued_tokens=10**6
+        )
+        queue = RequestQueue(limits)
         pool = BlockPool(runner.num_blocks, runner.block_size)
         parts = StepParts(
             runner=runner,
             queue=queue,
             pool=pool,
-            limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=10**6),
+            limits=limits,
             metrics=Metrics(MetricFamilies(CollectorRegistry()), "fake"),
             live=live,
             clock=FakeClock(),
         )
         stepper = Stepper(parts)
-        limits = limits_of(runner, runner.max_rows)
+        admission = limits_of(runner, limits)
         for one in requests:
             # One caller alone may not have all rows for beams.
             request = changed(one, client=one.request_id)
-            live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), limits)
+            live[request.request_id] = admit(request, OutputStream(request.request_id, loop=loop), admission)
             queue.put(live[request.request_id], 0.0)
         groups = list(live.values())
         while stepper.has_work:

@@ -13,10 +13,8 @@ from antiphon.service.domain.request import (
     TokenEvent,
 )
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.bounds import QueueLimits
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
@@ -25,7 +23,7 @@ from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.runtime.runner import DecodeBatch, Runner, Samples
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, limits_for
 
 
 class Watcher:
@@ -53,15 +51,16 @@ class Crowd:
         self.cancellations = Cancellations()
         self.watcher = Watcher(runner)
         self.pool = BlockPool(runner.num_blocks, runner.block_size)
-        self.queue = RequestQueue(QueueLimits(max_requests=1000, max_source_tokens=100_000))
-        self.limits = limits_of(runner, runner.max_rows)
+        limits = limits_for(runner, max_num_batched_tokens=160, max_queued_requests=1000, max_queued_tokens=100_000)
+        self.queue = RequestQueue(limits)
+        self.limits = limits_of(runner, limits)
         self.registry = CollectorRegistry()
         self.stepper = Stepper(
             StepParts(
                 runner=cast(Runner, self.watcher),
                 queue=self.queue,
                 pool=self.pool,
-                limits=SchedulerLimits(max_num_seqs=runner.max_rows, max_num_batched_tokens=160),
+                limits=limits,
                 metrics=Metrics(MetricFamilies(self.registry), "fake"),
                 live=self.live,
                 clock=FakeClock(),

@@ -40,7 +40,7 @@ from antiphon.model.importer.importer import ImportOptions, _inspect, _Source, i
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.model.transformer.greedy import greedy
 from antiphon.service.domain.request import EarlyStopping, SamplingParams, TokenEvent
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
@@ -50,7 +50,7 @@ from antiphon.service.tools.bench.ctranslate2.conversion import (
     save_ctranslate2_model,
     translate,
 )
-from tests.fakes import request_of
+from tests.fakes import limits_for, request_of
 from tests.parity.test_ctranslate2 import random_checkpoint
 
 NAMES = (
@@ -119,7 +119,7 @@ def ours(
     settings = SamplingParams(**{"max_new_tokens": LENGTH, "min_new_tokens": least or 0, **params})  # type: ignore[arg-type]
     runner = open_runner(bundle, max_rows=32, threads=1, precision=precision)
     sources = [tokenizer.encode(" ".join(word)) for word in words]
-    events = asyncio.run(answers(Engine(runner, EngineConfig(), new_metrics()), sources, settings))
+    events = asyncio.run(answers(Engine(runner, limits_for(runner), new_metrics()), sources, settings))
     return [[(tokenizer.decode(e.token_ids), e.score, len(e.token_ids)) for e in outputs] for outputs in events]
 
 

@@ -330,7 +330,7 @@ async def test_a_decoder_alone_refuses_by_field_and_by_ability(imported: Importe
         for call in (client.embed("a"), client.explain("a"), client.classify("a"), client.fill_mask("a")):
             error = await refused(call)
             assert error.code is grpc.StatusCode.UNIMPLEMENTED
-            assert "a decoder alone" in error.message
+            assert "a decoder-only model" in error.message
         described = await client.get_model()
         assert (described.architecture, list(described.tasks)) == (pb.ARCHITECTURE_DECODER, [])
         assert (described.limits.max_source_len, described.limits.max_target_len) == (limit - 1, limit)

@@ -217,9 +217,9 @@ def told(answer: Any) -> Any:
 async def test_refusals_name_the_field_or_what_the_model_has(bundles: dict[str, Imported]) -> None:
     async with serving(bundles, "pretraining") as served:
         client = served.client
-        await check_refused(client.generate_text("a cat"), "UNIMPLEMENTED", "an encoder alone")
-        await check_refused(client.score("a cat", "a dog"), "UNIMPLEMENTED", "an encoder alone")
-        await check_refused(client.explain("a cat"), "UNIMPLEMENTED", "an encoder alone")
+        await check_refused(client.generate_text("a cat"), "UNIMPLEMENTED", "an encoder-only model")
+        await check_refused(client.score("a cat", "a dog"), "UNIMPLEMENTED", "an encoder-only model")
+        await check_refused(client.explain("a cat"), "UNIMPLEMENTED", "an encoder-only model")
         await check_refused(
             client.tag("a cat"), "UNIMPLEMENTED", "no tag head; it gives embeddings and has the heads fill"
         )

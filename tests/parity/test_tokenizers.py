@@ -18,7 +18,7 @@ from antiphon.model.checkpoints.text_formats import Languages, sentencepiece_for
 from antiphon.model.text.format import TextFormat, TokenizerError
 from antiphon.model.text.template import LanguageIds, fill, language_id
 from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.service.rpc.v1.answers.answers import Wording
+from antiphon.service.rpc.v1.answers.answers import Detokenizer
 from tests.parity.tokenizer_checkpoints import FAIRSEQ_TOKENS, KINDS, NLLB_LANGUAGES, pieces
 
 AWKWARD = [
@@ -156,8 +156,8 @@ def test_prefix_and_the_text_behind_it_are_the_whole_with_one_space_between(pair
 
 def continuation(tokenizer: Tokenizer, prefix_text: str, prefix_ids: list[int], ids: list[int]) -> str:
     """Return the text of an output after a prefix, after a check that decoding token by token gives the same."""
-    wording = Wording(tokenizer, prefix_ids=prefix_ids, prefix_text=prefix_text, stop_strings=())
-    at_once, streamed = wording.text(), wording.text()
+    detokenizer = Detokenizer(tokenizer, prefix_ids=prefix_ids, prefix_text=prefix_text, stop_strings=())
+    at_once, streamed = detokenizer.text(), detokenizer.text()
     text = at_once.push(ids) + at_once.finish()
     assert "".join([*(streamed.push([index]) for index in ids), streamed.finish()]) == text
     return text

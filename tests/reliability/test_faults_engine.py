@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.engine.engine import EngineConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner
 from tests.reliability.answers import check_stream
@@ -53,7 +52,7 @@ async def outcome(served: Serving, number: int) -> str:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_faults_of_the_model_end_the_streams_they_touch_and_no_others() -> None:
     faults = Faults(0.05)
-    async with serving(EngineConfig(), prepare=faults.arm) as served:
+    async with serving(prepare=faults.arm) as served:
         outcomes = await asyncio.gather(*(outcome(served, number) for number in range(NUM_CALLS)))
         faults.share = 0.0
         again = await outcome(served, 0)

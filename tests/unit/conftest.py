@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.engine.engine import EngineConfig
 from tests.fakes import FakeRunner
 from tests.unit.engine.engine_bench import Bench, Gate
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench(FakeRunner(max_rows=4, block_size=4), EngineConfig())
+    bench = Bench(FakeRunner(max_rows=4, block_size=4))
     bench.engine.start()
     yield bench
     bench.engine.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# Size of a cell, of the labels beside the cells, and maximum size of the figure, in inches.
+# Size of a cell, of the labels at the axes, and maximum size of the figure, in inches.
 _CELL, _MARGIN, _LONGEST = 0.32, 2.0, 60.0
 
 

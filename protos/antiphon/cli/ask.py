@@ -58,7 +58,7 @@ def add_ask_arguments(parser: argparse.ArgumentParser, text_help: str) -> None:
     """Add the flags that these commands share."""
     parser.add_argument("text", nargs="*", metavar="TEXT", help=f"{text_help} (default: lines of standard input)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
+    parser.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
     parser.add_argument("--json", action="store_true", help="print each answer as one JSON object with all fields")
     parser.add_argument(
         "--concurrency", type=positive, default=64, metavar="N", help="concurrent lines (default: %(default)s)"

@@ -28,10 +28,10 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("connection")
     group.add_argument("--tls", action="store_true", help="encrypt; trust the authorities of gRPC's list")
     group.add_argument("--tls-ca", metavar="FILE", help="encrypt; trust the authorities in this PEM file")
-    group.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
+    group.add_argument("--tls-cert", metavar="FILE", help="certificate to present to the server (mutual TLS)")
     group.add_argument("--tls-key", metavar="FILE", help="private key of --tls-cert")
     group.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate (default: target's)")
-    group.add_argument("--token-file", metavar="FILE", help="file that holds the bearer token")
+    group.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
     group.add_argument(
         "--load-balancing",
         choices=("pick_first", "round_robin"),
@@ -43,7 +43,9 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 def add_call_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that send requests to a model."""
     parser.add_argument(
-        "--priority", choices=("interactive", "batch"), help="batch lets interactive requests pass (default: server's)"
+        "--priority",
+        choices=("interactive", "batch"),
+        help="batch gives interactive requests precedence (default: server's)",
     )
     parser.add_argument(
         "--timeout-s", type=above_zero, metavar="S", help="deadline of each request, retries included (default: none)"

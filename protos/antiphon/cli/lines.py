@@ -83,20 +83,20 @@ async def lines_of(descriptor: int) -> AsyncIterator[Line]:
     wanted = threading.Semaphore(0)
     arrived: asyncio.Queue[bytes | OSError | None] = asyncio.Queue()
 
-    def hand_over(item: bytes | OSError | None) -> None:
+    def send_to_loop(item: bytes | OSError | None) -> None:
         wanted.acquire()
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the lines are not read any more
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
     def read() -> None:
         try:
             with os.fdopen(descriptor, "rb", closefd=False) as stream:
                 for raw in stream:
-                    hand_over(raw)
+                    send_to_loop(raw)
         except OSError as error:
-            hand_over(error)
+            send_to_loop(error)
         else:
-            hand_over(None)
+            send_to_loop(None)
 
     threading.Thread(target=read, name="stdin", daemon=True).start()
     number = 0

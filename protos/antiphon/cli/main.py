@@ -120,13 +120,13 @@ exit codes: 0 success, 1 the client could not keep up, nothing was answered, ans
     ),
     "health": Subcommand(
         module="antiphon.cli.commands.health",
-        summary="ask a running server whether it is ready",
+        summary="check the readiness of a running server",
         examples="""\
   antiphon health                           the server on 127.0.0.1:50051
   antiphon health --service liveness        check that its process works, also while it loads or drains
   antiphon health --service antiphon.v1.InferenceService/en-de --target translate:50051
 
-in a container it asks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, the settings of the server there
+in a container it checks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, the settings of the server there
 exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
     ),
     "explain": Subcommand(

@@ -1,4 +1,4 @@
-"""A flag for every control of the table, of the same name, and refusals of the server in terms of flags."""
+"""Flags with the names of the controls of the table, and the server's refusals with the names of flags."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from antiphon.client.options import Options
 from antiphon.controls.control import Control, Kind
 from antiphon.controls.table import CONTROLS
 
-# What a refusal of a flag's value begins with; languages are fields of the request beside its options.
+# Beginning of a refusal of a flag's value; languages are fields of the request, not of its options.
 _OPTION = re.compile(r"^(?:options\.)?((?<=options\.)\w+|(?:source|target)_language\b)")
 
 
 def add_option_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each control of the table; a flag that is not given leaves None."""
+    """Add a flag for each control of the table; the value of an absent flag is None."""
     group = parser.add_argument_group(
         "decoding controls",
         "ID,..., ID=X and --stop-strings may be repeated; several outputs are printed one a line, and log-probabilities"
@@ -26,7 +26,7 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _type_of(control: Control) -> dict[str, Any]:
-    """Return the arguments of add_argument by which a flag reads values of the control's kind."""
+    """Return the arguments of add_argument for a flag with values of the control's kind."""
     match control.kind:
         case Kind.NUMBER:
             return dict(type=float, metavar=control.metavar or "X")
@@ -62,12 +62,12 @@ def read_option_flags(arguments: argparse.Namespace) -> Options:
 
 
 def is_about_option(message: str) -> bool:
-    """Return whether a refusal is about an option, so that every text would be refused."""
+    """Return whether a refusal is about an option, so that the server would refuse every text."""
     return _OPTION.match(message) is not None
 
 
 def in_terms_of_flags(message: str) -> str:
-    """A refusal that names an option, with its flag named instead."""
+    """Return the text of a refusal with the name of the flag instead of the name of the option."""
     return _OPTION.sub(lambda match: _flag(match[1]), message)
 
 

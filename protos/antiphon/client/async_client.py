@@ -102,7 +102,7 @@ class AsyncClient(AsyncReadingCalls):
     ) -> AsyncIterator[Generation | ServerError]:
         """Yield the target of each source, in order, with at most `concurrency` requests at a time.
 
-        A source that the server refuses yields its ServerError, and the iteration goes on. Sources are read lazily; a
+        A source that the server refuses yields its ServerError, and the iteration continues. Sources are read lazily; a
         synchronous iterable must not block.
         """
 

@@ -145,7 +145,7 @@ class Connection:
 
     def _warn_of_plain_token(self, target: str) -> None:
         if self.has_token and not self.is_encrypted and not is_loopback(target):
-            warnings.warn(f"the token goes to {target} unencrypted; give tls or tls_ca", UserWarning, stacklevel=4)
+            warnings.warn(f"the token is sent to {target} unencrypted; give tls or tls_ca", UserWarning, stacklevel=4)
 
     def _credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(

@@ -1,4 +1,4 @@
-"""The sampling controls as the client gives them, and their conversion to the contract's GenerateOptions."""
+"""The client's sampling controls, and their conversion to the contract's GenerateOptions."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ EarlyStopping = Literal["heuristic", "first", "never"]
 class Options:
     """Sampling controls of a request; None takes the model's default, which `Model.default_options` reports.
 
-    docs/CONTROLS.md says in which order they act and which exclude each other.
+    docs/CONTROLS.md describes the order in which they are applied, and the combinations that are refused.
 
-    max_new_tokens: most tokens to produce, the end token included.
-    min_new_tokens: fewest tokens to produce before the end token or a stop id; 0 is none.
-    time_limit_millis: from arrival; what there is by then is returned.
-    temperature: 0 always takes the likeliest token; otherwise logits are divided by it, up to 100.
-    top_k: sample from the k likeliest tokens only; 0 keeps all.
+    max_new_tokens: maximum number of tokens to produce, the end token included.
+    min_new_tokens: minimum number of tokens before the end token or a stop id; 0 is no minimum.
+    time_limit_millis: milliseconds from arrival, after which the output so far is returned.
+    temperature: 0 always takes the likeliest token; a number above 0, up to 100, divides the logits.
+    top_k: sample only from the k likeliest tokens; 0 keeps all.
     top_p: sample from the likeliest tokens whose probabilities together reach p, (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
-    typical_p: sample from the locally typical tokens that reach this mass, (0, 1].
-    seed: 0 to 2**64 - 1; the same seed gives the same tokens. None lets the server pick one, which it reports.
+    typical_p: sample from the locally typical tokens whose probabilities together reach p, (0, 1].
+    seed: 0 to 2**64 - 1; the same seed gives the same tokens. With None the server draws a seed and reports it.
     num_return_sequences: number of outputs: samples, or the best hypotheses of a beam search.
-    beam_width: hypotheses kept alive by a beam search, 1 to 16; 1 is none.
-    length_penalty: a hypothesis scores its log-probability over its length to this power, [-10, 10].
-    early_stopping: when a beam search ends: "heuristic", at the "first" beam_width hypotheses, or "never" too early.
+    beam_width: number of live beams of a beam search, 1 to 16; 1 is no beam search.
+    length_penalty: the score of a hypothesis is its log-probability over its length to this power, [-10, 10].
+    early_stopping: end of a beam search: "heuristic", at the "first" beam_width hypotheses, or "never" too early.
     repetition_penalty: divides positive logits of tokens produced or given, multiplies negative ones; 1 is off.
-    presence_penalty, frequency_penalty: taken from a produced token's logit, once or as often as it came; 0 is off.
-    no_repeat_ngram_size: no n tokens in a row come twice; 0 is off.
+    presence_penalty: subtracted once from the logit of a produced token; 0 is off.
+    frequency_penalty: subtracted from a token's logit once for each time that it was produced; 0 is off.
+    no_repeat_ngram_size: no sequence of n tokens occurs twice; 0 is off.
     logit_bias: added to the logits of token ids.
-    prefix_text, prefix_ids: first tokens of the target, given and not returned; one or the other.
-    forced_first_id: first token to produce, as a language code.
-    suppressed_ids, allowed_ids: tokens never chosen; where not empty, the only ones (and the end token) chosen.
-    stop_ids: tokens that end an output as the end token does.
+    prefix_text, prefix_ids: first tokens of the target, given and not returned; set at most one of the two.
+    forced_first_id: first token to produce, such as a language code.
+    suppressed_ids: tokens that are never chosen.
+    allowed_ids: if not empty, the only tokens that are chosen, besides the end token.
+    stop_ids: tokens that end an output, like the end token.
     stop_strings: texts that end an output; they are not returned.
     ignore_eos: the end token is never chosen.
-    num_logprobs: 0 asks for the log-probabilities of the chosen tokens, k also for k alternatives.
+    num_logprobs: 0 returns the log-probabilities of the chosen tokens, k also those of k alternatives.
     """
 
     max_new_tokens: int | None = None
@@ -75,7 +77,7 @@ class Options:
 
 
 def options_message(options: Options | None) -> inference_pb2.GenerateOptions | None:
-    """Return the contract's message. Raises ValueError naming the option whose value does not fit its field."""
+    """Return the message of the contract. Raises ValueError naming the option whose value does not fit its field."""
     if options is None:
         return None
     message = inference_pb2.GenerateOptions()
@@ -94,10 +96,10 @@ def _set(message: inference_pb2.GenerateOptions, control: Control, value: Any) -
     field = getattr(message, control.name)
     match control.kind:
         case Kind.TOKEN_IDS | Kind.TEXTS:
-            if isinstance(value, str):  # each of its characters would be taken for a text of its own
+            if isinstance(value, str):  # otherwise each of its characters would become a separate text
                 raise TypeError(control.name)
             if isinstance(field, inference_pb2.TokenIds):
-                field.SetInParent()  # absent and empty are not the same
+                field.SetInParent()  # an empty list differs from an absent one
                 field = field.ids
             field.extend(value)
         case Kind.BIASES:
@@ -109,7 +111,7 @@ def _set(message: inference_pb2.GenerateOptions, control: Control, value: Any) -
 
 
 def _number_of(control: Control, value: str) -> int:
-    """Return the number of a choice in the contract's enum, whose names begin with the control's."""
+    """Return the number of a choice in the contract's enum, whose names begin with the name of the control."""
     if value not in control.choices:
         raise ValueError(value)
     contract = inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_name[control.name].enum_type

@@ -101,7 +101,7 @@ class Client(ReadingCalls):
     ) -> Iterator[Generation | ServerError]:
         """Yield the target of each source, in order, with at most `concurrency` requests at a time.
 
-        A source that the server refuses yields its ServerError, and the iteration goes on.
+        A source that the server refuses yields its ServerError, and the iteration continues.
         """
         under_way: deque[grpc.Future[inference_pb2.GenerateUnaryResponse]] = deque()
         try:

@@ -1,4 +1,4 @@
-"""The terms in which the table describes a control: its kind, its range, and one row."""
+"""Types of the table of controls: the kind of a value, its range, and one row."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Values that a control may take: in words, and as a test of one value. Every test is written so that NaN fails."""
+    """Values that a control can have: in words, and as a test of one value. Every test refuses NaN."""
 
     allowed: str
     holds: Callable[[Any], bool]
 
 
 def at_least(least: int, *, words: str | None = None) -> Range:
-    """Return the range from `least` upwards; words: what an error says instead of "at least"."""
+    """Return the range from `least` upwards. words: text of an error instead of "at least"."""
     return Range(words or f"at least {least}", lambda value: value >= least)
 
 
@@ -45,7 +45,7 @@ def between(low: float, high: float) -> Range:
 def above_zero(high: float) -> Range:
     """Return the range above 0 up to high.
 
-    A value must be above 0 in 32 bits, which is what the graphs read: a 0 there makes a step fail for all its requests.
+    A value must be above 0 in 32 bits, because the graphs read 32 bits, and a 0 makes a step fail for all its requests.
     """
     return Range(f"above 0 and at most {high}", lambda value: 0.0 < value <= high and c_float(value).value > 0.0)
 
@@ -55,15 +55,15 @@ class Control:
     """One row of the table.
 
     name: field of GenerateOptions, option of the client, parameter of the Open Inference Protocol, and flag.
-    field: name of the value inside the service, where its unit differs.
+    field: name of the value inside the service, if its unit differs.
     meaning: one description for the documentation and for the flag's help.
-    range: of the value inside the service, or of each bias; None where the kind says all.
-    range_text: what the documentation shows instead of the words of `range`.
+    range: range of the value inside the service, or of each bias; None if the kind is enough.
+    range_text: text of the documentation instead of the words of `range`.
     max_entries: of a list or a map.
-    default, default_text: value of an absent control, and what the documentation shows where that says too little.
-    off: neutral value, which changes nothing; None where there is no such value.
-    is_for_sampling: True for controls of the random draw, which a beam search refuses.
-    metavar: stands for the value in the flag's help; None is that of the kind.
+    default, default_text: value of an absent control, and the text of the documentation if the value is not enough.
+    off: neutral value, which changes nothing; None if there is no such value.
+    is_for_sampling: True for controls of sampling, which a beam search refuses.
+    metavar: placeholder of the value in the flag's help; None is that of the kind.
     transformers: name of its counterpart in transformers.
     """
 
@@ -83,19 +83,19 @@ class Control:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names that a CHOICE has, those of its enum in lower case."""
+        """Names of the values of a CHOICE: those of its enum, in lower case."""
         return tuple(member.name.lower() for member in type(self.default)) if self.kind is Kind.CHOICE else ()
 
     @property
     def holds_token_ids(self) -> bool:
-        """True when its values must be ids of the vocabulary."""
+        """True if its values must be ids of the vocabulary."""
         return self.kind in (Kind.TOKEN_ID, Kind.TOKEN_IDS, Kind.BIASES)
 
 
 def control(default: Any, kind: Kind, meaning: str, **row: Any) -> Any:
-    """Return a dataclass field with this default that carries the rest of its row.
+    """Return a dataclass field with this default and the rest of its row as metadata.
 
-    row: the other fields of Control; `name` only where it differs from the field's.
+    row: the other fields of Control; `name` only if it differs from the field's.
     """
     return dataclasses.field(default=default, metadata=dict(row, kind=kind, meaning=meaning))
 

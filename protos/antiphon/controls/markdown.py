@@ -1,4 +1,4 @@
-"""The tables of docs/CONTROLS.md, written from the table of controls: `python -m antiphon.controls.markdown FILE`."""
+"""Writes the tables of docs/CONTROLS.md from the table of controls: `python -m antiphon.controls.markdown FILE`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from antiphon.controls.rules import RULES
 from antiphon.controls.table import CONTROLS
 
 _CONTROLS_HEADER = "| Control | Range | Default | Meaning | transformers |"
-_RULES_HEADER = "| Control | must be | where | because |"
+_RULES_HEADER = "| Control | Required value | Condition | Reason |"
 
 
 def updated(document: str) -> str:
-    """Return a document with its tables of controls and of rules as they are now; the rest stays."""
+    """Return a document with the present tables of controls and of rules; the rest is unchanged."""
     rows = ((f"`{one.name}`", _range(one), _default(one), one.meaning, one.transformers) for one in CONTROLS)
     document = _with_rows(document, _CONTROLS_HEADER, rows)
     rules = ((f"`{rule.field}`", rule.allowed, rule.condition, rule.reason) for rule in RULES)
@@ -24,7 +24,7 @@ def updated(document: str) -> str:
 
 
 def _with_rows(document: str, header: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """Return a document with other rows below one header. Raises ValueError where it has no such header."""
+    """Return a document with other rows below one header. Raises ValueError if it has no such header."""
     before, found, rest = document.partition(f"{header}\n")
     if not found:
         raise ValueError(f"the document has no table {header}")
@@ -35,7 +35,7 @@ def _with_rows(document: str, header: str, rows: Iterable[tuple[str, ...]]) -> s
 
 
 def _range(control: Control) -> str:
-    """Return the values that a control may take, in words."""
+    """Return the values that a control can have, in words."""
     if control.range_text is not None:
         return control.range_text
     allowed = () if control.range is None else (control.range.allowed,)

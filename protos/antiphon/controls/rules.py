@@ -15,7 +15,7 @@ from antiphon.controls.table import SAMPLING_CONTROLS, EarlyStopping, SamplingFi
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`field` must be `allowed` where `condition` holds, because of `reason`; all in words, and `is_broken` in code."""
+    """`field` must be `allowed` if `condition` is true, because of `reason`, all in words; `is_broken` is the test."""
 
     field: str
     allowed: str
@@ -36,12 +36,12 @@ def _is_greedy(params: SamplingFields) -> bool:
 
 
 def _is_off_with_beams(control: Control) -> Rule:
-    """Return the rule that every control of the random draw has."""
+    """Return the rule that every control of sampling has."""
     return Rule(
         control.field,
         f"{control.default:g}",
         "beam_width is above 1",
-        "a beam search draws nothing",
+        "a beam search does not sample",
         lambda p, _: _has_beams(p) and bool(getattr(p, control.field) != control.default),
     )
 
@@ -52,21 +52,21 @@ RULES = (
         "num_return_sequences",
         "at most beam_width",
         "beam_width is above 1",
-        "a search keeps no more hypotheses than that",
+        "a search keeps at most beam_width hypotheses",
         lambda p, _: _has_beams(p) and p.num_return_sequences > p.beam_width,
     ),
     Rule(
         "num_logprobs",
         "0 or absent",
         "beam_width is above 1",
-        "the alternatives to a token are the other hypotheses",
+        "a beam search returns other hypotheses instead of alternative tokens",
         lambda p, _: _has_beams(p) and bool(p.num_logprobs),
     ),
     Rule(
         "stop_strings",
         "empty",
         "beam_width is above 1",
-        "hypotheses end, and are compared, by tokens; stop_ids end them",
+        "a beam search ends hypotheses by tokens; use stop_ids",
         lambda p, texts: _has_beams(p) and bool(texts.stop_strings),
     ),
     Rule(
@@ -80,7 +80,7 @@ RULES = (
         "typical_p",
         "1",
         "temperature is 0",
-        "it may exclude the likeliest token, which is the one that is taken",
+        "it can exclude the most likely token, which temperature 0 chooses",
         lambda p, _: p.typical_p != 1 and _is_greedy(p),
     ),
     Rule(
@@ -101,28 +101,28 @@ RULES = (
         "min_new_tokens",
         "at most max_new_tokens",
         "max_new_tokens is set",
-        "both could not hold",
+        "otherwise the two contradict each other",
         lambda p, _: p.max_new_tokens is not None and p.min_new_tokens > p.max_new_tokens,
     ),
     Rule(
         "forced_first_id",
         "none of suppressed_ids",
         "suppressed_ids is set",
-        "both could not hold",
+        "otherwise the two contradict each other",
         lambda p, _: p.forced_first_id in p.suppressed_ids,
     ),
     Rule(
         "forced_first_id",
         "one of allowed_ids",
         "allowed_ids is set",
-        "both could not hold",
+        "otherwise the two contradict each other",
         lambda p, _: p.forced_first_id is not None and bool(p.allowed_ids) and p.forced_first_id not in p.allowed_ids,
     ),
     Rule(
         "prefix_ids",
         "absent",
         "prefix_text is set",
-        "they say the same thing",
+        "both set the first target tokens",
         lambda _, texts: texts.prefix_text is not None and texts.prefix_ids is not None,
     ),
 )

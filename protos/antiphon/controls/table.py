@@ -1,8 +1,8 @@
-"""The table of sampling controls: one field a control, with its type, default, range and description.
+"""Table of sampling controls: one field for each control, with its type, default, range and description.
 
 A new control needs a row here, a field of the same name in `GenerateOptions` of inference.proto and in the client's
-`Options`, and the code that acts on it. Validation, flags, parameters of the Open Inference Protocol and the tables of
-docs/CONTROLS.md come from this one; tests compare the contract and `Options` with it.
+`Options`, and the code that implements it. Validation, flags, parameters of the Open Inference Protocol and the tables
+of docs/CONTROLS.md are made from this table; tests compare the contract and `Options` with it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MAX_STOP_STRING_LEN = 256
 class EarlyStopping(enum.Enum):
     """Condition that ends a beam search; the values are those of transformers' `early_stopping`."""
 
-    HEURISTIC = False  # no live beam, at its present length, scores better than the worst finished hypothesis
+    HEURISTIC = False  # no live beam scores better, at its present length, than the worst finished hypothesis
     FIRST = True  # beam_width hypotheses are finished
     NEVER = "never"  # no live beam could score better even at its best length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingFields:
-    """Controls that choose the target's tokens, as the service holds them."""
+    """Controls of the choice of the target's tokens, as the service stores them."""
 
     max_new_tokens: int | None = control(
         None,
         Kind.WHOLE_NUMBER,
-        "most tokens of an output, the end token included",
+        "maximum number of tokens of an output, the end token included",
         range=at_least(1),
         default_text="the model's limit",
         transformers="`max_new_tokens`",
@@ -44,14 +44,14 @@ class SamplingFields:
     min_new_tokens: int = control(
         0,
         Kind.WHOLE_NUMBER,
-        "fewest tokens before the end token or a stop id may be chosen; stop strings may end an output earlier",
+        "minimum number of tokens before the end token or a stop id; stop strings can end an output earlier",
         range=at_least(0, words="0 (none) or more"),
         transformers="`min_new_tokens`",
     )
     time_limit_s: float | None = control(
         None,
         Kind.WHOLE_NUMBER,
-        "milliseconds from arrival, waiting included, after which the output so far is returned",
+        "time in milliseconds from arrival, including waiting, after which the output so far is returned",
         name="time_limit_millis",
         range=Range("above 0", lambda value: value > 0.0),
         range_text="at least 1",
@@ -61,7 +61,7 @@ class SamplingFields:
     temperature: float = control(
         0.0,
         Kind.NUMBER,
-        "0 takes the likeliest token; above 0 samples from logits divided by it",
+        "0 chooses the most likely token; above 0, logits are divided by it before sampling",
         range=between(0, 100),
         is_for_sampling=True,
         metavar="T",
@@ -70,7 +70,7 @@ class SamplingFields:
     top_k: int = control(
         0,
         Kind.WHOLE_NUMBER,
-        "keep the K likeliest tokens",
+        "keep the K most likely tokens",
         range=at_least(0, words="0 (off) or more"),
         off=0,
         is_for_sampling=True,
@@ -80,7 +80,7 @@ class SamplingFields:
     top_p: float = control(
         1.0,
         Kind.NUMBER,
-        "keep the likeliest tokens whose probabilities together reach P",
+        "keep the most likely tokens whose probabilities together reach P",
         range=above_zero(1),
         off=1,
         is_for_sampling=True,
@@ -90,7 +90,7 @@ class SamplingFields:
     min_p: float = control(
         0.0,
         Kind.NUMBER,
-        "keep tokens at least P times as likely as the likeliest",
+        "keep tokens with at least P times the probability of the most likely one",
         range=between(0, 1),
         off=0,
         is_for_sampling=True,
@@ -126,7 +126,7 @@ class SamplingFields:
     beam_width: int = control(
         1,
         Kind.WHOLE_NUMBER,
-        "hypotheses that a beam search keeps alive",
+        "number of live hypotheses of a beam search",
         range=between(1, MAX_BEAM_WIDTH),
         off=1,
         transformers="`num_beams`",
@@ -134,20 +134,20 @@ class SamplingFields:
     length_penalty: float = control(
         1.0,
         Kind.NUMBER,
-        "a hypothesis scores its log-probability over its length to this power",
+        "score of a hypothesis: its log-probability divided by its length to this power",
         range=between(-10, 10),
         transformers="`length_penalty`",
     )
     early_stopping: EarlyStopping = control(  # noqa: RUF009  returns a dataclass field, as for the others
         EarlyStopping.HEURISTIC,
         Kind.CHOICE,
-        "when a beam search ends",
+        "condition for the end of a beam search",
         transformers='`early_stopping`: `False`, `True`, `"never"`',
     )
     repetition_penalty: float = control(
         1.0,
         Kind.NUMBER,
-        "divides positive logits of tokens that came before, multiplies negative ones; begin token and prefix count",
+        "divides positive logits of earlier tokens, multiplies negative ones; begin token and prefix count",
         range=above_zero(100),
         off=1,
         transformers="`repetition_penalty`",
@@ -162,14 +162,14 @@ class SamplingFields:
     frequency_penalty: float = control(
         0.0,
         Kind.NUMBER,
-        "subtracted from a token's logit as often as it was produced; the prefix does not count",
+        "subtracted from a token's logit once for each time it was produced; the prefix does not count",
         range=between(-100, 100),
         off=0,
     )
     no_repeat_ngram_size: int = control(
         0,
         Kind.WHOLE_NUMBER,
-        "no N tokens in a row come twice, begin token and prefix included",
+        "no sequence of N tokens occurs twice, begin token and prefix included",
         range=at_least(0, words="0 (off) or more"),
         off=0,
         transformers="`no_repeat_ngram_size`",
@@ -196,7 +196,7 @@ class SamplingFields:
     allowed_ids: tuple[int, ...] = control(
         (),
         Kind.TOKEN_IDS,
-        "the only tokens that are chosen, beside the end token",
+        "the only tokens that can be chosen, in addition to the end token",
         max_entries=1024,
         default_text="all",
         transformers="`prefix_allowed_tokens_fn`",
@@ -204,7 +204,7 @@ class SamplingFields:
     stop_ids: tuple[int, ...] = control(
         (),
         Kind.TOKEN_IDS,
-        "tokens that end an output as the end token does",
+        "tokens that end an output like the end token",
         max_entries=16,
         transformers="`eos_token_id`, a list",
     )
@@ -212,7 +212,7 @@ class SamplingFields:
     num_logprobs: int | None = control(
         None,
         Kind.WHOLE_NUMBER,
-        "log-probabilities of the chosen tokens, and of K alternatives to each",
+        "return log-probabilities of the chosen tokens, and of K alternatives for each",
         range=between(0, MAX_NUM_LOGPROBS),
         default_text="absent, none",
         metavar="K",
@@ -222,19 +222,19 @@ class SamplingFields:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFields:
-    """Controls that need a tokenizer: where a target begins, and texts that end it. None, or empty, is not set."""
+    """Controls that need a tokenizer: the beginning of a target, and texts that end it. None or empty is not set."""
 
     prefix_text: str | None = control(
         None,
         Kind.TEXT,
-        "first words of the target: given, not returned",
+        "first words of the target, which are not generated and not returned",
         range_text="below the model's limit",
         transformers="`decoder_input_ids`",
     )
     prefix_ids: Sequence[int] | None = control(
         None,
         Kind.TOKEN_IDS,
-        "first target tokens as ids, without begin, padding and end tokens; of a decoder alone without the end token",
+        "first target tokens as ids, without begin, padding and end tokens; for decoder-only models without end token",
         range_text="below the model's limit",
         transformers="`decoder_input_ids`",
     )

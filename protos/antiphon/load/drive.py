@@ -90,7 +90,7 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._orders, self._reports = self._process.stdin, self._process.stdout
-        self._give(pickle.dumps((plan, process)))
+        self._send(pickle.dumps((plan, process)))
 
     def read(self) -> Any:
         """Return the next report of the process. Raises DriveError if the process has ended."""
@@ -101,7 +101,7 @@ class _Worker:
 
     def start(self, start_s: float) -> None:
         """Start the run at a time of time.monotonic()."""
-        self._give(f"{start_s!r}\n".encode())
+        self._send(f"{start_s!r}\n".encode())
 
     def stop(self) -> None:
         """Stop the run now."""
@@ -115,7 +115,7 @@ class _Worker:
         self._process.wait()
         self._reports.close()
 
-    def _give(self, order: bytes) -> None:
+    def _send(self, order: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # the process has failed; `read` reports it
             self._orders.write(order)
             self._orders.flush()

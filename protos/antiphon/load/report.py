@@ -37,7 +37,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """Return one run as plain data; latencies in milliseconds, rates per second."""
     plan = result.plan
     return {
-        **_asked_for(plan),
+        **_plan_fields(plan),
         "interrupted": result.is_interrupted,
         "scheduled": result.num_scheduled,
         "sent": result.num_sent,
@@ -80,7 +80,7 @@ def mlperf_as_json(plan: Plan, verdict: Verdict) -> dict[str, Any]:
     """Return LoadGen's verdict and figures as plain data; latencies in milliseconds, rates per second."""
     summary = verdict.summary
     return {
-        **_asked_for(plan),
+        **_plan_fields(plan),
         "valid": verdict.is_valid,
         "missed": list(summary.missed),
         "errors": verdict.errors,
@@ -114,7 +114,7 @@ def warnings(result: Result) -> list[str]:
     return found
 
 
-def _asked_for(plan: Plan) -> dict[str, Any]:
+def _plan_fields(plan: Plan) -> dict[str, Any]:
     return {
         "target": plan.target,
         "model": plan.model,
@@ -201,12 +201,12 @@ def _curve_row(result: Result) -> tuple[str, ...]:
         "" if goodput is None else f"{goodput:,.1f}",
         f"{result.tokens_per_s:,.0f}",
         f"{result.error_share:.1%}",
-        *_some(result.ttft_ms, "p50", "p99"),
-        *_some(result.e2e_ms, "p50", "p95", "p99"),
+        *_shown_percentiles(result.ttft_ms, "p50", "p99"),
+        *_shown_percentiles(result.e2e_ms, "p50", "p95", "p99"),
     )
 
 
-def _some(spread: Spread | None, *names: str) -> list[str]:
+def _shown_percentiles(spread: Spread | None, *names: str) -> list[str]:
     return ["" if spread is None else f"{getattr(spread, name):.1f}" for name in names]
 
 

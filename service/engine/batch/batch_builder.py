@@ -18,9 +18,9 @@ from antiphon.service.runtime.runner import DecodeBatch, SamplingArrays
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """Arrays of the rows that a batch is made of, each with max_rows entries.
+    """Arrays of the rows from which a batch is built, each with max_rows entries.
 
-    token_ids, positions: last token that a row is to feed, and its position in the target.
+    token_ids, positions: last token that a row feeds at the next step, and its position in the target.
     source_lens: tokens of the source of a row.
     """
 
@@ -34,7 +34,7 @@ class RowInputs:
 class BatchBuilder:
     """Builds the decoder's batches, and keeps the last one until rows or their parameters change.
 
-    scored: sequence and token of every sample of the last batch after the rows' own samples.
+    scored: sequence and token of each further sample of the last batch; the samples of the rows themselves come first.
     """
 
     def __init__(self, inputs: RowInputs) -> None:
@@ -53,14 +53,14 @@ class BatchBuilder:
         self._batch = None
 
     def move_row(self, source: int, target: int) -> None:
-        """Note that row `target` has ended, and that the last row, `source`, takes its place."""
+        """Move the last row, `source`, to row `target`, which has ended."""
         self._batch = None
         self._first.pop(target, None)
         if source in self._first:
             self._first[target] = self._first.pop(source)
 
     def end_first_step(self, num_rows: int) -> None:
-        """Note that every row has fed its first input."""
+        """Forget all first inputs: every row has fed its own."""
         if self._first:
             self._first.clear()
             self._inputs.sampling.end_first_step(num_rows)

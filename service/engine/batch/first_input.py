@@ -12,8 +12,8 @@ from antiphon.service.engine.sequence import Sequence
 class FirstInput:
     """Tokens that a row feeds at its first step, and the tokens of its target that are scored at this step.
 
-    scored: pairs of an index into `fed` and the token after it; the last token of a target is scored by the row's own
-    sample instead.
+    scored: pairs of an index into `fed` and the token after it. The last token of a target is not among them, because
+    the row's own sample scores it.
     """
 
     fed: tuple[int, ...]
@@ -23,17 +23,17 @@ class FirstInput:
 def first_input(sequence: Sequence, bos_id: int) -> FirstInput:
     """Return the input of a sequence that starts, or that continues after a preemption."""
     request = sequence.group.request
-    given_ids = request.given_ids(bos_id)
+    input_ids = request.decoder_input_ids(bos_id)
     if request.task is Task.SCORE:
         target_ids = request.target_ids
-        return FirstInput((*given_ids, *target_ids[:-1]), tuple(enumerate(target_ids[:-1], len(given_ids) - 1)))
+        return FirstInput((*input_ids, *target_ids[:-1]), tuple(enumerate(target_ids[:-1], len(input_ids) - 1)))
     if sequence.group.is_beam_search and sequence.index > 0:
-        return FirstInput(given_ids[:1])  # all beams continue from the first one; results of the others are not read
-    return FirstInput((*given_ids, *sequence.produced))
+        return FirstInput(input_ids[:1])  # all beams continue from the first one; results of the others are not read
+    return FirstInput((*input_ids, *sequence.produced))
 
 
 def forced_id(sequence: Sequence) -> int:
-    """Return the token that replaces the sequence's first sample; -1 where the first token is sampled."""
+    """Return the token that replaces the sequence's first sample; -1 if the first token is sampled."""
     request = sequence.group.request
     if request.task is Task.SCORE:
         return request.target_ids[-1]

@@ -20,7 +20,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 class RowSampling:
     """Sampling parameters of max_rows rows.
 
-    held: one entry for each row, without edits.
+    choices: one entry for each row, without edits of logits processors.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -114,9 +114,9 @@ def _as_float32(value: float) -> float:
 
 
 def num_candidates(group: SequenceGroup) -> int:
-    """Return the candidates that a beam search needs of each beam and of all beams together.
+    """Return the number of candidates that a beam search needs of each beam, and of all beams together.
 
-    They suffice when every beam meets every end token and stop id.
+    It suffices even if every end token and stop id is among the candidates of every beam.
     """
     params = group.request.params
     return params.beam_width * (2 + len(params.stop_ids))

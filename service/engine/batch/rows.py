@@ -28,13 +28,13 @@ class RunningRows:
     """The sequences of max_rows rows, and arrays with one entry for each row.
 
     self_width, cross_width: blocks of the longest target and of the longest source.
-    history_width: target positions of which the tokens are kept, so that a preempted row can feed them again; 0 keeps
+    history_width: target positions whose tokens are kept, so that a preempted row can feed them again; 0 keeps
         no tokens.
-    token_ids, positions: last token that a row is to feed, and its position in the target. In a row's first step the
-        begin token and the prefix precede it.
+    token_ids, positions: last token that a row feeds at the next step, and its position in the target. In a row's
+        first step the begin token and the prefix precede it.
     end_positions: position at which a row feeds its last token.
     is_beam: rows whose next token a beam search chooses; num_beams: number of these rows.
-    checked: sequences that are not beams and need checks of every token.
+    checked: sequences that are not beams and whose every token needs a check.
     """
 
     def __init__(self, max_rows: int, *, self_width: int, cross_width: int, history_width: int = 0) -> None:
@@ -73,7 +73,7 @@ class RunningRows:
 
     @property
     def scored(self) -> list[tuple[Sequence, int]]:
-        """Sequence and token of every sample of the last batch after the rows' own samples: targets to score."""
+        """Sequence and token of each further sample of the last batch, which scores a token of a target."""
         return self._builder.scored
 
     def num_generated(self, row: int) -> int:
@@ -84,12 +84,12 @@ class RunningRows:
         return int(self.positions[row]) - len(request.prefix_ids)
 
     def produced(self, row: int) -> tuple[int, ...]:
-        """Return the tokens that a row has produced, oldest first, where they are kept; it is to feed the last one."""
+        """Return the tokens that a row has produced, oldest first, if they are kept. The last one is not fed yet."""
         num_given = 1 + len(self.sequences[row].group.request.prefix_ids)
         return self._history.of(row, num_given, int(self.positions[row]) + 1)
 
     def extend(self, sequence: Sequence) -> None:
-        """Note that a sequence has received further blocks."""
+        """Write the blocks of a sequence again after it received more."""
         self.tables.extend(sequence.running_row(), sequence)
 
     def append(self, sequences: Iterable[Sequence], bos_id: int) -> None:
@@ -106,7 +106,7 @@ class RunningRows:
         return self._builder.batch(self.sequences)
 
     def advance(self, token_ids: NDArray[np.int64]) -> None:
-        """Let every row feed its new token next; the beam search has advanced its rows already.
+        """Let every row feed its new token at the next step; the beam search has advanced its rows already.
 
         token_ids: [num_rows]; a value below 0 belongs to a row that is about to end, and does not advance it.
         """
@@ -141,7 +141,7 @@ class RunningRows:
         return last
 
     def expired(self, now_s: float) -> list[SequenceGroup]:
-        """Return the groups whose deadline or time limit has come, that of the last row first."""
+        """Return the groups whose deadline or time limit has come, in order of their rows, the last row first."""
         late = self.expiries.expired(len(self.sequences), now_s)
         return list(dict.fromkeys(self.sequences[row].group for row in late))
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 class TokenHistory:
     """Target tokens of max_rows rows by position.
 
-    width: target positions that are kept; 0 keeps nothing.
+    width: target positions whose tokens are kept; 0 keeps nothing.
     """
 
     def __init__(self, max_rows: int, width: int) -> None:

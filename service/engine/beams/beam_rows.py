@@ -1,9 +1,9 @@
-"""Beams as rows of the batch: the rows of each search, the blocks they read, and tokens streamed before the end.
+"""Beams as rows of the batch: the rows of each search, their blocks, and tokens streamed before the end of a search.
 
-Beams share the blocks of their common prefix. A row owns one block of each block column, that is, of each block_size
-positions of its longest target. In the column that is being written every beam has a block of its own; blocks of full
-columns that no beam reads any more are freed. A block is copied only when two beams are about to write to it. The
-search itself is in `beam_search.py`.
+Beams share the blocks of their common prefix. A row owns one block of each block column; a column is block_size
+consecutive positions of the longest target. In the column that is written now, every beam has a separate block. Blocks
+of full columns that no beam reads any more are freed. A block is copied only when two beams are about to write to it.
+The search itself is in `beam_search.py`.
 
 Axes: G searches of one shape, W beams, X blocks of the longest target.
 """
@@ -27,7 +27,7 @@ from antiphon.service.runtime.runner import Runner, Samples
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A search and its group. num_streamed: tokens of the first output that have been streamed."""
+    """A search and its group. num_streamed: number of streamed tokens of the first output."""
 
     search: Search
     group: SequenceGroup
@@ -43,7 +43,7 @@ class _Shape:
 
     def rows(self) -> NDArray[np.int64]:
         """Return the row of every beam, [G, W]."""
-        rows = [sequence.row for held in self.running for sequence in held.group.sequences]
+        rows = [sequence.row for running in self.running for sequence in running.group.sequences]
         return np.array(rows, np.int64).reshape(len(self.running), self.searches.width)
 
 
@@ -61,7 +61,7 @@ class BeamRows:
         return len(self._of)
 
     def add(self, group: SequenceGroup) -> None:
-        """Start the search of a group whose rows are filled."""
+        """Start the search of a group that has its rows already."""
         params = group.request.params
         key = (params.beam_width, num_candidates(group))
         shape = self._shapes.get(key)
@@ -78,18 +78,18 @@ class BeamRows:
             early_stopping=params.early_stopping,
             keeps_logprobs=params.num_logprobs is not None,
         )
-        held = _Running(shape.searches.add(settings), group)
-        shape.running.append(held)
-        self._of[group.request_id] = (shape, held)
+        running = _Running(shape.searches.add(settings), group)
+        shape.running.append(running)
+        self._of[group.request_id] = (shape, running)
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove the search of a group, if it has one."""
         found = self._of.pop(group.request_id, None)
         if found is None:
             return
-        shape, held = found
-        slot, last = held.search.slot, shape.running.pop()
-        if shape.searches.remove(held.search) is not None:
+        shape, running = found
+        slot, last = running.search.slot, shape.running.pop()
+        if shape.searches.remove(running.search) is not None:
             shape.running[slot] = last
 
     def advance(self, samples: Samples) -> list[SequenceGroup]:
@@ -101,27 +101,27 @@ class BeamRows:
         return ended
 
     def common_tokens(self) -> tuple[list[TokenSink], list[Item]]:
-        """Return the common prefix of all live beams that has not been streamed: sinks, and one token for each."""
+        """Return the common prefix of each search's live beams, as far as not streamed: sinks, a token for each."""
         sinks: list[TokenSink] = []
         items: list[Item] = []
         for shape in self._shapes.values():
-            for held in shape.running:
-                if not held.group.request.is_streamed or held.group.request.params.num_logprobs is not None:
+            for running in shape.running:
+                if not running.group.request.is_streamed or running.group.request.params.num_logprobs is not None:
                     continue
-                prefix = shape.searches.common_prefix(held.search, held.num_streamed)
-                held.num_streamed += len(prefix)
-                sinks += [held.group.stream] * len(prefix)
+                prefix = shape.searches.common_prefix(running.search, running.num_streamed)
+                running.num_streamed += len(prefix)
+                sinks += [running.group.stream] * len(prefix)
                 items += prefix
         return sinks, items
 
     def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:
-        """Return a group's outputs, best first, and the number of tokens of the first that have been streamed.
+        """Return a group's outputs, best first, and the number of streamed tokens of the first one.
 
-        reason: ends the live beams of a search that has not ended by itself.
+        reason: finish reason of the live beams of a search that has not ended by itself.
         """
-        shape, held = self._of[group.request_id]
+        shape, running = self._of[group.request_id]
         count = group.request.params.num_return_sequences
-        return shape.searches.hypotheses(held.search, count, reason=reason), held.num_streamed
+        return shape.searches.hypotheses(running.search, count, reason=reason), running.num_streamed
 
     def _advance_shape(self, shape: _Shape, samples: Samples) -> list[SequenceGroup]:
         rows, candidates = shape.rows(), shape.searches.num_candidates
@@ -131,14 +131,14 @@ class BeamRows:
             samples.top_logprobs[rows, :candidates],
         )
         self._share_blocks(shape, rows, moves.parents)
-        fed = self._rows.positions[rows[:, 0]]  # of the first beam; in a first step the others have fed less
+        fed = self._rows.positions[rows[:, 0]]  # of the first beam: in a first step the others have fed fewer
         self._rows.token_ids[rows] = moves.token_ids
         self._rows.positions[rows] = fed[:, None] + 1
         self._fork_processors(shape, moves.parents, moves.token_ids)
         return [shape.running[search.slot].group for search in moves.ended]
 
     def _share_blocks(self, shape: _Shape, rows: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
-        """Let every row read its parent's blocks, and write to a block of its own."""
+        """Let every row read its parent's blocks, and write to a separate block."""
         filled = self._rows.positions[rows[:, 0]] + 1  # tokens cached
         block_size = self._pool.block_size
         current = filled // block_size  # the block column that is written next
@@ -160,7 +160,7 @@ class BeamRows:
         parents: NDArray[np.int64],
         current: NDArray[np.int64],
     ) -> None:
-        """Give a block that no beam reads to each beam that shares the block it is about to write; changes `tables`.
+        """Give a free block to each beam that is about to write to a shared block; changes `tables`.
 
         current [G]: the block column that is partly written; -1 where a new column begins.
         """
@@ -170,7 +170,7 @@ class BeamRows:
         slots, later = np.nonzero(is_later)
         if not len(slots):
             return
-        # There are as many beams without a child as surplus children; both are ordered by search.
+        # The number of beams without a child equals the number of surplus children; both are ordered by search.
         free = np.nonzero(is_free)[1]
         targets = own[slots, free, current[slots]]
         sources = own[slots, parents[slots, later], current[slots]]
@@ -187,8 +187,8 @@ class BeamRows:
             group.blocks -= unread
 
     def _fork_processors(self, shape: _Shape, parents: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        for slot, held in enumerate(shape.running):
-            sequences = held.group.sequences
+        for slot, running in enumerate(shape.running):
+            sequences = running.group.sequences
             if sequences[0].processors is None:
                 continue
             before = [sequence.processors for sequence in sequences]

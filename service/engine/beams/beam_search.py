@@ -1,11 +1,11 @@
 """Beam search over many requests at once: from candidates to the next beams, and to finished hypotheses.
 
-The rules are those of transformers' `_beam_search` (5.x) for each request: 1 + (number of end ids) candidates are kept
-for each beam; among the best beam_width candidates, those that end become hypotheses; the best beam_width that do not
-end continue. The arithmetic is vectorised over the searches of one shape; rare cases (an end, a finished search) are
-handled one by one. Knows ids and scores; no rows, blocks, models or clocks.
+Each request follows the rules of transformers' `_beam_search` (5.x). For each beam, 1 + (number of end ids) candidates
+are kept. Of the best beam_width candidates, those that end become hypotheses. Of those that do not end, the best
+beam_width continue. The arithmetic is vectorised over the searches of one shape; rare cases (an end, a finished search)
+are handled one by one. Knows ids and scores; no rows, blocks, models or clocks.
 
-Axes: G searches, W beams, C candidates of a beam and of a search, T longest target.
+Axes: G searches, W beams, C candidates of each beam, and of each search, T longest target.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class BeamSettings:
     """Parameters of one search.
 
     width: beams. num_candidates: candidates of each beam, and of all beams together.
-    max_new_tokens: most tokens of a hypothesis, the end token included.
+    max_new_tokens: maximum number of tokens of a hypothesis, the end token included.
     eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, independent of the scores.
-    keeps_logprobs: hypotheses have log-probabilities.
+    keeps_logprobs: True if hypotheses have log-probabilities.
     """
 
     width: int
@@ -44,9 +44,9 @@ class BeamSettings:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished target: its tokens, with the one that ended it, and its score.
+    """A finished target: its tokens, the one that ended it included, and its score.
 
-    logprobs: the model's log-probabilities of the tokens, where they are kept.
+    logprobs: the model's log-probabilities of the tokens, if they are kept.
     """
 
     token_ids: tuple[int, ...]
@@ -63,7 +63,7 @@ class Hypothesis:
 
 @dataclass(eq=False, slots=True)
 class Search:
-    """One running search. slot: index of its arrays now. finished: hypotheses, best first, at most `width`."""
+    """One running search. slot: present index of its arrays. finished: hypotheses, best first, at most `width`."""
 
     settings: BeamSettings
     slot: int
@@ -118,7 +118,7 @@ class BeamSearches:
         return self.searches[slot]
 
     def remove(self, search: Search) -> Search | None:
-        """Remove a search. The last slot's search moves to its slot and is returned; None when it was the last."""
+        """Remove a search. Return the last slot's search, which moves to the freed slot; None if it was the last."""
         last = self.searches.pop()
         if last is search:
             return None
@@ -132,7 +132,7 @@ class BeamSearches:
         """Let every search choose among its beams' candidates.
 
         ids, scores, logprobs [G, W, C]: candidates of each beam, best first, their additions to its score, and their
-        log-probabilities; id -1 and score -inf where there is no candidate.
+        log-probabilities; a missing candidate has id -1 and score -inf.
         """
         count, width = len(self.searches), self.width
         lengths = self._lengths[:count]
@@ -150,14 +150,14 @@ class BeamSearches:
             self._finish(
                 self.searches[slot], is_end[slot], parents[slot], ids[slot], totals[slot], best[slot], logprobs
             )
-        # Stable: candidates that continue keep their order, best first.
+        # A stable sort: candidates that continue keep their order, best first.
         going = np.argsort(is_end, axis=1, kind="stable")[:, :width] + np.arange(count)[:, None] * best.shape[1]
         parents = parents.ravel()[going]
         parents[is_first] = 0  # only the first beam has read the text so far
         ids = np.maximum(ids.ravel()[going], 0)  # a beam without a candidate is dead: feed it any token
         self._scores[:count] = totals.ravel()[going]
         self._remember(parents, ids, logprobs.ravel()[best.ravel()[going]])
-        return Moves(parents, ids, [self.searches[slot] for slot in self._over(is_last)])
+        return Moves(parents, ids, [self.searches[slot] for slot in self._ended_slots(is_last)])
 
     def common_prefix(self, search: Search, known: int) -> tuple[int, ...]:
         """Return the tokens from index `known` on that all live beams and the best finished hypothesis share."""
@@ -165,7 +165,7 @@ class BeamSearches:
         beams = self._token_ids[search.slot, :, :length]
         alive = beams[self._scores[search.slot] > _DEAD / 2]
         agreed = []
-        # Without the token that ended it: at the last step beams hold end tokens too.
+        # text_ids omits the token that ended the hypothesis; at the last step beams have end tokens too.
         best = search.finished[0].text_ids if search.finished else None
         for index in range(known, length):
             token_id = int(alive[0, index]) if len(alive) else -1
@@ -177,7 +177,7 @@ class BeamSearches:
         return tuple(agreed)
 
     def hypotheses(self, search: Search, count: int, *, reason: FinishReason | None = None) -> list[Hypothesis]:
-        """Return the best `count` hypotheses, best first; a reason ends live beams, which then count too."""
+        """Return the best `count` hypotheses, best first. With a reason, live beams end with it and are included."""
         found = list(search.finished)
         if reason is not None and self._length(search):
             scores = self._scores[search.slot].tolist()
@@ -202,7 +202,7 @@ class BeamSearches:
         best: NDArray[np.int64],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Turn those of the best `width` candidates that end into hypotheses. best: indices of them in logprobs."""
+        """Turn the candidates that end, of the best `width`, into hypotheses. best: indices of these in logprobs."""
         settings, length, finished = search.settings, self._length(search), search.finished
         if settings.early_stopping is EarlyStopping.FIRST and len(finished) == settings.width:
             return
@@ -212,7 +212,11 @@ class BeamSearches:
             if total <= _DEAD / 2 or (len(finished) == settings.width and score <= finished[-1].score):
                 continue
             beam, token_id = int(parents[rank]), int(ids[rank])
-            kept = (*self._kept(search, beam), float(logprobs.ravel()[best[rank]])) if settings.keeps_logprobs else ()
+            kept = (
+                (*self._beam_logprobs(search, beam), float(logprobs.ravel()[best[rank]]))
+                if settings.keeps_logprobs
+                else ()
+            )
             token_ids = (*self._token_ids[search.slot, beam, :length].tolist(), token_id)
             finished.append(Hypothesis(token_ids, kept, score, _reason(token_id, settings)))
             finished.sort(key=_by_score)
@@ -232,8 +236,8 @@ class BeamSearches:
             history[slots, beams, ends] = added
         self._lengths[:count] += 1
 
-    def _over(self, is_last: NDArray[np.bool_]) -> list[int]:
-        """Return the slots of searches that end: at the largest length, without a live beam, or without improvement."""
+    def _ended_slots(self, is_last: NDArray[np.bool_]) -> list[int]:
+        """Return the slots of searches that end: at the maximum length, without a live beam, or if none can improve."""
         is_over = is_last | (self._scores[: len(self.searches), 0] == -np.inf)
         for search in self.searches:
             if len(search.finished) == search.settings.width and not is_over[search.slot]:
@@ -252,11 +256,11 @@ class BeamSearches:
     def _cut(self, search: Search, beam: int, reason: FinishReason) -> Hypothesis:
         settings, length = search.settings, self._length(search)
         token_ids = tuple(self._token_ids[search.slot, beam, :length].tolist())
-        kept = self._kept(search, beam) if settings.keeps_logprobs else ()
+        kept = self._beam_logprobs(search, beam) if settings.keeps_logprobs else ()
         score = float(self._scores[search.slot, beam]) / length**settings.length_penalty
         return Hypothesis(token_ids, kept, score, reason)
 
-    def _kept(self, search: Search, beam: int) -> tuple[float, ...]:
+    def _beam_logprobs(self, search: Search, beam: int) -> tuple[float, ...]:
         return tuple(self._logprobs[search.slot, beam, : self._length(search)].tolist())
 
     def _length(self, search: Search) -> int:

@@ -1,1 +1,1 @@
-"""Cache blocks: the pool of them, and the blocks that each request holds."""
+"""Cache blocks: their pool, and the blocks that each request holds."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class OutOfBlocks(Exception):
-    """More blocks were asked for than are free; none was allocated."""
+    """An allocation of more blocks than are free; no block was allocated."""
 
 
 class BlockPool:
@@ -40,7 +40,7 @@ class BlockPool:
         return num_blocks <= len(self._free)
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Take blocks out of the pool, all or none. Raises OutOfBlocks."""
+        """Take num_blocks blocks out of the pool, all of them or none. Raises OutOfBlocks."""
         if not self.can_allocate(num_blocks):
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_free} of {self.num_blocks} are free")
         taken = tuple(self._free.pop() for _ in range(num_blocks))
@@ -49,7 +49,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Raises ValueError, and frees none, where a block is not of this pool or free already."""
+        """Free blocks. Raises ValueError, and frees none, if one is not of this pool or is free already."""
         returned = tuple(blocks)
         if len(set(returned)) != len(returned):
             raise ValueError(f"blocks {returned} name a block twice")

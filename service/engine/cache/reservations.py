@@ -1,9 +1,9 @@
 """Cache blocks of each request: taken at admission, extended while it grows, freed when it ends or is preempted.
 
-Where the pool could run short, a request of one row takes the blocks of its source and of its first input, and one more
-whenever it is about to write beyond them. If no block is free then, the request with the lowest claim among those that
-grow is preempted. Every other row takes the blocks of its longest target as it starts. Where the pool is large enough
-for all rows, no row grows and no row is checked. Knows no events and no clock.
+If the pool could run short, a request of one row first takes the blocks of its source and of its first input, and one
+more block whenever it is about to write beyond them. If no block is free at that time, one of the growing requests is
+preempted: batch before interactive, the newest first. Every other row takes the blocks of its longest target when it
+starts. If the pool is large enough for all rows, no row grows and no row is checked. Knows no events and no clock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from antiphon.service.engine.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics.engine_metrics import CacheUse
 from antiphon.service.runtime.runner import Runner
 
-# Blocks that rows will need within this number of steps are not given to new requests: a request admitted into the
-# last blocks would be preempted at once, and its source encoded in vain. Simulated with blocks for 7 % and 15 % of 64
-# longest rows, tokens a second: 0 steps 5,215 and 7,462 (437 and 129 preemptions in 15 s), 4 steps 5,415 and 7,312
-# (23 and 0), 8 steps 5,327 and 7,037; 4,809 and 6,319 where all blocks are reserved at once.
+# Blocks that rows will need within this number of steps are not given to new requests. A request that gets the last
+# blocks would be preempted at once, and the work on its source would be lost. Simulated with blocks for 7 % and 15 % of
+# 64 longest rows, tokens a second: 0 steps 5,215 and 7,462 (437 and 129 preemptions in 15 s), 4 steps 5,415 and 7,312
+# (23 and 0), 8 steps 5,327 and 7,037; 4,809 and 6,319 if all blocks are reserved at once.
 LOOKAHEAD_STEPS = 4
 
 
@@ -36,12 +36,12 @@ def may_run_short(runner: Runner, num_rows: int) -> bool:
 
 
 def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
-    """Return the blocks for num_fed target tokens and one more, at most those of the longest target."""
+    """Return the number of blocks for num_fed target tokens and one more, at most that of the longest target."""
     return min(blocks_for(num_fed + 1, block_size), num_self_blocks)
 
 
 def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
-    """Return num_rows empty rows, which keep their tokens where the runner can resume a preempted row."""
+    """Return num_rows empty rows. They keep their tokens if the runner can resume a preempted row."""
     return RunningRows(
         num_rows,
         self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
@@ -65,7 +65,7 @@ class Reservations:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all."""
+        """Total number of blocks."""
         return self._pool.num_blocks
 
     @property
@@ -77,7 +77,7 @@ class Reservations:
         return self._pool.num_free - int(is_soon.sum())
 
     def use(self, bytes_per_token: int) -> CacheUse:
-        """Return the division of the pool now."""
+        """Return the present division of the pool."""
         return CacheUse(
             num_self=self._pool.num_used - self.num_cross_blocks,
             num_cross=self.num_cross_blocks,
@@ -105,7 +105,7 @@ class Reservations:
         group.blocks = set()
         self.num_cross_blocks -= group.num_cross_blocks
 
-    def yield_all(self, group: SequenceGroup) -> None:
+    def give_back_preempted(self, group: SequenceGroup) -> None:
         """Free all blocks of a preempted group; to continue, it needs blocks for all tokens it has produced."""
         self.give_back(group)
         if not group.grows:
@@ -120,7 +120,7 @@ class Reservations:
         sequence.group.blocks -= freed
 
     def grow(self, preempt: Callable[[SequenceGroup], None]) -> None:
-        """Give every row the block that it is about to write to; once a step, before any group joins.
+        """Give every row the block that it is about to write to. Call it once a step, before any group joins.
 
         preempt: frees the row and the blocks of a group.
         """
@@ -130,15 +130,15 @@ class Reservations:
             self._num_quiet_steps -= 1
             return
         short = [self._rows.sequences[row] for row in np.flatnonzero(self._slack() <= 0).tolist()]
-        for sequence in sorted(short, key=_claim):
+        for sequence in sorted(short, key=_preemption_key):
             while sequence.row is not None and not self._pool.num_free:
-                preempt(max((one for one in self._rows.sequences if one.group.grows), key=_claim).group)
+                preempt(max((one for one in self._rows.sequences if one.group.grows), key=_preemption_key).group)
             if sequence.row is not None:
                 self._extend(sequence)
         self._num_quiet_steps = int(self._slack().min()) - 1 if self._rows else 0
 
     def _slack(self) -> NDArray[np.int32]:
-        """Return the positions that each row can still write to."""
+        """Return the number of positions that each row can still write to."""
         num_rows = len(self._rows)
         slack: NDArray[np.int32] = self._ends() - self._rows.positions[:num_rows]
         return slack
@@ -155,7 +155,7 @@ class Reservations:
         self._rows.extend(sequence)
 
 
-def _claim(sequence: Sequence) -> tuple[bool, int]:
+def _preemption_key(sequence: Sequence) -> tuple[bool, int]:
     """Return the sort key of sequences that need a block: interactive before batch, then the oldest first."""
     group = sequence.group
     return group.request.priority is Priority.BATCH, group.ticket

@@ -22,11 +22,11 @@ class LogitsProcessors:
     """Logits processors of one sequence, updated with every token.
 
     Their cost grows with the tokens that have an edit, not with the tokens produced.
-    is_exclusive: tokens without an edit cannot be sampled.
+    is_exclusive: True if tokens without an edit cannot be sampled.
     """
 
-    def __init__(self, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> None:
-        """given_ids: tokens before the first produced one: the begin token and the prefix."""
+    def __init__(self, params: SamplingParams, decoder_input_ids: Iterable[int], eos_id: int) -> None:
+        """decoder_input_ids: tokens before the first produced one: the begin token and the prefix."""
         self.is_exclusive = bool(params.allowed_ids)
         self._params = params
         self._end_ids = (eos_id, *params.stop_ids)
@@ -37,12 +37,12 @@ class LogitsProcessors:
         self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # for n - 1 tokens, every token that followed them
         self._num_produced = 0
         self._fill(eos_id)
-        for token_id in given_ids:
+        for token_id in decoder_input_ids:
             self._remember(token_id)
 
     @classmethod
-    def of(cls, params: SamplingParams, given_ids: Iterable[int], eos_id: int) -> LogitsProcessors | None:
-        """Return the logits processors that the parameters ask for; None where they ask for none."""
+    def of(cls, params: SamplingParams, decoder_input_ids: Iterable[int], eos_id: int) -> LogitsProcessors | None:
+        """Return the logits processors that the parameters need; None if they need none."""
         is_edited = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -54,7 +54,7 @@ class LogitsProcessors:
             or params.allowed_ids
             or params.ignore_eos
         )
-        return cls(params, given_ids, eos_id) if is_edited else None
+        return cls(params, decoder_input_ids, eos_id) if is_edited else None
 
     def push(self, token_id: int) -> None:
         """Update the edits with the token that was sampled."""
@@ -68,11 +68,11 @@ class LogitsProcessors:
                 self._values[slot, 2] -= params.frequency_penalty + (params.presence_penalty if is_new else 0.0)
 
     def current(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return ids [E] and values [E, 3] for the next sample: views, valid until the next call of any method."""
+        """Return ids [E] and values [E, 3] of the edits of the next sample: views, valid until any method is called."""
         count = len(self._slots)
         for token_id in self._forbidden_now():
             if self.is_exclusive and token_id not in self._slots:
-                continue  # an edit would allow it
+                continue  # excluded already; an edit would allow it
             self._write(count, token_id, _FORBIDDEN)
             count += 1
         return self._ids[:count], self._values[:count]
@@ -100,7 +100,7 @@ class LogitsProcessors:
                 self._values[slot, 2] = -np.inf
 
     def _remember(self, token_id: int) -> None:
-        """Update the edits that count given tokens as well as produced ones."""
+        """Update the edits that count tokens of the prefix as well as produced ones."""
         params = self._params
         if params.repetition_penalty != 1.0 and (slot := self._slot(token_id)) is not None:
             self._values[slot, 1] = params.repetition_penalty
@@ -118,7 +118,7 @@ class LogitsProcessors:
             yield from self._followers.get(self._tail, ())
 
     def _slot(self, token_id: int) -> int | None:
-        """Return the index of a token's edit, made where it has none; None where a new edit would allow the token."""
+        """Return the index of a token's edit, a new one if it has none; None if that would allow an excluded token."""
         slot = self._slots.get(token_id)
         if slot is not None or self.is_exclusive:
             return slot

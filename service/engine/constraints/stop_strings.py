@@ -1,4 +1,4 @@
-"""Stop strings: found in an output's text as its tokens come, independent of token borders, and never sent in part.
+"""Stop strings: found in an output's text as its tokens arrive, across token borders, and never sent in part.
 
 The first completed match counts; among matches that complete at the same character, the longest. Only generated text
 is searched, not the target prefix. Knows the tokenizer's incremental decoder, no streams and no sequences.
@@ -14,7 +14,7 @@ from antiphon.service.domain.errors import InvalidArgument
 
 
 def check_stop_strings(stops: Sequence[str]) -> None:
-    """Raise InvalidArgument where there are too many, or one is empty or too long."""
+    """Raise InvalidArgument if there are too many stop strings, or one is empty or too long."""
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidArgument("stop_strings", f"{len(stops)} entries long", f"at most {MAX_STOP_STRINGS} entries long")
     for stop in stops:
@@ -23,9 +23,9 @@ def check_stop_strings(stops: Sequence[str]) -> None:
 
 
 class StopScanner:
-    """Reads characters one by one and counts the characters of each stop string that the text so far ends with.
+    """Reads characters one by one. For each stop string, counts the first characters of it with which the text ends.
 
-    Knuth, Morris and Pratt 1977: constant work per character on average, for any strings.
+    The algorithm of Knuth, Morris and Pratt 1977 does constant work per character on average, for any strings.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -33,7 +33,7 @@ class StopScanner:
         self._matched = [0] * len(self._stops)
 
     def push(self, char: str) -> int:
-        """Read a character; returns the length of the longest stop string that it completes, 0 if it completes none."""
+        """Read a character. Return the length of the longest stop string that it completes, 0 if it completes none."""
         completed = 0
         for index, (stop, borders) in enumerate(self._stops):
             matched = self._matched[index]
@@ -49,7 +49,7 @@ class StopScanner:
 
     @property
     def num_matched(self) -> int:
-        """Characters at the end of the text that can be the beginning of a stop string."""
+        """Number of characters at the end of the text that can be the beginning of a stop string."""
         return max(self._matched, default=0)
 
 
@@ -75,14 +75,14 @@ class TokenStopMatcher:
         self._is_complete = False
 
     def push(self, token_id: int) -> bool:
-        """Read a token; returns True once the text so far has completed a stop string."""
+        """Read a token. Return True once the text so far has completed a stop string."""
         for char in self._decoder.push((token_id,)):
             self._is_complete = self._scanner.push(char) > 0 or self._is_complete
         return self._is_complete
 
 
 class StopFilter:
-    """Text of one output for its client, without a stop string and without text that can still become one."""
+    """Text of one output for its client, without stop strings and without text that can still become one."""
 
     def __init__(self, stops: Sequence[str], decoder: IncrementalDecoder) -> None:
         self._scanner = StopScanner(stops) if stops else None
@@ -91,15 +91,15 @@ class StopFilter:
         self._is_complete = False
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens make certain; no text once a stop string has completed."""
-        return self._certain(self._decoder.push(token_ids))
+        """Return the text that cannot become a stop string any more; none once a stop string has completed."""
+        return self._without_stop_strings(self._decoder.push(token_ids))
 
     def finish(self) -> str:
-        """Return the text held back so far, at the end; no text where a stop string has completed, or does now."""
-        rest = self._certain(self._decoder.finish())
+        """Return the text held back until the end; none if a stop string has completed, or completes now."""
+        rest = self._without_stop_strings(self._decoder.finish())
         return rest if self._is_complete else rest + self._held
 
-    def _certain(self, text: str) -> str:
+    def _without_stop_strings(self, text: str) -> str:
         if self._scanner is None:
             return text
         if self._is_complete:

@@ -1,1 +1,1 @@
-"""Requests that wait: their order, and the bounds of the queue."""
+"""Waiting requests: their order, and the bounds of the queue."""

@@ -1,10 +1,9 @@
-"""Bounds of the queue: requests, source tokens, expected wait, and the share of one client in a queue that fills up."""
+"""Bounds of the queue: requests, source tokens, expected wait, and the share of one client in a nearly full queue."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from antiphon.service.domain.errors import DeadlineExceeded, QueueFull
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
 from antiphon.service.engine.queue.wait_times import WaitTimes
 from antiphon.service.engine.queue.waiting_groups import WaitingGroups
@@ -14,61 +13,46 @@ from antiphon.service.engine.sequence import SequenceGroup
 # recovered does not stay idle.
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 30.0
-# The last one in this number of either bound is reserved for clients that hold less than their fair share of it.
+# The last 1 / RESERVED_SHARE of either bound is reserved for clients that hold less than their fair share of it.
 RESERVED_SHARE = 4
 # The time left until a deadline must exceed the expected wait and answer by this factor. A request that is taken and
 # misses its deadline takes the place of one that would meet it, and a queue at its limit is full of such requests.
 DEADLINE_MARGIN = 1.25
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueueLimits:
-    """Most requests that wait, most source tokens they hold together, longest expected wait; None is no limit."""
-
-    max_requests: int
-    max_source_tokens: int
-    max_wait_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_requests", "max_source_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_wait_s is not None and not self.max_wait_s > 0:
-            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be above 0")
-
-
 class QueueBounds:
     """Refuses requests that exceed a bound of the queue. An empty queue takes every request."""
 
-    def __init__(self, limits: QueueLimits, groups: WaitingGroups, order: ServiceOrder, times: WaitTimes) -> None:
+    def __init__(self, limits: EngineLimits, groups: WaitingGroups, order: ServiceOrder, times: WaitTimes) -> None:
         self._limits = limits
         self._groups = groups
         self._order = order
         self._times = times
 
     def check_room(self, newcomer: Newcomer, now_s: float) -> None:
-        """Raise QueueFull, with advice when to retry, where a bound is reached."""
+        """Raise QueueFull, with advice when to retry, if a bound is reached."""
         if not self._groups:
             return
         limits, held = self._limits, self._groups
+        max_wait_s = limits.max_queue_time_s
         wait_s: float | None = None
-        if len(held) >= limits.max_requests:
+        if len(held) >= limits.max_queued_requests:
             message = f"{len(held)} requests wait already"
-        elif held.num_source_tokens + newcomer.num_source_tokens > limits.max_source_tokens:
+        elif held.num_source_tokens + newcomer.num_source_tokens > limits.max_queued_tokens:
             message = f"{held.num_source_tokens} source tokens wait already"
         elif self._exceeds_share(newcomer):
             message = "more requests of this client wait already than its share of a queue that fills up"
-        elif limits.max_wait_s is not None and (wait_s := self._wait_s(newcomer, now_s) or 0.0) > limits.max_wait_s:
-            message = f"it would wait for about {wait_s:.1f} s, longer than the {limits.max_wait_s:g} s allowed"
+        elif max_wait_s is not None and (wait_s := self._wait_s(newcomer, now_s) or 0.0) > max_wait_s:
+            message = f"it would wait for about {wait_s:.1f} s, longer than the {max_wait_s:g} s allowed"
         else:
             return
         wait_s = wait_s or self._wait_s(newcomer, now_s)
-        if wait_s is None:  # the oldest request has waited about as long as the queue takes to be replaced
+        if wait_s is None:  # the age of the oldest request is about the time in which the whole queue is replaced
             wait_s = now_s - held.oldest_arrival_s
         raise QueueFull(message, retry_after_s=min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
     def check_deadline(self, group: SequenceGroup, newcomer: Newcomer, now_s: float) -> None:
-        """Raise DeadlineExceeded where the group is expected to miss its deadline."""
+        """Raise DeadlineExceeded if the group is expected to miss its deadline."""
         deadline_s = group.request.deadline_s
         if deadline_s is None or not self._groups:
             return
@@ -87,17 +71,17 @@ class QueueBounds:
     def _exceeds_share(self, newcomer: Newcomer) -> bool:
         """Return whether only the reserve is left, and the client would hold more than its fair share."""
         limits, num_tokens = self._limits, newcomer.num_source_tokens
-        in_reserve = _is_reserved(len(self._groups) + 1, limits.max_requests)
-        tokens_in_reserve = _is_reserved(self._groups.num_source_tokens + num_tokens, limits.max_source_tokens)
+        in_reserve = _is_reserved(len(self._groups) + 1, limits.max_queued_requests)
+        tokens_in_reserve = _is_reserved(self._groups.num_source_tokens + num_tokens, limits.max_queued_tokens)
         if not (in_reserve or tokens_in_reserve):
             return False
-        held = self._order.held_by(newcomer.client)
+        totals = self._order.totals_of(newcomer.client)
         others = self._order.new_clients - {newcomer.client}
         shares = 1 + max(1, len(others))  # another client may come
-        requests = 1 + sum(one.num_requests for one in held)
-        tokens = num_tokens + sum(one.num_source_tokens for one in held)
-        return (in_reserve and requests * shares > limits.max_requests) or (
-            tokens_in_reserve and tokens * shares > limits.max_source_tokens
+        requests = 1 + sum(one.num_requests for one in totals)
+        tokens = num_tokens + sum(one.num_source_tokens for one in totals)
+        return (in_reserve and requests * shares > limits.max_queued_requests) or (
+            tokens_in_reserve and tokens * shares > limits.max_queued_tokens
         )
 
 

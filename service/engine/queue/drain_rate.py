@@ -18,7 +18,7 @@ NUM_ANSWERS = 64
 
 
 class DrainRate:
-    """Exponentially smoothed rate over busy time. For one thread at a time."""
+    """Exponentially smoothed rate over busy time. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -27,7 +27,7 @@ class DrainRate:
         self._since_s: float | None = None  # time of the last departure that left others waiting
 
     def left(self, cost: float, now_s: float, *, is_last: bool) -> None:
-        """Note that a request of this cost has left to be served; is_last: no request waits any more."""
+        """Record that a request of this cost has left to be served. is_last: no request waits any more."""
         if self._since_s is not None:
             elapsed_s = now_s - self._since_s
             kept = math.exp(-elapsed_s / TIME_CONSTANT_S)
@@ -37,11 +37,11 @@ class DrainRate:
         self._since_s = None if is_last else now_s
 
     def emptied(self) -> None:
-        """Note that no request waits any more, though none was served."""
+        """Record that no request waits any more, although none was served."""
         self._since_s = None
 
     def per_second(self, now_s: float) -> float | None:
-        """Return the cost per second; None without enough evidence. It falls while no request leaves a queue."""
+        """Return the served cost per second; None without enough evidence. It falls while no request leaves a queue."""
         idle_s = 0.0 if self._since_s is None else max(0.0, now_s - self._since_s)
         busy_s = _grown(self._busy_s, idle_s)
         if busy_s < MIN_BUSY_S or self._num_departures < MIN_DEPARTURES:
@@ -56,7 +56,7 @@ def _grown(busy_s: float, elapsed_s: float) -> float:
 
 
 class AnswerPace:
-    """Smoothed seconds from admission to the end of an answer, by its length. For one thread at a time."""
+    """Smoothed seconds from admission to the end of an answer, by its length. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         self._num_answers = 0
@@ -64,7 +64,7 @@ class AnswerPace:
         self._num_tokens = 0.0
 
     def answered(self, run_s: float, num_tokens: int) -> None:
-        """Note the running time of an answer and its tokens, the end token included."""
+        """Record the running time of an answer and its tokens, the end token included."""
         self._num_answers = min(self._num_answers + 1, NUM_ANSWERS)
         self._token_s += (run_s / max(1, num_tokens) - self._token_s) / self._num_answers
         self._num_tokens += (num_tokens - self._num_tokens) / self._num_answers

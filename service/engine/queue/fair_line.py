@@ -1,8 +1,9 @@
 """Waiting requests of one priority: clients take turns by the cost of their requests, each client's own in order.
 
-Start-time fair queueing (Goyal, Vin and Cheng 1996) with equal weights: a client's next request starts, in virtual
-time, where its last served one ended, and not before now; the request that starts first is served first. Tags belong to
-clients, so that a request that leaves unserved costs its client nothing. Knows no bounds, no clock and no lock.
+Start-time fair queueing (Goyal, Vin and Cheng 1996) with equal weights. In virtual time, a client's next request starts
+when its last served one ended, and not before the present. The request that starts first is served first. Start times
+belong to clients, not to requests: a request that leaves unserved costs its client nothing. Knows no bounds, no clock
+and no lock.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 
 from antiphon.service.engine.sequence import SequenceGroup
 
-# Most clients without a waiting request whose last end is kept.
+# Maximum number of clients without a waiting request whose last virtual end is kept.
 MAX_REMEMBERED = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client with waiting requests, in order of arrival, and their cost together."""
+    """A client with waiting requests, in order of arrival, and their total cost."""
 
     start: float
     ticket: int
@@ -30,11 +31,11 @@ class _Client:
 
 
 _Turn = tuple[float, int, _Client]
-"""Virtual start of a client's next request, a ticket, and the client; stale where the client has another ticket."""
+"""Virtual start of a client's next request, a ticket, and the client; stale if the client has another ticket."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ClientTotals:
     """Waiting requests of one client: their number, source tokens and cost."""
 
     num_requests: int
@@ -49,8 +50,8 @@ class FairLine:
         self.cost = 0
         self._clients: dict[str, _Client] = {}
         self._turns: list[_Turn] = []  # a heap
-        self._now = 0.0  # virtual: start of the request that was served last
-        self._ends: dict[str, float] = {}  # virtual end of clients without a waiting request, where it is after now
+        self._now = 0.0  # virtual time: start of the request that was served last
+        self._ends: dict[str, float] = {}  # virtual end of clients without a waiting request, if after now
         self._next_ticket = 0
 
     def __bool__(self) -> bool:
@@ -61,10 +62,10 @@ class FairLine:
         """Clients with a waiting request."""
         return self._clients.keys()
 
-    def held_by(self, client: str) -> Held:
+    def totals_of(self, client: str) -> ClientTotals:
         """Return the waiting requests of a client."""
         found = self._clients.get(client)
-        return Held(len(found.waiting), found.num_source_tokens, found.cost) if found else Held(0, 0, 0)
+        return ClientTotals(len(found.waiting), found.num_source_tokens, found.cost) if found else ClientTotals(0, 0, 0)
 
     def add(self, group: SequenceGroup) -> None:
         """Append a group to its client's requests."""
@@ -77,23 +78,23 @@ class FairLine:
         self._count(client, group, 1)
 
     def take(self, group: SequenceGroup) -> None:
-        """Remove a group that is served now."""
+        """Remove a group in order to serve it."""
         start = self._clients[group.request.client].start
         self._now = max(self._now, start)
         self._leave(group, start + group.cost)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Remove a group that is not served."""
+        """Remove a group without serving it."""
         self._leave(group, self._clients[group.request.client].start)
 
     def in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
-        """Return every group in the order of service, if none is added; nothing may change meanwhile.
+        """Return every group in order of service. The queue must not change during the iteration.
 
-        may_join: called for each group in its turn. Where it returns False, the later groups of the same client are
-            left out too.
+        may_join: called for each group in its turn. If it returns False, this group and the later groups of the same
+                client are left out.
         """
         turns, tickets = self._turns.copy(), itertools.count(self._next_ticket)
-        begun: dict[int, Iterator[SequenceGroup]] = {}  # by ticket, of turns after a client's first
+        begun: dict[int, Iterator[SequenceGroup]] = {}  # by ticket: further groups of a client that had a turn
         while turns:
             start, ticket, client = heapq.heappop(turns)
             groups = begun.pop(ticket, None)
@@ -117,7 +118,7 @@ class FairLine:
             self._remember(name, end)
         elif end != client.start:
             self._turn(client, end)
-        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # otherwise every `in_turn` passes them
+        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # else every `in_turn` passes them
             heapq.heappop(self._turns)
 
     def _turn(self, client: _Client, start: float) -> None:

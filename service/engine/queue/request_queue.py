@@ -1,6 +1,6 @@
 """Bounded queue of waiting requests.
 
-Any thread may add requests; the engine's thread takes them. A full queue refuses requests instead of collecting them.
+Any thread may add requests; the engine's thread takes them. A full queue refuses further requests.
 Knows no rows, no blocks and no reason why a request is taken out.
 """
 
@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 
 from antiphon.service.domain.errors import Unavailable
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.queue.bounds import QueueBounds, QueueLimits
+from antiphon.service.engine.queue.bounds import QueueBounds
 from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
 from antiphon.service.engine.queue.wait_times import WaitTimes
 from antiphon.service.engine.queue.waiting_groups import WaitingGroups
@@ -22,7 +23,7 @@ from antiphon.service.engine.sequence import SequenceGroup
 class RequestQueue:
     """Bounded queue of waiting groups; every method is safe from any thread."""
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self._lock = threading.Lock()
         self._groups = WaitingGroups()
         self._order = ServiceOrder()
@@ -35,7 +36,7 @@ class RequestQueue:
 
     @property
     def num_source_tokens(self) -> int:
-        """Source tokens that wait to be encoded."""
+        """Source tokens of the waiting requests."""
         return self._groups.num_source_tokens
 
     @property
@@ -50,7 +51,7 @@ class RequestQueue:
             return self._order.clients
 
     def check_room(self, client: str, priority: Priority, now_s: float) -> None:
-        """Raise as `put` would for the smallest request, so that a request that cannot be taken is not read."""
+        """Raise as `put` would for the smallest request, so that a request is not read if it would be refused."""
         with self._lock:
             self._check(Newcomer(client, priority, 1, 1), now_s)
 
@@ -58,7 +59,7 @@ class RequestQueue:
         """Append a group.
 
         Raises Unavailable once closed, QueueFull at a bound, DeadlineExceeded for a group that is expected to miss its
-        deadline. An empty queue also takes a source longer than the token bound, which could never wait otherwise.
+        deadline. An empty queue also takes a source longer than the token bound; otherwise it could never be served.
         """
         request = group.request
         newcomer = Newcomer(request.client, request.priority, request.num_source_tokens, group.cost)
@@ -69,7 +70,7 @@ class RequestQueue:
             self._groups.add(group)
 
     def put_back(self, group: SequenceGroup) -> None:
-        """Add a preempted group, which waits before all new ones; no bound applies."""
+        """Add a preempted group before all new ones; no bound applies."""
         with self._lock:
             self._groups.add(group)
             self._order.put_back(group)
@@ -77,16 +78,16 @@ class RequestQueue:
     def peek(
         self, max_groups: int, may_join: Callable[[SequenceGroup], bool] = lambda group: True
     ) -> list[SequenceGroup]:
-        """Return the groups that are served next, in this order; they stay in the queue.
+        """Return the groups in order of service, without taking them out.
 
-        may_join: called for each group in its turn. Where it returns False, the later new groups of the same client
-            are left out too.
+        may_join: called for each group in its turn. If it returns False, the later new groups of the same client are
+            left out too.
         """
         with self._lock:
             return list(itertools.islice(self._order.in_turn(may_join), max_groups))
 
     def take(self, request_id: str, now_s: float) -> SequenceGroup | None:
-        """Take out one group that is served now; None when it does not wait here."""
+        """Take out one group in order to serve it; None if it does not wait here."""
         with self._lock:
             group = self._groups.get(request_id)
             if group is None:
@@ -97,7 +98,7 @@ class RequestQueue:
             return group
 
     def remove(self, request_id: str) -> SequenceGroup | None:
-        """Take out one group that is not served; None when it does not wait here."""
+        """Take out one group without serving it; None if it does not wait here."""
         with self._lock:
             group = self._groups.get(request_id)
             if group is not None:
@@ -107,7 +108,7 @@ class RequestQueue:
 
     def expired(self, now_s: float) -> list[SequenceGroup]:
         """Take out every group whose deadline or time limit has come, the earliest first."""
-        if now_s < self._groups.next_expiry_s:  # avoids the lock; a group added meanwhile is found at the next call
+        if now_s < self._groups.next_expiry_s:  # avoids the lock; the next call finds a group that is added now
             return []
         with self._lock:
             late = self._groups.take_expired(now_s)
@@ -116,12 +117,12 @@ class RequestQueue:
             return late
 
     def answered(self, run_s: float, num_tokens: int) -> None:
-        """Note the running time of a request that was taken, and the tokens of its answer."""
+        """Record the running time of a request that was taken, and the tokens of its answer."""
         with self._lock:
             self._times.pace.answered(run_s, num_tokens)
 
     def expected_wait_s(self, now_s: float) -> float | None:
-        """Return the time to serve all waiting groups; None without evidence, 0 where no group waits."""
+        """Return the time to serve all waiting groups; None without evidence, 0 if no group waits."""
         with self._lock:
             return self._times.until_empty_s(now_s)
 

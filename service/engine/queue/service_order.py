@@ -1,7 +1,7 @@
 """Order in which waiting groups are served.
 
-Preempted groups come first; then interactive ones, with a share for the batch; inside a priority clients take turns.
-Knows no bounds, no clock and no lock.
+Preempted groups come first, then interactive ones. Batch groups get a share while interactive ones wait. Clients of one
+priority take turns. Knows no bounds, no clock and no lock.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.queue.fair_line import FairLine, Held
+from antiphon.service.engine.queue.fair_line import ClientTotals, FairLine
 from antiphon.service.engine.sequence import SequenceGroup
 
-# While both priorities wait, the batch is served one part of the cost to this many parts of the interactive.
+# While both priorities wait, batch groups get 1 part of the served cost, interactive ones get this number of parts.
 INTERACTIVE_SHARE = 7
 
 
 class Newcomer(NamedTuple):
-    """Properties of a request that decide whether the queue takes it."""
+    """Properties of an arriving request from which the queue decides to accept it."""
 
     client: str
     priority: Priority
@@ -29,13 +29,13 @@ class Newcomer(NamedTuple):
 class ServiceOrder:
     """Waiting groups in the order in which they are served.
 
-    preempted_cost, new_cost: cost of the preempted groups, and of the others.
+    preempted_cost, new_cost: total cost of the preempted groups, and of the others.
     """
 
     def __init__(self) -> None:
         self._preempted: dict[str, SequenceGroup] = {}  # in the order in which they continue
         self._lines = {priority: FairLine() for priority in Priority}
-        self._batch_debt = 0  # cost of interactive groups served while the batch waited, without its share so far
+        self._batch_debt = 0  # cost of interactive groups served while batch groups waited, minus the batch's share
 
     @property
     def num_preempted(self) -> int:
@@ -49,7 +49,7 @@ class ServiceOrder:
 
     @property
     def new_cost(self) -> int:
-        """Cost of the groups that never ran."""
+        """Cost of the groups that have never run."""
         return sum(line.cost for line in self._lines.values())
 
     @property
@@ -60,12 +60,12 @@ class ServiceOrder:
 
     @property
     def new_clients(self) -> set[str]:
-        """Clients with a waiting request that never ran."""
+        """Clients with a waiting request that has never run."""
         return set().union(*(line.clients for line in self._lines.values()))
 
-    def held_by(self, client: str) -> list[Held]:
+    def totals_of(self, client: str) -> list[ClientTotals]:
         """Return the new requests of a client, one entry for each priority."""
-        return [line.held_by(client) for line in self._lines.values()]
+        return [line.totals_of(client) for line in self._lines.values()]
 
     def add(self, group: SequenceGroup) -> None:
         """Append a new group to its client's requests."""
@@ -73,12 +73,12 @@ class ServiceOrder:
 
     def put_back(self, group: SequenceGroup) -> None:
         """Add a preempted group: interactive before batch, then the oldest first."""
-        held = [*self._preempted.values(), group]
-        held.sort(key=lambda one: (one.request.priority is Priority.BATCH, one.ticket))
-        self._preempted = {one.request_id: one for one in held}
+        preempted = [*self._preempted.values(), group]
+        preempted.sort(key=lambda one: (one.request.priority is Priority.BATCH, one.ticket))
+        self._preempted = {one.request_id: one for one in preempted}
 
     def take(self, group: SequenceGroup) -> bool:
-        """Remove a group that is served now; returns True for a new one, False for a preempted one."""
+        """Remove a group in order to serve it. Return True for a new one, False for a preempted one."""
         if self._preempted.pop(group.request_id, None) is not None:
             return False
         self._lines[group.request.priority].take(group)
@@ -86,14 +86,14 @@ class ServiceOrder:
         return True
 
     def remove(self, group: SequenceGroup) -> None:
-        """Remove a group that is not served."""
+        """Remove a group without serving it."""
         if self._preempted.pop(group.request_id, None) is None:
             self._lines[group.request.priority].remove(group)
             if not self._lines[Priority.BATCH]:
                 self._batch_debt = 0
 
     def in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
-        """Return every group that may join, in the order of service; nothing may change meanwhile."""
+        """Return every group that may join, in order of service. The queue must not change during the iteration."""
         yield from filter(may_join, self._preempted.values())
         interactive = self._lines[Priority.INTERACTIVE].in_turn(may_join)
         batch = self._lines[Priority.BATCH].in_turn(may_join)
@@ -109,16 +109,16 @@ class ServiceOrder:
     def cost_before(self, newcomer: Newcomer) -> int:
         """Return the cost of the new groups that would be served before a newcomer."""
         line = self._lines[newcomer.priority]
-        held = line.held_by(newcomer.client)
-        own = held.cost + newcomer.cost
-        others = len(line.clients) - (held.num_requests > 0)
-        ahead = held.cost + min(line.cost - held.cost, others * own)
+        totals = line.totals_of(newcomer.client)
+        own = totals.cost + newcomer.cost
+        others = len(line.clients) - (totals.num_requests > 0)
+        ahead = totals.cost + min(line.cost - totals.cost, others * own)
         if newcomer.priority is Priority.BATCH:
             return ahead + min(self._lines[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + newcomer.cost))
         return ahead + min(self._lines[Priority.BATCH].cost, ahead // INTERACTIVE_SHARE)
 
     def _count_served(self, group: SequenceGroup) -> None:
-        """Count the cost of a served group for the share of the batch."""
+        """Count the cost of a served group for the share of the batch groups."""
         if not self._lines[Priority.BATCH]:
             self._batch_debt = 0
         elif group.request.priority is Priority.BATCH:

@@ -7,7 +7,7 @@ from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
 
 
 class WaitTimes:
-    """Expected times until requests are served and answered. For one thread at a time."""
+    """Expected times until requests are served and answered. Only one thread may use it at a time."""
 
     def __init__(self, order: ServiceOrder) -> None:
         self._order = order
@@ -15,12 +15,12 @@ class WaitTimes:
         self.pace = AnswerPace()
 
     def until_empty_s(self, now_s: float) -> float | None:
-        """Return the time to serve all waiting groups; None without evidence, 0 where no new group waits."""
+        """Return the time to serve all waiting groups; None without evidence, 0 if no new group waits."""
         cost = self._order.new_cost
         return self._seconds(cost, now_s) if cost else 0.0
 
     def of_newcomer_s(self, newcomer: Newcomer, now_s: float) -> float | None:
-        """Return the time until a newcomer would be served; None without evidence."""
+        """Return the time until an arriving request would be served; None without evidence."""
         return self._seconds(self._order.cost_before(newcomer), now_s)
 
     def _seconds(self, cost: int, now_s: float) -> float | None:

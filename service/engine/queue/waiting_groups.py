@@ -1,4 +1,4 @@
-"""The groups of the queue by id, the source tokens they hold, and the times at which they expire."""
+"""The groups of the queue by id, their source tokens, and the times at which they expire."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from antiphon.service.engine.sequence import SequenceGroup
 
 
 class WaitingGroups:
-    """Waiting groups in order of arrival. For one thread at a time, except `next_expiry_s`.
+    """Waiting groups in order of arrival. Only one thread may use it at a time, except for `next_expiry_s`.
 
-    num_source_tokens: source tokens that wait to be encoded.
+    num_source_tokens: source tokens of the waiting groups.
     """
 
     def __init__(self) -> None:
         self._groups: dict[str, SequenceGroup] = {}  # in order of arrival
-        self._expiries: list[tuple[float, int, SequenceGroup]] = []  # a heap; may name groups that wait no more
+        self._expiries: list[tuple[float, int, SequenceGroup]] = []  # a heap; may contain groups that no longer wait
         self._tickets = itertools.count()
         self.num_source_tokens = 0
 
@@ -26,7 +26,7 @@ class WaitingGroups:
 
     @property
     def oldest_arrival_s(self) -> float:
-        """Arrival of the group that has waited longest; there must be one."""
+        """Arrival of the group that has waited longest. The queue must not be empty."""
         return next(iter(self._groups.values())).request.arrival_s
 
     @property
@@ -36,7 +36,7 @@ class WaitingGroups:
         return expiries[0][0] if expiries else math.inf
 
     def get(self, request_id: str) -> SequenceGroup | None:
-        """Return a group; None where it does not wait."""
+        """Return a group; None if it does not wait."""
         return self._groups.get(request_id)
 
     def add(self, group: SequenceGroup) -> None:
@@ -44,13 +44,13 @@ class WaitingGroups:
         self._groups[group.request_id] = group
         self.num_source_tokens += group.request.num_source_tokens
         if group.expires_s < math.inf:
-            if len(self._expiries) > 2 * len(self._groups) + 64:  # most of them wait no more
+            if len(self._expiries) > 2 * len(self._groups) + 64:  # most of them no longer wait
                 self._expiries = [one for one in self._expiries if self._is_waiting(one[2])]
                 heapq.heapify(self._expiries)
             heapq.heappush(self._expiries, (group.expires_s, next(self._tickets), group))
 
     def remove(self, group: SequenceGroup) -> None:
-        """Remove a group that waits."""
+        """Remove a waiting group."""
         del self._groups[group.request_id]
         self.num_source_tokens -= group.request.num_source_tokens
 

@@ -1,7 +1,7 @@
-"""Admission of requests: refuses those that can never run here, and counts the blocks of the others.
+"""Admission of requests: refuses those that can never run here, and computes the blocks of the others.
 
 Turns a request into a waiting group, or refuses it and names the field. Knows limits; does not know running requests
-and free blocks.
+or free blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Pooling, Request, Task, head_of
 from antiphon.service.engine.cache.reservations import first_blocks, may_run_short
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.runtime.runner import Runner
@@ -22,17 +22,17 @@ from antiphon.service.runtime.runner import Runner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """Limits of the model and of the pool.
+    """Limits of the engine, of the model and of the pool.
 
-    has_encoder, has_decoder, heads: as of the runner.
-    may_run_short: requests of one row take their blocks as they need them.
+    has_encoder, has_decoder, heads: properties of the runner, under the same names.
+    may_run_short: requests of one row take their blocks when they need them.
     """
 
+    engine: EngineLimits
     vocab_size: int
     source_vocab_size: int
     max_source_len: int
     max_target_len: int
-    num_rows: int
     num_blocks: int
     block_size: int
     has_encoder: bool
@@ -41,28 +41,28 @@ class AdmissionLimits:
     may_run_short: bool
 
 
-def limits_of(runner: Runner, num_rows: int, budget: EncodeBudget | None = None) -> AdmissionLimits:
-    """Return the limits of a runner of which num_rows rows are used, and which encodes within a budget."""
+def limits_of(runner: Runner, engine: EngineLimits) -> AdmissionLimits:
+    """Return the limits of an engine with this runner; the longest source is one that the encode budget allows."""
     max_source_len = runner.max_source_len
-    if budget is not None and runner.has_encoder:
-        max_source_len = budget.longest_source(max_source_len)
+    if engine.encode_budget is not None and runner.has_encoder:
+        max_source_len = engine.encode_budget.longest_source(max_source_len)
     return AdmissionLimits(
+        engine=engine,
         vocab_size=runner.vocab_size,
         source_vocab_size=runner.source_vocab_size,
         max_source_len=max_source_len,
         max_target_len=runner.max_target_len,
-        num_rows=num_rows,
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
         has_encoder=runner.has_encoder,
         has_decoder=runner.has_decoder,
         heads=frozenset(runner.heads),
-        may_run_short=may_run_short(runner, num_rows),
+        may_run_short=may_run_short(runner, engine.max_num_seqs),
     )
 
 
 def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
-    """Build the waiting group of a request, with the numbers of blocks of its source and its targets.
+    """Build the waiting group of a request, with the number of blocks of its source and of its targets.
 
     Raises InvalidArgument for a request that could not run even alone, Unsupported for one that the graphs cannot run.
     """
@@ -90,15 +90,15 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
 
 
 def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
-    """Raise Unsupported where the model can never do this task; the error names the tasks it can do."""
+    """Raise Unsupported if the model can never do this task; the error names the tasks that it can do."""
     if task in (Task.GENERATE, Task.SCORE):
         if not limits.has_decoder:
             raise Unsupported(
-                f"this model is an encoder alone and writes nothing; it gives embeddings{_listed(limits)}"
+                f"this is an encoder-only model, which generates nothing; it gives embeddings{_listed(limits)}"
             )
         return
     if not limits.has_encoder:
-        raise Unsupported("this model is a decoder alone and encodes nothing; it generates and scores")
+        raise Unsupported("this is a decoder-only model, which encodes nothing; it generates and scores")
     head = head_of(task, pooling)
     if head is not None and head not in limits.heads:
         raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")
@@ -112,22 +112,22 @@ def _check_source(request: Request, limits: AdmissionLimits) -> None:
     if limits.has_encoder:
         _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
         return
-    given_ids = request.given_ids(0)
-    _check_tokens("source", given_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
+    decoder_input_ids = request.decoder_input_ids(0)
+    _check_tokens("source", decoder_input_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
 
 
 def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
-    """Return the request's rows, and target positions and most new tokens of each row."""
+    """Return the request's number of rows, and the target positions and the maximum of new tokens of each row."""
     if not request.has_target:
         return 0, 0, 0
     # A prompt counts as part of the target; the begin token of an encoder-decoder does not.
     num_given = len(request.prefix_ids) if limits.has_encoder else 1 + len(request.prefix_ids)
     if request.task is Task.SCORE:
-        # The last token is scored and never fed, so a target of the largest length has room for the begin token.
+        # The last token is scored and never fed, so a target of the maximum length has room for the begin token.
         room = limits.max_target_len - num_given
         _check_tokens("target", request.target_ids, 1, room, limits)
         return 1, len(request.prefix_ids) + len(request.target_ids), 1
-    # At least one token is to be generated.
+    # There must be room for at least one generated token.
     prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
     longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
     _check_tokens("prefix", prefix_ids, 0, longest, limits)
@@ -142,8 +142,8 @@ def _check_rows(request: Request, limits: AdmissionLimits) -> None:
     if request.task is not Task.GENERATE or params.num_rows == 1:
         return
     field = "beam_width" if params.beam_width > 1 else "num_return_sequences"
-    if params.num_rows > limits.num_rows:
-        raise InvalidArgument(field, params.num_rows, f"at most {limits.num_rows}, the rows of a batch")
+    if params.num_rows > limits.engine.max_num_seqs:
+        raise InvalidArgument(field, params.num_rows, f"at most {limits.engine.max_num_seqs}, the rows of a batch")
 
 
 def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, limits: AdmissionLimits) -> None:

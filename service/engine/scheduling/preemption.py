@@ -1,4 +1,4 @@
-"""Preemption of outputs that continue later with the same tokens. Frees their blocks; does not choose the outputs."""
+"""Preempts outputs, which continue later with the same tokens. Frees their blocks; does not choose the outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.service.observability.metrics.engine_metrics import Metrics
 
 
 class Preemption:
-    """Preempts single outputs and whole groups of an engine.
+    """Preempts single outputs and complete groups of an engine.
 
     vacate: frees a sequence's row. wait: puts a group without rows back into the queue.
     """
@@ -37,7 +37,7 @@ class Preemption:
         self._wait = wait
 
     def pause(self, sequence: Sequence) -> None:
-        """Let one output wait for a row again; its group waits in the queue if it has no other row."""
+        """Let one output wait for a row again. If its group has no other row, the group waits in the queue."""
         group = sequence.group
         if group.num_running_rows == 1:  # no other row needs the encoded source now
             self.preempt(group)
@@ -48,11 +48,11 @@ class Preemption:
         self._turns.wait(group)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Let a running group with one row wait in the queue again, and free all its blocks."""
+        """Put a running group with one row back into the queue, and free all its blocks."""
         (sequence,) = (one for one in group.sequences if one.row is not None)
         self._set_aside(sequence)
         self._turns.forget(group)
-        self._reservations.yield_all(group)
+        self._reservations.give_back_preempted(group)
         self._wait(group)
 
     def _set_aside(self, sequence: Sequence) -> None:

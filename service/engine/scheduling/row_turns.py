@@ -1,14 +1,14 @@
 """Fair division of rows among callers: gives free rows to outputs, and takes rows from callers above their share.
 
-A caller may hold more than its share (shares.py) only while no caller within its share wants rows. Rows that callers
-want within their shares are given first, from free rows. Where none of them could be given for PATIENCE_STEPS, rows are
-taken from the caller that holds the most: batch before interactive, the newest request first. A preempted output
-continues later where it stopped, so each taken row costs the tokens it has to feed again, and sometimes its source once
-more. To bound this cost, rows beyond a share are given again only when none has been taken for CALM_STEPS.
+A caller may hold more than its share (shares.py) only while no caller within its share wants rows. Free rows go first
+to callers within their shares. If such callers receive no row for PATIENCE_STEPS, rows are taken from the caller that
+holds the most: batch before interactive, the newest request first. A preempted output continues later with the same
+tokens. Each taken row therefore costs the tokens that it must feed again, and sometimes the encoding of its source. To
+bound this cost, rows beyond a share are given again only when none has been taken for CALM_STEPS.
 
-A request of several samples runs with as many rows as there are; its other outputs wait here. A beam search keeps all
-its rows to its end, and so does every request on graphs that cannot resume from a cache; of such rows one caller
-receives at most seven in eight, unless they are its first. Ends nothing; knows no events.
+A request of several samples runs with the rows that are free; its other outputs wait here. A beam search keeps all its
+rows until its end, as does every request on graphs that cannot resume from a cache. One caller receives at most seven
+in eight of all rows in this way, except for its first request. Ends nothing; knows no events.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Priority
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.reservations import Reservations
 from antiphon.service.engine.queue.request_queue import RequestQueue
-from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, SchedulerLimits
+from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS
 from antiphon.service.engine.scheduling.shares import Shares
 from antiphon.service.engine.sequence import Sequence, SequenceGroup
 
-# Rows that become free by themselves cost nothing. The scheduler waits up to MAX_DEFERRED_STEPS for several of them, so
-# no row is taken before.
+# A row that becomes free without preemption costs nothing. The scheduler waits up to MAX_DEFERRED_STEPS for several of
+# them, so no row is taken before that.
 PATIENCE_STEPS = MAX_DEFERRED_STEPS + 1
-# A row taken for a caller that asks for one short answer after another stays free for its next request.
+# If a caller asks for one short answer after another, a row that was taken for it stays free for its next request.
 CALM_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Want:
-    """Rows that a group wants within its caller's share, and blocks that it needs to receive any."""
+class _WantedRows:
+    """Rows that a group wants within its caller's share, and blocks that it needs to receive any of them."""
 
     group: SequenceGroup
     num_rows: int
@@ -44,21 +45,21 @@ class _Want:
 class RowTurns:
     """Division of the rows of one engine among its callers.
 
-    has_taken: rows were taken at this step, so groups that want them should not wait for others to join with them.
+    has_taken: rows were taken at this step, so groups that want them should join at once.
     is_blocked: an output of a running group found a free row, but too few blocks or tokens left in this step.
     """
 
     def __init__(
-        self, rows: RunningRows, reservations: Reservations, queue: RequestQueue, limits: SchedulerLimits
+        self, rows: RunningRows, reservations: Reservations, queue: RequestQueue, limits: EngineLimits
     ) -> None:
         self._rows = rows
         self._reservations = reservations
         self._queue = queue
         self._limits = limits
-        self._pending: dict[str, SequenceGroup] = {}  # running groups, some of whose outputs wait for rows
+        self._pending: dict[str, SequenceGroup] = {}  # running groups with outputs that wait for rows
         self._step = 0
         self._num_unserved = 0  # steps in a row in which callers within their share wanted rows and received none
-        self._favoured: dict[str, int] = {}  # callers that rows were taken for, and the step until which this counts
+        self._favoured: dict[str, int] = {}  # callers for whom rows were taken, and the step until which this counts
         self._known: Shares | None = None  # shares at this step, computed when first needed
         self._budget = limits.max_num_batched_tokens  # tokens left for outputs that start at this step
         self.has_taken = self.is_blocked = False
@@ -68,7 +69,7 @@ class RowTurns:
         return bool(self._pending)
 
     def wait(self, group: SequenceGroup) -> None:
-        """Note a running group whose pending outputs wait for rows."""
+        """Add a running group whose pending outputs wait for rows."""
         if group.pending:
             self._pending[group.request_id] = group
 
@@ -81,9 +82,9 @@ class RowTurns:
         return [group for group in self._pending.values() if group.expires_s <= now_s]
 
     def make_room(self, pause: Callable[[Sequence], None]) -> None:
-        """Take rows from callers above their share, where others have waited for rows long enough.
+        """Take rows from callers above their share if others have waited for rows long enough.
 
-        Called once a step, before any group joins. pause: preempts one output and frees its row and blocks.
+        Call it once a step, before any group joins. pause: preempts one output and frees its row and blocks.
         """
         self._step += 1
         self._known, self._budget = None, self._limits.max_num_batched_tokens
@@ -101,7 +102,7 @@ class RowTurns:
             self._take(wants, pause)
 
     def candidates(self) -> list[SequenceGroup]:
-        """Return the groups that may join now: those within their callers' shares, then others if rows are spare."""
+        """Return the groups that may join now: those within their callers' shares, then others if rows are left."""
         count, shares = 1 + self._num_free, self._shares
         if not shares.is_contended:
             return self._queue.peek(count, shares.turn(is_within=False))
@@ -112,7 +113,7 @@ class RowTurns:
         return [*first, *others][:count]
 
     def joined(self, group: SequenceGroup) -> None:
-        """Note that a group received its first rows and blocks."""
+        """Record that a group received its first rows and blocks."""
         self._note(group, group.num_first_rows, len(group.blocks))
 
     def start_pending(self, bos_id: int) -> None:
@@ -131,7 +132,7 @@ class RowTurns:
                 self.forget(group)
 
     def _can_start(self, sequence: Sequence) -> bool:
-        """Return whether an output can start: its blocks are free, and its tokens are left in this step's budget.
+        """Return whether an output can start: its blocks are free, and its tokens fit this step's remaining budget.
 
         Takes the tokens from the budget. The first output may take more than the whole budget.
         """
@@ -151,7 +152,7 @@ class RowTurns:
 
     @property
     def _may_spare(self) -> bool:
-        """Return whether rows may go to callers that hold their share already."""
+        """Return whether rows may be given to callers that already hold their share."""
         return not self._favoured
 
     def _may_start_one(self, group: SequenceGroup) -> bool:
@@ -176,14 +177,14 @@ class RowTurns:
             )
         return self._known
 
-    def _wants(self) -> list[_Want]:
+    def _wants(self) -> list[_WantedRows]:
         """Return the rows wanted by callers within their shares, in the order in which they are served."""
         wants, taken = [], Counter[str]()
         for group, num_rows, num_blocks in (*self._pending_rows(), *self._waiting_rows()):
             client = group.request.client
             room = max(self._shares.row_room(client), 0 if taken[client] else group.num_first_rows) - taken[client]
             if room > 0:
-                wants.append(_Want(group, min(num_rows, room), num_blocks))
+                wants.append(_WantedRows(group, min(num_rows, room), num_blocks))
                 taken[client] += min(num_rows, room)
         return wants
 
@@ -194,41 +195,43 @@ class RowTurns:
                 yield group, len(group.pending), group.num_first_blocks
 
     def _waiting_rows(self) -> Iterator[tuple[SequenceGroup, int, int]]:
-        """Return rows wanted in the queue within callers' shares: group, rows, and blocks that it needs to start.
+        """Return rows that waiting groups want within callers' shares: group, rows, and blocks that it needs to start.
 
-        A request that is only encoded needs a free row as well.
+        A request that is only encoded needs a free row too.
         """
         for group in self._queue.peek(self._limits.max_num_seqs, self._shares.turn(is_within=True)):
             yield group, max(1, group.num_rows), group.num_blocks
 
-    def _is_short(self, wants: list[_Want]) -> bool:
+    def _is_short(self, wants: list[_WantedRows]) -> bool:
         return self._lacks_rows(wants) or self._lacks_blocks(wants)
 
-    def _lacks_rows(self, wants: list[_Want]) -> bool:
+    def _lacks_rows(self, wants: list[_WantedRows]) -> bool:
         return sum(want.num_rows for want in wants) > self._num_free
 
-    def _lacks_blocks(self, wants: list[_Want]) -> bool:
+    def _lacks_blocks(self, wants: list[_WantedRows]) -> bool:
         return wants[0].num_blocks > self._reservations.num_admissible_blocks
 
-    def _take(self, wants: list[_Want], pause: Callable[[Sequence], None]) -> None:
+    def _take(self, wants: list[_WantedRows], pause: Callable[[Sequence], None]) -> None:
         while self._is_short(wants):
-            victim = self._victim(wants)
-            if victim is None:
+            chosen = self._next_to_preempt(wants)
+            if chosen is None:
                 return
-            num_blocks = len(victim.group.blocks)
-            pause(victim)
-            self._shares.note(victim.group, -1, len(victim.group.blocks) - num_blocks)
+            num_blocks = len(chosen.group.blocks)
+            pause(chosen)
+            self._shares.note(chosen.group, -1, len(chosen.group.blocks) - num_blocks)
             self._favoured |= {want.group.request.client: self._step + CALM_STEPS for want in wants}
             self.has_taken = True
 
-    def _victim(self, wants: list[_Want]) -> Sequence | None:
+    def _next_to_preempt(self, wants: list[_WantedRows]) -> Sequence | None:
         """Return the sequence whose row is taken next: of the caller with the most rows, batch and newest first."""
         shares, wanting = self._shares, wants[0].group.request.client
         exceeds = shares.exceeds_rows if self._lacks_rows(wants) else shares.exceeds_blocks
-        held = [one for one in self._rows.sequences if one.group.can_pause]
-        too_much = [one for one in held if exceeds(caller := one.group.request.client) and caller != wanting]
+        pausable = [one for one in self._rows.sequences if one.group.can_pause]
+        candidates = [one for one in pausable if exceeds(caller := one.group.request.client) and caller != wanting]
         return max(
-            too_much, key=lambda one: (shares.rows[one.group.request.client], *_age(one.group), one.index), default=None
+            candidates,
+            key=lambda one: (shares.rows[one.group.request.client], *_age(one.group), one.index),
+            default=None,
         )
 
 

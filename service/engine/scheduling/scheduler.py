@@ -1,19 +1,23 @@
 """Choice of the sequences that join the next step: arithmetic over waiting sequences, rows in use and free blocks.
 
-First come, first served: no sequence overtakes another. A sequence that can start with fewer rows than it wants takes
-the rows that are left. An encoder pass costs less per source the more sources it packs. While more sequences wait than
-fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side effects.
+Sequences start in order of arrival: none overtakes another. A sequence that can start with fewer rows than it wants
+takes the rows that are left. The more sources an encoder pass packs, the less it costs per source. While more sequences
+wait than fit, a free row therefore stays empty for a few steps, until more rows are free. No clock, no tensors, no side
+effects.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from antiphon.service.domain.limits import EncodeBudget, EngineLimits
+
 # Most steps for which a free row stays empty, so that more sources are encoded together.
 MAX_DEFERRED_STEPS = 4
+# While more sequences wait than fit, an encoder pass starts once one row in this number is free.
+FREE_ROW_SHARE = 8
 
 
 class Waiting(Protocol):
@@ -21,7 +25,7 @@ class Waiting(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Most rows to take at once."""
+        """Maximum number of rows to take at once."""
 
     @property
     def num_first_rows(self) -> int:
@@ -44,52 +48,10 @@ W = TypeVar("W", bound=Waiting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeBudget:
-    """Limit of the workspace that encoding takes, and its prediction.
-
-    predict: bytes to encode sources of (tokens together, tokens of the longest); grows with both.
-    """
-
-    max_bytes: float
-    predict: Callable[[int, int], float]
-
-    def fits(self, num_tokens: int, longest: int) -> bool:
-        """Return whether sources with num_tokens tokens together fit one step, the longest with `longest` tokens."""
-        return self.predict(num_tokens, longest) <= self.max_bytes
-
-    def longest_source(self, longest: int) -> int:
-        """Return the tokens of the longest source that fits alone, at most `longest`; 0 where none fits."""
-        lengths = range(1, longest + 1)
-        return bisect.bisect_right(lengths, self.max_bytes, key=lambda length: self.predict(length, length))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerLimits:
-    """Most rows that run together, most tokens prefilled in one step, and the encoder's workspace, where known.
-
-    A single sequence above a budget of a step is prefilled in a step of its own.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    encode_budget: EncodeBudget | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-
-    @property
-    def min_free_rows(self) -> int:
-        """Free rows from which an encoder pass starts while more sequences wait than fit."""
-        return max(1, self.max_num_seqs // 8)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch(Generic[W]):
     """Sequences that join at one step, in order of arrival.
 
-    num_deferred: steps in a row, this one included, in which free rows stayed empty to be filled together.
+    num_deferred: consecutive steps, this one included, in which free rows stayed empty to be filled together later.
     """
 
     joining: tuple[W, ...]
@@ -97,10 +59,11 @@ class Batch(Generic[W]):
 
 
 def schedule(
-    waiting: Iterable[W], *, num_running: int, num_free_blocks: int, limits: SchedulerLimits, num_deferred: int = 0
+    waiting: Iterable[W], *, num_running: int, num_free_blocks: int, limits: EngineLimits, num_deferred: int = 0
 ) -> Batch[W]:
     """Choose the sequences that join the running ones at this step.
 
+    A single sequence above a budget of a step is prefilled in a step of its own.
     waiting: the queue, oldest first, or as much of it as could join and one more
     num_running: rows in use
     num_deferred: of the batch of the previous step
@@ -108,7 +71,8 @@ def schedule(
     queue = list(waiting)
     num_free_rows = limits.max_num_seqs - num_running
     wanted = sum(sequence.num_rows for sequence in queue)
-    if num_deferred < MAX_DEFERRED_STEPS and wanted > num_free_rows > 0 and num_free_rows < limits.min_free_rows:
+    min_free_rows = max(1, limits.max_num_seqs // FREE_ROW_SHARE)
+    if num_deferred < MAX_DEFERRED_STEPS and wanted > num_free_rows > 0 and num_free_rows < min_free_rows:
         return Batch(joining=(), num_deferred=num_deferred + 1)
     joining: list[W] = []
     rows, blocks, tokens = num_free_rows, num_free_blocks, limits.max_num_batched_tokens

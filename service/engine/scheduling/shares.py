@@ -1,4 +1,4 @@
-"""Rows and blocks that each caller holds, and its share of both while other callers want some.
+"""Rows and blocks that each caller holds, and its share of both while other callers want them too.
 
 The share is an equal part of all rows, and of all blocks, for each caller that holds or wants any. Arithmetic only;
 knows no step, no queue and no clock.
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable
 from antiphon.service.domain.request import Task
 from antiphon.service.engine.sequence import SequenceGroup
 
-# One caller may hold all rows but one in this number as rows that it keeps to their end: others could not start
-# otherwise.
+# Rows that are kept until their outputs end could prevent all others from starting. 1 / FIXED_RESERVE of all rows is
+# therefore closed to such rows of one caller.
 FIXED_RESERVE = 8
 
 
 class Shares:
     """Rows and blocks that the callers of admitted groups hold.
 
-    num_rows, num_blocks: of the engine. callers: names of those that hold or want rows.
+    num_rows, num_blocks: totals of the engine. callers: names of those that hold or want rows.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Shares:
         return any(map(self.exceeds_rows, self.rows)) or any(map(self.exceeds_blocks, self.blocks))
 
     def note(self, group: SequenceGroup, num_rows: int, num_blocks: int) -> None:
-        """Count rows and blocks that a group takes; numbers below 0 count those it gives back."""
+        """Count rows and blocks that a group takes; negative numbers count those that it gives back."""
         self.rows[group.request.client] += num_rows
         self.blocks[group.request.client] += num_blocks
         if is_fixed(group):
@@ -83,11 +83,11 @@ class Shares:
         return max(0, self._num_rows - self.rows[client])
 
     def may_start(self, group: SequenceGroup) -> bool:
-        """Return whether a group that keeps its rows leaves the reserve free, or its caller has no such rows yet."""
+        """Return whether a group that keeps its rows leaves the reserve free, or is its caller's first such group."""
         if not is_fixed(group):
             return True
-        held = self._fixed_rows[group.request.client]
-        return not held or held + group.num_rows <= self._max_fixed_rows
+        num_fixed = self._fixed_rows[group.request.client]
+        return not num_fixed or num_fixed + group.num_rows <= self._max_fixed_rows
 
     def exceeds_rows(self, client: str) -> bool:
         """Return whether a caller holds more than its share of the rows."""
@@ -99,5 +99,5 @@ class Shares:
 
 
 def is_fixed(group: SequenceGroup) -> bool:
-    """Return whether a group keeps its rows until its outputs end: a beam search."""
+    """Return whether a group keeps its rows until its outputs end, as a beam search does."""
     return group.request.task is Task.GENERATE and not group.can_pause

@@ -1,6 +1,6 @@
-"""Tokens to stream and outputs that end, from a step's samples, for all rows but beams.
+"""Finds the tokens to stream and the outputs that end in a step's samples, for all rows except beams.
 
-Changes only the state of sequences that depends on their tokens. Ends nothing itself; knows no blocks and no clock.
+Of a sequence, changes only the state that depends on its tokens. Ends nothing itself; knows no blocks and no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An output that ends. logprobs: of the token that ended it, or of a whole target that was scored."""
+    """An output that ends. logprobs: those of the token that ended it, or of the complete scored target."""
 
     sequence: Sequence
     reason: FinishReason
@@ -69,9 +69,9 @@ def _reason(token_id: int, eos_id: int) -> FinishReason:
 def _check_tokens(
     rows: RunningRows, samples: Samples, items: list[Item], is_silent: NDArray[np.bool_]
 ) -> tuple[dict[int, FinishReason], dict[int, tuple[TokenLogprob, ...]]]:
-    """Check the tokens of `rows.checked`; returns rows that stop, and log-probabilities that belong to an end.
+    """Check the tokens of `rows.checked`. Return rows that stop, and log-probabilities that belong to an end.
 
-    Changes `items` to items with log-probabilities, and marks stop ids in `is_silent`.
+    Adds log-probabilities to `items`, and marks stop ids in `is_silent`, so that they are not streamed.
     """
     stopped: dict[int, FinishReason] = {}
     last: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -100,7 +100,7 @@ def _check_tokens(
 
 
 def _stop_reason(sequence: Sequence, token_id: int, *, is_silent: bool) -> FinishReason | None:
-    """Return why a token ends its output; None where only the end token or a limit can.
+    """Return why a token ends its output; None if only the end token or a limit can end it.
 
     Stop strings are searched for in streamed tokens only.
     """
@@ -115,7 +115,7 @@ def _stop_reason(sequence: Sequence, token_id: int, *, is_silent: bool) -> Finis
 
 
 def _is_text(sequence: Sequence, token_id: int) -> bool:
-    """Return whether the token that ended an output belongs to it: the last token of a stop string does."""
+    """Return whether the token that ended an output is part of its text: the last token of a stop string is."""
     request = sequence.group.request
     return request.task is Task.GENERATE and token_id not in request.params.stop_ids
 

@@ -17,7 +17,7 @@ from antiphon.service.runtime.runner import NOT_FINITE, Samples
 
 
 class StepTokens(NamedTuple):
-    """Tokens of one step to be streamed: items[i] for sinks[i]. has_decoded: some row received a valid token."""
+    """Tokens of one step to stream: items[i] for sinks[i]. has_decoded: at least one row received a valid token."""
 
     sinks: tuple[TokenSink, ...] = ()
     items: SequenceABC[Item] = ()
@@ -25,7 +25,7 @@ class StepTokens(NamedTuple):
 
 
 class Decoding:
-    """Decodes the rows of an engine, one token a step."""
+    """Decodes the rows of an engine, one token per step."""
 
     def __init__(self, parts: StepParts, state: RunningState, endings: Endings) -> None:
         self._runner = parts.runner
@@ -35,7 +35,7 @@ class Decoding:
         self._token_times = TokenTimes(state.rows, parts.metrics, parts.clock)
 
     def decode(self, num_before: int) -> StepTokens:
-        """Decode every row, those from `num_before` on for the first time; returns the tokens to stream."""
+        """Decode every row; rows from `num_before` on decode for the first time. Return the tokens to stream."""
         rows = self._rows
         if not rows:
             return StepTokens()
@@ -56,7 +56,7 @@ class Decoding:
     def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], list[Item]]:
         """End the outputs that are finished; returns the other rows' sinks and tokens."""
         committed = commit(self._rows, samples, self._runner.eos_id)
-        # From the last row down: the row that moves into a freed one is then one that stays.
+        # From the last row down, so that the row that moves into a freed one is a row that continues.
         for ended in committed.ended:
             self._endings.end_output(ended)
         return committed.sinks, committed.items

@@ -14,7 +14,7 @@ from antiphon.service.engine.step.terminal_events import time_limit_events
 
 
 class Drops:
-    """Ends requests early: cancelled ones without an answer, those at their time limit with the outputs so far."""
+    """Ends requests early: cancelled ones without an answer, those at their time limit with their outputs so far."""
 
     def __init__(self, parts: StepParts, state: RunningState, endings: Endings) -> None:
         self._parts = parts
@@ -42,7 +42,7 @@ class Drops:
             cancelled = self._parts.live.get(request_id)
             if cancelled is not None and cancelled.state is SequenceState.ENCODING:
                 self._cancel(cancelled, cause)
-            else:  # the rows in use must not change in the middle of this step
+            else:  # the rows in use must not change during this step
                 cancellations.put(request_id, cause)
         self._expire((group for group in groups if group.expires_s <= now_s), now_s)
 

@@ -1,4 +1,4 @@
-"""Ends of outputs and of requests: frees their rows and blocks, and makes their terminal events."""
+"""Ends outputs and requests: frees their rows and blocks, and makes their terminal events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Endings:
     """Ends outputs and requests. Everything that a request holds is freed here.
 
-    has_failed: the runner failed, or gave no valid token, since this was last set to False.
+    has_failed: the runner failed, or returned no valid token, since this was last set to False.
     """
 
     def __init__(self, parts: StepParts, state: RunningState) -> None:
@@ -34,7 +34,7 @@ class Endings:
         return events
 
     def close(self, group: SequenceGroup, reason: FinishReason, events: list[TokenEvent]) -> None:
-        """End a request with its last events, and free its queue place, rows and blocks; later calls do nothing."""
+        """End a request with its last events, and free its queue place, rows and blocks. Later calls do nothing."""
         if group.state is SequenceState.FINISHED:
             return
         stage = group.state
@@ -50,7 +50,7 @@ class Endings:
         self._report(group, reason, stage, events)
 
     def end_encoded(self, group: SequenceGroup, readout: Readout) -> None:
-        """End a group that asked only for outputs of its encoded source."""
+        """End a group that needs only outputs of its encoded source."""
         reason = FinishReason.STOP
         event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, readout=readout)
         self.close(group, reason, [event])
@@ -74,20 +74,20 @@ class Endings:
             self._events.append((group.stream, event))
 
     def end_search(self, group: SequenceGroup, reason: FinishReason | None = None) -> None:
-        """End a beam search with its best hypotheses; a reason also ends its live beams as hypotheses."""
+        """End a beam search with its best hypotheses. With a reason, its live beams become hypotheses too."""
         found, num_streamed = self._state.beams.hypotheses(group, reason)
         group.num_generated = sum(len(one.token_ids) for one in found)
         events = beam_events(group, found, num_streamed, reason)
         self.close(group, events[0].finish_reason or FinishReason.STOP, events)
 
     def end_invalid(self, group: SequenceGroup) -> None:
-        """End a request for which the model gave no valid token."""
+        """End a request for which the model returned no valid token."""
         self.has_failed = True
         log.error("request %s: the model's logits are not finite", group.request_id)
         self.refuse(group, FinishReason.ERROR, EngineFault("the model produced no valid token"))
 
     def fail(self, groups: Iterable[SequenceGroup], doing: str, fault: Exception) -> None:
-        """End the groups that a fault of the runner affects; the log receives the cause, the client does not."""
+        """End the groups that a fault of the runner affects. The cause is logged, not sent to the client."""
         self.has_failed = True
         affected = list(dict.fromkeys(groups))
         log.error("the model failed to %s; %d requests end", doing, len(affected), exc_info=fault)
@@ -110,7 +110,7 @@ class Endings:
         self._parts.queue.remove(group.request_id)
         self._state.turns.forget(group)
         self._state.beams.remove(group)
-        # From the last row down: the row that moves into a freed one is then never one of these.
+        # From the last row down, so that the row that moves into a freed one is never one of these.
         for sequence in sorted(group.sequences, key=lambda one: -1 if one.row is None else -one.row):
             if sequence.row is not None:
                 self.vacate(sequence)

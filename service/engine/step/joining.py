@@ -1,4 +1,4 @@
-"""Gives free rows to waiting requests: takes them out of the queue, encodes their sources, and starts their rows."""
+"""Gives free rows to waiting requests: takes requests out of the queue, encodes their sources, starts their rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Joining:
         self._num_deferred = 0
 
     def fill_rows(self) -> None:
-        """Give free rows to outputs of running groups, to groups that join, and to the further outputs of those."""
+        """Give free rows to outputs of running groups, to joining groups, and to the further outputs of these."""
         turns, bos_id = self._state.turns, self._parts.runner.bos_id
         turns.start_pending(bos_id)
         if not turns.is_blocked:
@@ -37,7 +37,7 @@ class Joining:
             turns.start_pending(bos_id)
 
     def wait_again(self, group: SequenceGroup) -> None:
-        """Put a preempted group back into the queue, before all new ones."""
+        """Put a preempted group back into the queue before all new ones."""
         group.state = SequenceState.WAITING
         self._state.num_groups -= 1
         self._parts.queue.put_back(group)
@@ -61,7 +61,7 @@ class Joining:
             self._start(batch.joining)
 
     def _reserve(self, group: SequenceGroup, now_s: float) -> None:
-        """Take a group out of the queue, and its blocks out of the pool."""
+        """Take a group out of the queue, and blocks for it out of the pool."""
         parts, state = self._parts, self._state
         parts.queue.take(group.request_id, now_s)
         group.state = SequenceState.ENCODING
@@ -76,7 +76,7 @@ class Joining:
         state.turns.joined(group)
 
     def _start(self, groups: tuple[SequenceGroup, ...]) -> None:
-        """Encode the groups' sources where the model has an encoder, and give the groups their rows."""
+        """Encode the groups' sources if the model has an encoder, and give the groups their rows."""
         if self._parts.runner.has_encoder:
             self._encode(groups)
             return
@@ -102,7 +102,7 @@ class Joining:
                 self._endings.end_encoded(group, readouts[group.request_id])
 
     def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, Readout]]:
-        """Encode the groups' sources together; returns its cost, and the encoder outputs asked for by request id."""
+        """Encode the groups' sources together. Return the cost, and the requested encoder outputs by request id."""
         runner = self._parts.runner
         requests = [group.request for group in groups]
         sources = [request.source_ids for request in requests]
@@ -114,7 +114,7 @@ class Joining:
         return report, readouts
 
     def _append(self, groups: Iterable[SequenceGroup]) -> None:
-        """Give rows to the groups that have not ended in the meantime."""
+        """Give rows to the groups that have not ended meanwhile."""
         state = self._state
         joining = [group for group in groups if group.state is not SequenceState.FINISHED]
         for group in joining:

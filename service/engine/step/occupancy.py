@@ -14,10 +14,10 @@ class Occupancy:
         self._state = state
         self._bytes_per_token = parts.runner.cache_bytes_per_token
         self._reported: tuple[int, int, int] | None = None
-        self.report()  # before the first request: otherwise an empty cache looks like a full one
+        self.report()  # before the first request: a gauge of 0 free blocks would look like a full cache
 
     def report(self) -> None:
-        """Set the gauges where a number has changed."""
+        """Set the gauges if a number has changed."""
         state = self._state
         current = (state.num_groups, self._pool.num_free, state.reservations.num_cross_blocks)
         if current != self._reported:

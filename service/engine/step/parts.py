@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from antiphon.service.domain.cancellation import Cancellations
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.beams.beam_rows import BeamRows
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.cache.reservations import Reservations, empty_rows, may_run_short
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.row_turns import RowTurns
-from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import Runner
@@ -20,16 +20,16 @@ from antiphon.service.runtime.runner import Runner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """Objects that a stepper works with.
+    """Objects that the parts of a stepper share.
 
     live: every group that has not received its last event, by request id.
-    cancellations: requests of `live` that are to be ended first.
+    cancellations: requests that the next step ends first.
     """
 
     runner: Runner
     queue: RequestQueue
     pool: BlockPool
-    limits: SchedulerLimits
+    limits: EngineLimits
     metrics: Metrics
     live: dict[str, SequenceGroup]
     clock: Callable[[], float]

@@ -24,7 +24,7 @@ from antiphon.service.engine.stream import Publisher
 class Stepper:
     """Runs steps over the requests that it admits from the queue. No part refers back to its owner.
 
-    num_failed: steps in a row in which something failed and nothing was decoded.
+    num_failed: consecutive steps in which something failed and nothing was decoded.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -54,7 +54,7 @@ class Stepper:
 
     @property
     def has_work(self) -> bool:
-        """True when a step now would do something."""
+        """True when a step would have work now."""
         state, parts = self._state, self._parts
         return bool(state.rows) or bool(parts.queue) or bool(state.turns) or bool(parts.cancellations)
 
@@ -76,7 +76,7 @@ class Stepper:
     def end_all(self, error: Callable[[], AntiphonError]) -> None:
         """End every running and waiting request at once.
 
-        error: makes the error of each request; an error that is raised keeps its traceback, so none is shared.
+        error: makes a separate error for each request, because a raised error keeps its traceback.
         """
         for group in reversed(list(self._parts.live.values())):
             self._endings.refuse(group, FinishReason.ERROR, error())

@@ -23,7 +23,7 @@ def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[Token
 
 
 def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
-    """Return the terminal events of every unfinished output of a group that is not a running beam search."""
+    """Return the terminal event of each unfinished output of a group that is not a running beam search."""
     reason = FinishReason.TIME_LIMIT
     begun = {one.index: one for one in group.sequences if one.row is not None or one.produced}
     finished = {one.index for one in group.sequences if one.is_finished}
@@ -41,7 +41,7 @@ def beam_events(
 ) -> list[TokenEvent]:
     """Return the terminal events of a search's outputs, best first, with the tokens that have not been streamed.
 
-    Where the search found fewer outputs than were asked for, the others are empty.
+    If the search found fewer outputs than were requested, the others are empty.
     """
     events = [
         _hypothesis_event(group, index, hypothesis, num_streamed if index == 0 else 0)

@@ -1,4 +1,4 @@
-"""Times of first tokens, and gaps between steps. Writes metrics only."""
+"""Metrics of the times of first tokens and of the gaps between steps. Writes metrics only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenTimes:
         self._last_s = 0.0
 
     def note(self, num_before: int) -> None:
-        """Note that every row has a new token, and that rows from `num_before` on have the first since they started."""
+        """Record a new token of every row. For rows from `num_before` on it is the first since they started."""
         now_s = self._clock()
         for group in (sequence.group for sequence in self._rows.sequences[num_before:]):
             if group.first_token_s is None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
-# Most lines that wait for a slow reader: some megabytes, several seconds of the busiest log.
+# Maximum number of lines that wait for a slow reader: some megabytes, several seconds of the busiest log.
 MAX_PENDING_LINES = 10_000
 # Time for the last lines when the process ends.
 _LAST_LINES_S = 1.0

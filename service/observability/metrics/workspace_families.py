@@ -29,9 +29,9 @@ class WorkspaceFamilies:
             f"{name}residual_bytes", "Measured minus predicted (fused) workspace of the last encoder run."
         )
         self._runs(families, name)
-        self._lone(families)
+        self._single_source_runs(families)
 
-    def _lone(self, families: ModelFamilies) -> None:
+    def _single_source_runs(self, families: ModelFamilies) -> None:
         self.lone_runs = families.counter(
             "encoder_lone_runs",
             "Encoder runs with a single source, by length: up to source_len tokens.",
@@ -40,7 +40,7 @@ class WorkspaceFamilies:
         self.lone_tokens = families.counter("encoder_lone_tokens", "Source tokens of those runs.", "source_len")
         self.lone_workspace = families.counter(
             "encoder_lone_workspace_bytes",
-            "Sum over those runs of the workspace measured, predicted (fused), and of score matrices written out.",
+            "Sums over those runs: workspace measured, predicted (fused), and score matrices if stored (materialised).",
             "source_len",
             "kind",
         )

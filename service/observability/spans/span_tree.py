@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from antiphon.service.observability.call import Asked, Call
+from antiphon.service.observability.call import AdmittedRequest, Call
 
 _FLAGS = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("antiphon")
@@ -54,8 +54,8 @@ class SpanTree:
         context = _context(trace_id, self._new_id())
         rpc = Part(call.method, call.arrival_s, call.ended_s, _rpc_attributes(call))
         yield self._span(rpc, context, parent, wall_offset_s, kind=SpanKind.SERVER, status=_status(call))
-        for asked in call.asked:
-            for part in parts_of(asked, call):
+        for admitted in call.requests:
+            for part in parts_of(admitted, call):
                 yield self._span(part, _context(trace_id, self._new_id()), context, wall_offset_s)
 
     def _new_id(self) -> int:
@@ -90,9 +90,9 @@ class SpanTree:
         )
 
 
-def parts_of(asked: Asked, call: Call) -> Iterator[Part]:
+def parts_of(admitted: AdmittedRequest, call: Call) -> Iterator[Part]:
     """Yield the phases of a request in order, without those that it did not reach."""
-    request, timing = asked.request, asked.timing
+    request, timing = admitted.request, admitted.timing
     assert timing is not None
     arrival_s = request.arrival_s
     end_s = arrival_s + timing.total_s
@@ -106,7 +106,7 @@ def parts_of(asked: Asked, call: Call) -> Iterator[Part]:
         yield Part("encode", queued_s, encoded_s, {"gen_ai.usage.input_tokens": request.num_source_tokens})
     first_s = None if timing.first_token_s is None else arrival_s + timing.first_token_s
     if request.has_target and encoded_s < end_s:
-        yield Part("decode", encoded_s, end_s, _decode_attributes(asked), first_s)
+        yield Part("decode", encoded_s, end_s, _decode_attributes(admitted), first_s)
     if request.is_streamed and first_s is not None:
         last_s = max(first_s, end_s if call.ended_s is None else call.ended_s)
         yield Part("stream", first_s, last_s, {"antiphon.stream.messages": call.num_messages})
@@ -116,10 +116,10 @@ def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanCon
     return SpanContext(trace_id, span_id, is_remote, _FLAGS)
 
 
-def _decode_attributes(asked: Asked) -> Attributes:
+def _decode_attributes(admitted: AdmittedRequest) -> Attributes:
     return {
-        "gen_ai.usage.output_tokens": asked.num_generated,
-        "antiphon.finish_reasons": ",".join(reason.value for reason in asked.finish_reasons),
+        "gen_ai.usage.output_tokens": admitted.num_generated,
+        "antiphon.finish_reasons": ",".join(reason.value for reason in admitted.finish_reasons),
     }
 
 
@@ -137,7 +137,7 @@ def _rpc_attributes(call: Call) -> Attributes:
         attributes["gen_ai.request.model"] = call.model_name
     if call.error is not None:
         attributes["error.type"] = call.error.reason
-    causes = [asked.stream.cancel_cause.value for asked in call.asked if asked.stream.cancel_cause is not None]
+    causes = [one.stream.cancel_cause.value for one in call.requests if one.stream.cancel_cause is not None]
     if causes:
         attributes["antiphon.cancel_cause"] = causes[0]
     return attributes

@@ -38,13 +38,13 @@ def in_background(work: Callable[[], _A], name: str) -> asyncio.Future[_A]:
     return asyncio.wrap_future(future)
 
 
-def let_go(future: asyncio.Future[_A]) -> None:
+def ignore_result(future: asyncio.Future[_A]) -> None:
     """Ignore the result of a future, and its exception too."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 @contextlib.asynccontextmanager
-async def running_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def running_in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run coroutines that never end until the context exits."""
     tasks = [asyncio.ensure_future(one) for one in work]
     for task in tasks:

@@ -43,8 +43,8 @@ class _NoRequest(InvalidArgument):
 class CallLimits:
     """Limits on the calls of a server; None is no limit.
 
-    max_rpcs: most concurrent RPCs, streams of requests included.
-    max_metadata_bytes: most metadata of one call, as HTTP/2 counts it.
+    max_rpcs: maximum number of concurrent RPCs, streams of requests included.
+    max_metadata_bytes: maximum size of the metadata of one call, as HTTP/2 counts it.
     """
 
     max_rpcs: int | None = None
@@ -285,11 +285,11 @@ class InFlight:
         """End a call whose handler waits. The status ends the wait."""
         rpc.call.error = error
         code, message, metadata = status_of(error)
-        task = asyncio.ensure_future(self._abort_beside(rpc, code, message, metadata))
+        task = asyncio.ensure_future(self._abort_from_other_task(rpc, code, message, metadata))
         self._refusing.add(task)
         task.add_done_callback(self._refusing.discard)
 
-    async def _abort_beside(self, rpc: Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+    async def _abort_from_other_task(self, rpc: Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
         """End an RPC with a status from a task other than its handler's, then cancel the handler."""
         with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
             await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))

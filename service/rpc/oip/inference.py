@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from antiphon.oip import inference_pb2 as oip
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.observability.telemetry import Context
-from antiphon.service.rpc.calls.status.deadline import Limited, remaining_s
+from antiphon.service.rpc.calls.status.deadline import TimeLimited, remaining_s
 from antiphon.service.rpc.calls.status.refusal import Metadata
 from antiphon.service.rpc.oip.parameters import read_parameters
 from antiphon.service.rpc.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
@@ -48,8 +48,8 @@ class Inference:
 
     async def answers(self, context: Context) -> list[Any]:
         """Return the answers of antiphon.v1 in the order of the texts. The first error cancels the others."""
-        within = Within(context, self.timeout_s)
-        return await together([self._answer(index, within) for index in range(len(self.messages))])
+        request_context = RequestContext(context, self.timeout_s)
+        return await together([self._answer(index, request_context) for index in range(len(self.messages))])
 
     def response(self, tensors: Sequence[Tensor], usages: Sequence[pb.Usage]) -> oip.ModelInferResponse:
         """Return a response with the wanted tensors of the task, and with token counts if there are any usages."""
@@ -61,13 +61,13 @@ class Inference:
             response.parameters["generated_tokens"].int64_param = sum(usage.generated_tokens for usage in usages)
         return response
 
-    async def _answer(self, index: int, within: Within) -> Any:
+    async def _answer(self, index: int, context: RequestContext) -> Any:
         try:
-            return await self.task.method(self.served.servicer, self.messages[index], cast("Context", within))
+            return await self.task.method(self.served.servicer, self.messages[index], cast("Context", context))
         except InvalidArgument as error:
-            raise self.complaint(error, index) from None
+            raise self.with_client_field(error, index) from None
 
-    def complaint(self, error: InvalidArgument, index: int = 0) -> InvalidArgument:
+    def with_client_field(self, error: InvalidArgument, index: int = 0) -> InvalidArgument:
         """Return an error of antiphon.v1 with the name of the client's field."""
         field = _TENSORS.get(error.field)
         if field is None:
@@ -75,7 +75,7 @@ class Inference:
         return InvalidArgument(f"{field}[{index}]" if len(self.messages) > 1 else field, error.value, error.allowed)
 
 
-class Within(Limited):
+class RequestContext(TimeLimited):
     """Context of one request of a call: with its own time limit and, if its answer is streamed, its own writer.
 
     Everything else comes from the call's context.
@@ -112,13 +112,13 @@ def read_inference(message: oip.ModelInferRequest, served: Served, *, is_streame
     task = find_task(served, wanted)
     if is_streamed and task is GENERATE:
         task = STREAMED
-    asked = read_parameters(task.kind, message.parameters)
+    parameters = read_parameters(task.kind, message.parameters)
     sources, shape = _sources(task, read_inputs(message))
     messages = []
     for source in sources:
-        one = type(asked.message)(model=served.name, **source)
-        one.MergeFrom(asked.message)
-        messages.append(one)
+        request = type(parameters.message)(model=served.name, **source)
+        request.MergeFrom(parameters.message)
+        messages.append(request)
     return Inference(
         served=served,
         task=task,
@@ -126,7 +126,7 @@ def read_inference(message: oip.ModelInferRequest, served: Served, *, is_streame
         shape=shape,
         wanted=wanted or tuple(output.name for output in task.outputs),
         request_id=message.id,
-        timeout_s=asked.timeout_s,
+        timeout_s=parameters.timeout_s,
     )
 
 

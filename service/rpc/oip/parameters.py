@@ -1,7 +1,7 @@
-"""Parameters of the Open Inference Protocol, read as fields of antiphon.v1's requests by their names.
+"""Reads parameters of the Open Inference Protocol into the fields of antiphon.v1's requests with the same names.
 
-A number fills a numeric field, a text the others: enums by their value's name, lists and maps as JSON. Ranges are
-antiphon.v1's to check; what is said here is which parameters there are and of which type.
+A number sets a numeric field. A text sets every other field: an enum by the name of its value, a list or a map as JSON.
+This module defines the parameters and their types; antiphon.v1 checks the ranges.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from antiphon.oip import inference_pb2 as oip
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.v1 import inference_pb2 as pb
 
-# Read here and not by the model. An empty final response is never needed: every last response says that it is one.
+# Parameters that are no fields of antiphon.v1. An empty final response is never sent: the last response is marked.
 _OWN = ("timeout", "triton_enable_empty_final_response")
-# Given by tensors; and log-probabilities, for which there is no tensor.
+# Fields that tensors set, and log-probabilities, for which there is no tensor.
 _NOT_PARAMETERS = {"model", "text", "token_ids", "text_pair", "options", "num_logprobs"}
 _MAX_TIMEOUT_US = 2**53
 
@@ -28,18 +28,18 @@ Parameters = Mapping[str, oip.InferParameter]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Parameters of a request, read as fields of antiphon.v1.
+class ReadParameters:
+    """Result of reading the parameters of a request.
 
-    message: of antiphon.v1, with the fields that they fill. timeout_s: seconds it may take; None is no limit.
+    message: request of antiphon.v1 with the fields that they set. timeout_s: time limit; None is no limit.
     """
 
     message: Any
     timeout_s: float | None
 
 
-def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
-    """A message of a kind as parameters fill it. Raises InvalidArgument naming the parameter."""
+def read_parameters(kind: type[Message], parameters: Parameters) -> ReadParameters:
+    """Return a message of a kind with the fields that parameters set. Raises InvalidArgument naming the parameter."""
     message = kind()
     options = message.options if "options" in kind.DESCRIPTOR.fields_by_name else None  # type: ignore[attr-defined]
     fields = _fields(kind)
@@ -49,11 +49,11 @@ def read_parameters(kind: type[Message], parameters: Parameters) -> Asked:
         field = fields[name]
         into = message if field.containing_type is kind.DESCRIPTOR else options
         _fill(into, field, _value(name, parameters[name]))
-    return Asked(message, _timeout_s(parameters))
+    return ReadParameters(message, _timeout_s(parameters))
 
 
 def _fields(kind: type[Message]) -> dict[str, Any]:
-    """Descriptors of the fields that parameters may fill, those of the options too, by name."""
+    """Return the descriptors of the fields that parameters can set, options included, by name."""
     fields: list[Any] = list(kind.DESCRIPTOR.fields)
     if "options" in kind.DESCRIPTOR.fields_by_name:
         fields += pb.GenerateOptions.DESCRIPTOR.fields
@@ -100,7 +100,7 @@ def _fill_many(message: Any, field: FieldDescriptor, value: Any) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A JSON array; what is none is its only element."""
+    """Return the elements of a JSON array; of any other value, a list with this value."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         found = json.loads(value)
         return list(found)
@@ -116,7 +116,7 @@ def _scalar(field: FieldDescriptor, value: Any) -> Any:
 
 
 def _enum_value(enum: EnumDescriptor, name: str) -> int:
-    """An enum's value by its name, with or without the enum's own before it, in any case."""
+    """Return an enum's value by its name, with or without the enum's prefix, in upper or lower case."""
     prefix = _prefix(enum)
     wanted = name.upper() if name.upper().startswith(prefix) else prefix + name.upper()
     if wanted not in enum.values_by_name:

@@ -15,12 +15,12 @@ from antiphon.service.domain.errors import AntiphonError, InvalidArgument, SlowR
 from antiphon.service.observability.telemetry import Context
 from antiphon.service.rpc.calls.rpc import InFlight
 from antiphon.service.rpc.oip.answering import Answering
-from antiphon.service.rpc.oip.inference import VERSION, Inference, Within
+from antiphon.service.rpc.oip.inference import VERSION, Inference, RequestContext
 from antiphon.service.rpc.oip.tasks import STREAMED, delta, is_encoder
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
-# Most concurrent requests of one call. Further ones stay unread, so that flow control makes the client wait.
+# Maximum number of concurrent requests of one call. Further ones stay unread: flow control makes the client wait.
 MAX_OPEN_REQUESTS = 256
 # Triton's header: with it, the first error ends the call and becomes its status.
 ERROR_HEADER = ("triton_grpc_error", "true")
@@ -90,11 +90,11 @@ class Conversation:
                 response.parameters["output_index"].int64_param = message.output_index
                 await self._write(oip.ModelStreamInferResponse(infer_response=response), is_last)
 
-            within = cast("Context", Within(self._context, inference.timeout_s, write))
+            context = cast("Context", RequestContext(self._context, inference.timeout_s, write))
             try:
-                await inference.task.method(inference.served.servicer, inference.messages[0], within)
+                await inference.task.method(inference.served.servicer, inference.messages[0], context)
             except InvalidArgument as error:
-                raise inference.complaint(error) from None
+                raise inference.with_client_field(error) from None
 
     async def _write(self, response: oip.ModelStreamInferResponse, is_last: bool) -> None:  # noqa: FBT001
         response.infer_response.parameters["triton_final_response"].bool_param = is_last

@@ -70,7 +70,7 @@ def check_parameters(tensor: _Given) -> None:
     """Raise Unsupported for shared memory and classification. Ignores other parameters that clients add, as sizes."""
     for name in tensor.parameters:
         if name.startswith("shared_memory") or name == "classification":
-            raise Unsupported(f"{tensor.name}: there is no {name} here; send and ask for plain elements")
+            raise Unsupported(f"{tensor.name}: {name} is not supported; send and request plain elements")
 
 
 def _read(given: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
@@ -79,10 +79,10 @@ def _read(given: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Te
     if len(shape) > _MAX_RANK or any(length < 0 for length in shape):
         raise InvalidArgument(f"{given.name}.shape", list(shape[:16]), f"at most {_MAX_RANK} lengths of 0 or more")
     if raw is not None and given.HasField("contents"):
-        raise InvalidArgument(f"{given.name}.contents", "set", "unset where raw_input_contents are given")
+        raise InvalidArgument(f"{given.name}.contents", "set", "unset if raw_input_contents is set")
     values = _typed(given) if raw is None else list(_unpacked(given.name, given.datatype, raw))
     if (expected := math.prod(shape)) != len(values):
-        raise InvalidArgument(given.name, f"{len(values)} elements", f"{expected}, as the shape {list(shape)} says")
+        raise InvalidArgument(given.name, f"{len(values)} elements", f"{expected}, as the shape {list(shape)} requires")
     return Tensor(given.name, given.datatype, shape, values)
 
 

@@ -21,38 +21,39 @@ class AccessSettings(BaseSettings):
     probe_host: str = Field(default="127.0.0.1", min_length=1, description="Address that the probe port listens on.")
     probe_port: Port | None = Field(
         default=None,
-        description="Port of health only, in plaintext, for Kubernetes probes without TLS; 0 takes any free one.",
+        description="Plaintext port for health only, for Kubernetes probes without TLS; 0: any free port.",
     )
     tls_cert: File | None = Field(
-        default=None, description="File (PEM) of the certificate chain that the gRPC ports present; set: TLS."
+        default=None, description="File (PEM) of the certificate chain of the gRPC ports; if set, they use TLS."
     )
     tls_key: File | None = Field(default=None, description="File (PEM) of its private key.")
     tls_client_ca: File | None = Field(
-        default=None, description="File (PEM) of authorities; set: clients must present a certificate of theirs."
+        default=None,
+        description="File (PEM) of authorities; if set, clients must present a certificate of one of them.",
     )
-    metrics_tls: bool = Field(default=False, description="Whether /metrics is served over the same TLS, as https.")
+    metrics_tls: bool = Field(default=False, description="Serve /metrics as https, with the same certificate.")
     auth_tokens_file: File | None = Field(
-        default=None, description="File of NAME:SHA256 lines; set: calls must carry one of these bearer tokens."
+        default=None, description="File of NAME:SHA256 lines; if set, calls need one of these bearer tokens."
     )
-    admin_tokens_file: File | None = Field(default=None, description="As auth_tokens_file, of the admin port.")
+    admin_tokens_file: File | None = Field(default=None, description="Like auth_tokens_file, for the admin port.")
     caller_metadata_key: MetadataKey | None = Field(
-        default=None, description="Metadata key by which a trusted proxy names the client, for its fair share."
+        default=None, description="Metadata key in which a trusted proxy sends the client's name, for its fair share."
     )
     max_message_bytes: int = Field(default=1_048_576, ge=1024, le=1_073_741_824, description="Largest request message.")
     max_text_bytes: int = Field(
         default=65_536,
         ge=1024,
         le=1_073_741_824,
-        description="Largest text of a request in UTF-8; Detokenize takes as many ids.",
+        description="Largest text of a request in bytes of UTF-8, and maximum ids of Detokenize.",
     )
     max_response_bytes: Annotated[int, Field(ge=1024, le=2_147_483_647)] | None = Field(
-        default=None, description="Largest response message; unset is no limit."
+        default=None, description="Largest response message; unset: no limit."
     )
     max_metadata_bytes: int = Field(
-        default=16_384, ge=1024, le=1_048_576, description="Most metadata of one call, as HTTP/2 counts it."
+        default=16_384, ge=1024, le=1_048_576, description="Maximum metadata of one call, as HTTP/2 counts it."
     )
     max_concurrent_rpcs: int = Field(
-        default=4096, ge=1, le=1_000_000, description="Most RPCs in flight on all connections; health is not counted."
+        default=4096, ge=1, le=1_000_000, description="Maximum RPCs in flight on all connections, without health."
     )
     request_timeout_s: float = Field(
         default=20.0, ge=0.1, le=86_400, description="Time from the headers of a call until its request is complete."
@@ -61,28 +62,33 @@ class AccessSettings(BaseSettings):
         default=67_108_864,
         ge=65_536,
         le=2**40,
-        description="Most bytes of unread answers; beyond it, calls of the client with the most are ended.",
+        description="Maximum bytes of unread answers; beyond it, calls of the client with the most of them are ended.",
     )
     max_concurrent_streams: int = Field(
-        default=1024, ge=1, le=100_000, description="Most RPCs in flight on one connection."
+        default=1024, ge=1, le=100_000, description="Maximum RPCs in flight on one connection."
     )
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        default=None, description="Most connections to the gRPC port; unset is what the limit of open files allows."
+        default=None,
+        description="Maximum connections to the gRPC port; unset: as many as the limit of open files allows.",
     )
     max_connection_age_s: Seconds | None = Field(
-        default=None, description="Age at which a connection is asked to end, so that clients find new replicas."
+        default=None,
+        description="Age at which the server ends a connection gracefully, so that clients find new replicas.",
     )
     max_connection_age_grace_s: Seconds | None = Field(
-        default=None, description="Time that its running calls then have; unset is as long as they take."
+        default=None, description="Maximum time for its running calls after that; unset: no limit."
     )
     max_connection_idle_s: Seconds | None = Field(
-        default=None, description="Time without a call after which a connection is closed; unset is never."
+        default=None, description="Time without a call after which a connection is closed; unset: never."
     )
     keepalive_time_s: float = Field(
-        default=60.0, ge=1, le=86_400, description="Silence after which the server pings a client."
+        default=60.0, ge=1, le=86_400, description="Time without data after which the server sends a ping to a client."
     )
     keepalive_timeout_s: float = Field(
-        default=20.0, ge=0.1, le=3600, description="Time a client has to answer a ping before its connection closes."
+        default=20.0,
+        ge=0.1,
+        le=3600,
+        description="Maximum time for the answer to a ping before the connection is closed.",
     )
 
 

@@ -2,7 +2,7 @@
 
 gRPC asks `_Offer.take` for new certificates at every connection, under a lock, and creates the connection's handshaker
 after it has released that lock. New certificates replace a reference-counted factory of handshakers. If the last
-reference goes while another thread is about to create a handshaker from the old factory, the process dies
+reference goes while another thread is about to create a handshaker from the old factory, the process crashes
 (ssl_security_connector.cc of gRPC core, seen in 1.85.1). Two rules prevent that:
 
 - `take` returns None, which changes nothing, except once for each renewal.

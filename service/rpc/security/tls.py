@@ -50,9 +50,9 @@ def read_certificates(files: TlsFiles) -> Certificates:
     cert = read_bytes("tls_cert", files.cert, _MAX_FILE_BYTES)
     key = read_bytes("tls_key", files.key, _MAX_FILE_BYTES)
     clients = None if files.client_ca is None else read_bytes("tls_client_ca", files.client_ca, _MAX_FILE_BYTES)
-    trusting = _trusting(files, cert)
-    context = _showing(files)
-    leaf, expires_s = _prove(files, context, trusting)
+    client_context = _client_context(files, cert)
+    context = _server_context(files)
+    leaf, expires_s = _prove(files, context, client_context)
     if clients is not None:
         _load_authorities(context, "tls_client_ca", files.client_ca, clients)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -64,7 +64,7 @@ def read_certificates(files: TlsFiles) -> Certificates:
     )
 
 
-def _trusting(files: TlsFiles, cert: bytes) -> ssl.SSLContext:
+def _client_context(files: TlsFiles, cert: bytes) -> ssl.SSLContext:
     """Return a client's context that trusts exactly this certificate, from any issuer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -80,13 +80,13 @@ def _load_authorities(context: ssl.SSLContext, setting: str, path: Path | None, 
         raise FileProblem(f"{setting} is {path}, which holds no certificate in PEM") from None
 
 
-def _showing(files: TlsFiles) -> ssl.SSLContext:
+def _server_context(files: TlsFiles) -> ssl.SSLContext:
     """Return a server's context of the pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
     def refuse() -> NoReturn:  # without it OpenSSL would ask on the terminal
-        raise FileProblem(f"tls_key is {files.key}, which is encrypted; a server needs it as it is")
+        raise FileProblem(f"tls_key is {files.key}, which is encrypted; a server needs it unencrypted")
 
     try:
         context.load_cert_chain(files.cert, files.key, password=refuse)
@@ -99,11 +99,11 @@ def _showing(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _prove(files: TlsFiles, showing: ssl.SSLContext, trusting: ssl.SSLContext) -> tuple[bytes, float]:
+def _prove(files: TlsFiles, server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> tuple[bytes, float]:
     """Do a handshake of the pair with itself. Return the leaf, and its expiry in Unix time. Raises FileProblem."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = trusting.wrap_bio(to_client, to_server, server_side=False)
-    server = showing.wrap_bio(to_server, to_client, server_side=True)
+    client = client_context.wrap_bio(to_client, to_server, server_side=False)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
     try:
         for _ in range(_MAX_FLIGHTS):
             for side in (client, server):

@@ -10,7 +10,7 @@ from antiphon.service.domain.ranges import check_vocabulary
 from antiphon.service.domain.request import Arrival, SamplingParams
 from antiphon.service.domain.tasks import Generate
 from antiphon.service.rpc.v1.answers.answers import last_of
-from antiphon.service.rpc.v1.answers.attention_maps import Explains, explain_response
+from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer, explain_response
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, languages_of
@@ -18,7 +18,7 @@ from antiphon.service.rpc.v1.served_model import ServedModel
 from antiphon.service.rpc.v1.submission import Submission
 from antiphon.v1 import inference_pb2 as pb
 
-_KINDS = {"encoder": "an encoder alone", "decoder": "a decoder alone"}
+_KINDS = {"encoder": "an encoder-only model", "decoder": "a decoder-only model"}
 
 
 class Explanations:
@@ -46,11 +46,11 @@ class Explanations:
             self._thread, self._response, explainer, source_ids, target_ids, languages.begin_id
         )
 
-    def _explainer(self) -> Explains:
+    def _explainer(self) -> AttentionExplainer:
         if (architecture := self._model.config.architecture) != "encoder-decoder":
-            raise Unsupported(f"this model is {_KINDS[architecture]}; attention maps are of a source and its target")
+            raise Unsupported(f"this is {_KINDS[architecture]}; attention maps need an encoder-decoder model")
         if self._model.explainer is None:
-            raise Unsupported("this model's bundle holds no graph that shows attention; export it again to add one")
+            raise Unsupported("the bundle of this model has no explain graph; export it again to add one")
         return self._model.explainer
 
     async def _greedy_answer(
@@ -79,7 +79,11 @@ class Explanations:
                 raise InvalidArgument(field, InWords(f"{len(ids)} tokens long"), f"at most {longest[side]} tokens long")
 
     def _response(
-        self, explainer: Explains, source_ids: tuple[int, ...], target_ids: tuple[int, ...], begin_id: int | None
+        self,
+        explainer: AttentionExplainer,
+        source_ids: tuple[int, ...],
+        target_ids: tuple[int, ...],
+        begin_id: int | None,
     ) -> pb.ExplainResponse:
         first_id = self._model.config.bos_id if begin_id is None else begin_id
         tokenizer = self._model.tokenizer

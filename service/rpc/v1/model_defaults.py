@@ -28,37 +28,39 @@ def own_defaults(generation: GenerationDefaults) -> Mapping[str, Any]:
     return MappingProxyType(dict(sorted(fields.items(), key=lambda item: item[0] not in ("beam_width", "temperature"))))
 
 
-def with_defaults(asked: Mapping[str, Any], beside: Mapping[str, Any], generation: GenerationDefaults) -> Controls:
+def with_defaults(sampling: Mapping[str, Any], others: Mapping[str, Any], generation: GenerationDefaults) -> Controls:
     """Return the controls of a request, with the defaults that do not conflict with it.
 
-    asked: fields of SamplingParams; beside: the other fields of Controls.
+    sampling: fields of SamplingParams; others: the other fields of Controls.
     Raises InvalidArgument if the request itself is invalid.
     """
-    defaults = {name: value for name, value in own_defaults(generation).items() if name not in asked}
-    if beside.get("prefix_text") is not None or beside.get("prefix_ids") is not None:
+    defaults = {name: value for name, value in own_defaults(generation).items() if name not in sampling}
+    if others.get("prefix_text") is not None or others.get("prefix_ids") is not None:
         defaults.pop("forced_first_id", None)  # the prefix sets the target's first token
     if defaults:
         try:
-            return _controls({**defaults, **asked}, beside)
+            return _controls({**defaults, **sampling}, others)
         except InvalidArgument:
-            asked = _with_what_fits(asked, beside, defaults)
-    return _controls(asked, beside)
+            sampling = _with_compatible_defaults(sampling, others, defaults)
+    return _controls(sampling, others)
 
 
-def _with_what_fits(asked: Mapping[str, Any], beside: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _with_compatible_defaults(
+    sampling: Mapping[str, Any], others: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the requested fields, and each default that does not conflict with those before it."""
-    kept = dict(asked)
+    kept = dict(sampling)
     for name, value in defaults.items():
         try:
-            _controls({**kept, name: value}, beside)
+            _controls({**kept, name: value}, others)
         except InvalidArgument:
             continue
         kept[name] = value
     return kept
 
 
-def _controls(fields: Mapping[str, Any], beside: Mapping[str, Any]) -> Controls:
-    controls = Controls(params=SamplingParams(**fields), **beside)
-    if beside.get("stop_strings") or beside.get("prefix_ids") is not None:
+def _controls(fields: Mapping[str, Any], others: Mapping[str, Any]) -> Controls:
+    controls = Controls(params=SamplingParams(**fields), **others)
+    if others.get("stop_strings") or others.get("prefix_ids") is not None:
         check_combination(controls)  # SamplingParams has checked the parameters already
     return controls

@@ -8,7 +8,7 @@ from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.rpc.v1.answers.attention_maps import Explains
+from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
 from antiphon.service.rpc.v1.model_defaults import NO_DEFAULTS
 from antiphon.v1 import inference_pb2 as pb
 
@@ -26,7 +26,7 @@ class ServedModel:
     tokenizer: Tokenizer
     text: TextFormat
     config: ModelConfig
-    explainer: Explains | None = None
+    explainer: AttentionExplainer | None = None
     generation: GenerationDefaults = NO_DEFAULTS
 
     @property

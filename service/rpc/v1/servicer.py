@@ -39,8 +39,8 @@ class InferenceServicer:
 
     async def generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs in deltas."""
-        request, wording = await self._requests.generate(message, context)
-        answer = Answer(request, wording)
+        request, detokenizer = await self._requests.generate(message, context)
+        answer = Answer(request, detokenizer)
         writer = self._pacing.writer(context)
         with self._submission.stream(message, request) as stream:
             async for event in stream:
@@ -50,8 +50,8 @@ class InferenceServicer:
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Return the complete outputs."""
-        request, wording = await self._requests.generate(message, context)
-        return Answer(request, wording).whole(await self._submission.collect(message, request))
+        request, detokenizer = await self._requests.generate(message, context)
+        return Answer(request, detokenizer).whole(await self._submission.collect(message, request))
 
     async def score(self, message: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Return the log-probability of each token of a given target."""

@@ -16,7 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from antiphon.service.domain.errors import BadBundle, Unavailable
 from antiphon.service.engine.engine import Engine
-from antiphon.service.rpc.calls.background import in_background, let_go
+from antiphon.service.rpc.calls.background import ignore_result, in_background
 from antiphon.service.rpc.v1.models import Models, Served
 from antiphon.service.server.models.loading import Shared, StartupError, load
 from antiphon.service.server.models.model_settings import ModelPlan
@@ -123,7 +123,7 @@ class Control:
             await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-            let_go(loading)
+            ignore_result(loading)
         self._check_running()
         return loading.result()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
@@ -11,9 +11,9 @@ from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.domain.limits import EncodeBudget, EngineLimits
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.scheduling.admission import limits_of
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.pacing import Pacing
@@ -54,7 +54,7 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        need = need_of(bundle, bundle.graph_set(plan.precision), plan)
+        need = need_of(bundle, bundle.graph_set(plan.precision), plan.limits)
         shared.budget.take(name, need)
         try:
             check_memory(shared.budget.held, shared.machine_bytes)
@@ -68,10 +68,10 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
 
 def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
     tokenizer = _tokenizer(bundle)
-    budget = _encode_budget(bundle, plan)
+    limits = replace(plan.limits, encode_budget=_encode_budget(bundle, plan))
     runner = _runner(bundle, plan)
     _warm_up(bundle, runner, plan)
-    description = _described(bundle, runner, tokenizer, budget, plan)
+    description = _described(bundle, runner, tokenizer, limits, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
     model = ServedModel(
@@ -84,7 +84,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     )
     metrics = _metrics(Metrics(shared.families, name), bundle, plan, memory)
     metrics.watch_arena(runner.workspace)
-    engine = Engine(runner, _engine_config(plan, budget), metrics)
+    engine = Engine(runner, limits, metrics)
     return Served(
         name=name,
         precision=runner.precision,
@@ -106,9 +106,9 @@ def _metrics(metrics: Metrics, bundle: Bundle, plan: ModelPlan, memory: ModelMem
 
 
 def _described(
-    bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, budget: EncodeBudget | None, plan: ModelPlan
+    bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, limits: EngineLimits, plan: ModelPlan
 ) -> pb.Model:
-    longest = limits_of(runner, plan.max_num_seqs, budget).max_source_len
+    longest = limits_of(runner, limits).max_source_len
     try:
         return describe(
             bundle,
@@ -148,42 +148,31 @@ def _runner(bundle: Bundle, plan: ModelPlan) -> AnyRunner:
     _check_blocks(bundle, plan)
     return open_runner(
         bundle,
-        max_rows=plan.max_num_seqs,
+        max_rows=plan.limits.max_num_seqs,
         threads=plan.threads,
         precision=plan.precision,
-        num_blocks=plan.kv_cache_blocks,
-        workspace_limit_bytes=plan.workspace_limit_bytes,
+        num_blocks=plan.limits.kv_cache_blocks,
+        workspace_limit_bytes=plan.limits.workspace_limit_bytes,
     )
 
 
 def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
     """Raise StartupError if the longest sequence does not fit: requests without a length limit would all be refused."""
-    model = bundle.manifest.model
+    model, num_blocks = bundle.manifest.model, plan.limits.kv_cache_blocks
     needed = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
-    if plan.kv_cache_blocks is not None and plan.kv_cache_blocks < needed:
+    if num_blocks is not None and num_blocks < needed:
         raise StartupError(
-            f"kv_cache_blocks is {plan.kv_cache_blocks}; it must be at least {needed}, "
+            f"kv_cache_blocks is {num_blocks}; it must be at least {needed}, "
             f"which one sequence of {model.longest_cached[0]} source and {model.longest_cached[1]} target tokens needs"
         )
 
 
 def _encode_budget(bundle: Bundle, plan: ModelPlan) -> EncodeBudget | None:
     """Return the memory budget of encoding. Raises StartupError if no source fits it."""
-    budget = encode_budget(bundle, bundle.graph_set(plan.precision), plan)
+    budget = encode_budget(bundle, bundle.graph_set(plan.precision), plan.limits)
     if budget is not None and not budget.fits(1, 1):
         raise StartupError(
-            f"workspace_limit_bytes is {plan.workspace_limit_bytes}; it must be at least "
+            f"workspace_limit_bytes is {plan.limits.workspace_limit_bytes}; it must be at least "
             f"{math.ceil(LIMIT_MARGIN * budget.predict(1, 1))}, what a source of one token is predicted to need"
         )
     return budget
-
-
-def _engine_config(plan: ModelPlan, budget: EncodeBudget | None) -> EngineConfig:
-    return EngineConfig(
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_queued_requests=plan.max_queued_requests,
-        max_queued_tokens=plan.max_queued_tokens,
-        max_queue_time_s=plan.max_queue_time_s,
-        encode_budget=budget,
-    )

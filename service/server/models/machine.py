@@ -38,16 +38,16 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/p
     return min(found, default=None)
 
 
-def check_memory(held: Mapping[str, ModelMemory], available_bytes: int | None) -> None:
+def check_memory(models: Mapping[str, ModelMemory], available_bytes: int | None) -> None:
     """Warn if the models may use more memory than there is.
 
     Raises OverBudget if their weights and workspaces alone need more: a cache may stay mostly empty, but these do not.
     """
     if available_bytes is None:
         return
-    total_bytes = sum(memory.total_bytes for memory in held.values())
-    fixed_bytes = total_bytes - sum(memory.cache_bytes for memory in held.values())
-    names = ", ".join(held)
+    total_bytes = sum(memory.total_bytes for memory in models.values())
+    fixed_bytes = total_bytes - sum(memory.cache_bytes for memory in models.values())
+    names = ", ".join(models)
     if fixed_bytes > available_bytes:
         raise OverBudget(
             f"{names}: weights and workspaces need {fixed_bytes} bytes; this machine or container has {available_bytes}"

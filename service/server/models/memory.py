@@ -18,9 +18,8 @@ import numpy as np
 from antiphon.model.bundle.manifest import Bundle, GraphSet
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, pool_axes
 from antiphon.service.domain.errors import OverBudget
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
+from antiphon.service.domain.limits import EncodeBudget, EngineLimits
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
-from antiphon.service.server.models.model_settings import ModelPlan
 
 # For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20
@@ -89,23 +88,23 @@ class MemoryBudget:
             self._held.pop(name, None)
 
 
-def need_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Need:
+def need_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> Need:
     """Return the memory needed to serve these graphs of a bundle."""
     model = bundle.manifest.model
     fewest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
     num_blocks = block_bytes = 0
     if graphs.decoder is not None:
-        num_blocks = plan.kv_cache_blocks or plan.max_num_seqs * fewest
+        num_blocks = limits.num_cache_blocks(fewest)
         block_bytes = math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
     memory = ModelMemory(
         weight_bytes=_weight_bytes(bundle, graphs),
         cache_bytes=num_blocks * block_bytes,
-        workspace_bytes=_workspace_bytes(bundle, graphs, plan),
+        workspace_bytes=_workspace_bytes(bundle, graphs, limits),
     )
     return Need(memory=memory, num_blocks=num_blocks, block_bytes=block_bytes, fewest_blocks=fewest)
 
 
-def encode_budget(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> EncodeBudget | None:
+def encode_budget(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> EncodeBudget | None:
     """Return the memory budget of encoding by the bundle's fit; None if nothing was measured."""
     fit = bundle.memory_fit(graphs)
     if fit is None:
@@ -114,8 +113,8 @@ def encode_budget(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> EncodeBu
     def predict(num_tokens: int, longest: int) -> float:
         return fit.predict(1, min(num_tokens, max(RUN_TOKENS, longest)))  # packed, in parts
 
-    max_bytes = _workspace_bytes(bundle, graphs, plan)
-    if plan.workspace_limit_bytes is not None:
+    max_bytes = _workspace_bytes(bundle, graphs, limits)
+    if limits.workspace_limit_bytes is not None:
         max_bytes = int(max_bytes / LIMIT_MARGIN)
     return EncodeBudget(max_bytes=max_bytes, predict=predict)
 
@@ -139,15 +138,15 @@ def _find(path: Path, texts: Iterable[bytes]) -> list[bytes]:
         return [text for text in texts if content.find(text) >= 0]
 
 
-def _workspace_bytes(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> int:
+def _workspace_bytes(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> int:
     """Return the limit if there is one, else the prediction of the bundle's profile for the largest encoder run."""
-    if plan.workspace_limit_bytes is not None:
-        return plan.workspace_limit_bytes
+    if limits.workspace_limit_bytes is not None:
+        return limits.workspace_limit_bytes
     fit, longest = bundle.memory_fit(graphs), bundle.manifest.model.max_source_len
     if fit is None:
         return DEFAULT_WORKSPACE_BYTES
     # Packed: only the tokens count.
-    return math.ceil(fit.predict(1, max(min(plan.max_num_batched_tokens, RUN_TOKENS), longest)))
+    return math.ceil(fit.predict(1, max(min(limits.max_num_batched_tokens, RUN_TOKENS), longest)))
 
 
 def _refusal(name: str, need: Need, free_bytes: int, limit_bytes: int) -> str:
@@ -165,7 +164,7 @@ def _refusal(name: str, need: Need, free_bytes: int, limit_bytes: int) -> str:
 
 
 def _cache_setting(need: Need, free_bytes: int) -> str:
-    """The setting that makes the cache smaller, and to what, where that alone would do."""
+    """Return the setting that makes the cache smaller, and its value if that alone makes the model fit."""
     room_bytes = free_bytes - (need.memory.total_bytes - need.memory.cache_bytes)
     fitting = max(0, room_bytes // need.block_bytes)
     if fitting >= need.fewest_blocks:

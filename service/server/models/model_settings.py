@@ -1,6 +1,7 @@
 """Settings of one of several models: the directory of its bundle and its own engine limits.
 
-An omitted limit takes the server's setting of the same name. Knows the allowed values, not their use.
+An omitted limit takes the server's setting of the same name. Defaults and allowed values of the limits are those of
+`EngineLimits`; their use is unknown here.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from antiphon.model.bundle.manifest import NAME_PATTERN
+from antiphon.service.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
 
 PrecisionChoice = Literal["float32", "int8", "int4"]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
-NumSeqs = Annotated[int, Field(ge=1, le=4096)]
-BatchedTokens = Annotated[int, Field(ge=1, le=1_048_576)]
-QueuedRequests = Annotated[int, Field(ge=1, le=1_000_000)]
-QueueTime = Annotated[float, Field(ge=0.001, le=86_400)]
-QueuedTokens = Annotated[int, Field(ge=1, le=100_000_000)]
-CacheBlocks = Annotated[int, Field(ge=1, le=100_000_000)]
-WorkspaceBytes = Annotated[int, Field(ge=1, le=2**50)]
 
 ModelName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+def server_limit(name: str) -> Any:
+    """Return the field of a limit in the server's settings, with the limit's default, allowed values and meaning."""
+    return _limit(name, getattr(DEFAULT_LIMITS, name))
+
+
+def model_limit(name: str) -> Any:
+    """Return the field of a limit in a model's own settings; None takes the server's."""
+    return _limit(name, None)
+
+
+def _limit(name: str, default: float | None) -> Any:
+    allowed = ALLOWED[name]
+    return Field(default=default, ge=allowed.low, le=allowed.high, description=allowed.meaning)
 
 
 class ModelSettings(BaseModel):
@@ -36,17 +46,23 @@ class ModelSettings(BaseModel):
     path: Path
     precision: PrecisionChoice | None = None
     threads: Threads | None = None
-    max_num_seqs: NumSeqs | None = None
-    max_num_batched_tokens: BatchedTokens | None = None
-    max_queued_requests: QueuedRequests | None = None
-    max_queued_tokens: QueuedTokens | None = None
-    max_queue_time_s: QueueTime | None = None
-    kv_cache_blocks: CacheBlocks | None = None
-    workspace_limit_bytes: WorkspaceBytes | None = None
+    max_num_seqs: int | None = model_limit("max_num_seqs")
+    max_num_batched_tokens: int | None = model_limit("max_num_batched_tokens")
+    max_queued_requests: int | None = model_limit("max_queued_requests")
+    max_queued_tokens: int | None = model_limit("max_queued_tokens")
+    max_queue_time_s: float | None = model_limit("max_queue_time_s")
+    kv_cache_blocks: int | None = model_limit("kv_cache_blocks")
+    workspace_limit_bytes: int | None = model_limit("workspace_limit_bytes")
+
+    @property
+    def own_limits(self) -> Mapping[str, Any]:
+        """Limits that this model has set itself, by name."""
+        given = {name: getattr(self, name) for name in ALLOWED}
+        return {name: value for name, value in given.items() if value is not None}
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _plain_text_as_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
 
@@ -58,13 +74,7 @@ class ModelPlan:
     path: Path
     precision: PrecisionChoice | None
     threads: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_queued_requests: int
-    max_queued_tokens: int
-    max_queue_time_s: float
-    kv_cache_blocks: int | None
-    workspace_limit_bytes: int | None
+    limits: EngineLimits
     max_message_bytes: int
     max_text_bytes: int
 

@@ -16,12 +16,14 @@ def plot_decode(path: Path, findings: Sequence[Finding], title: str) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     speed, ratio = figure.subplots(1, 2)
     for case in dict.fromkeys(found.case for found in shown):
-        held = sorted((found for found in shown if found.case == case), key=lambda found: found.rows)
-        rows = [found.rows for found in held]
-        lines = speed.plot(rows, [found.antiphon for found in held], "o-", label=f"Antiphon, {case}")
+        of_case = sorted((found for found in shown if found.case == case), key=lambda found: found.rows)
+        rows = [found.rows for found in of_case]
+        lines = speed.plot(rows, [found.antiphon for found in of_case], "o-", label=f"Antiphon, {case}")
         color = lines[0].get_color()
-        speed.plot(rows, [found.ctranslate2 or 0 for found in held], "s--", color=color, label=f"CTranslate2, {case}")
-        ratio.plot(rows, [found.ratio or 0 for found in held], "o-", color=color, label=case)
+        speed.plot(
+            rows, [found.ctranslate2 or 0 for found in of_case], "s--", color=color, label=f"CTranslate2, {case}"
+        )
+        ratio.plot(rows, [found.ratio or 0 for found in of_case], "o-", color=color, label=case)
     ratio.axhline(1, color="black", linewidth=1)
     ticks = sorted({found.rows for found in shown})
     for axes, label in ((speed, "target tokens/s"), (ratio, "Antiphon over CTranslate2")):

@@ -122,8 +122,8 @@ class Setup:
 
     def subjects(self) -> list[Subject]:
         """Return the chosen models, without their CTranslate2 models."""
-        held = [self._random] if "random" in self.models else []
-        return [*held, self.bundle_subject] if "bundle" in self.models else held
+        subjects = [self._random] if "random" in self.models else []
+        return [*subjects, self.bundle_subject] if "bundle" in self.models else subjects
 
     def with_ctranslate2(self) -> list[Subject]:
         """Return the chosen models that CTranslate2 can also run, and print a message for each that it cannot.
@@ -131,12 +131,12 @@ class Setup:
         Raises BenchError if CTranslate2 is not installed.
         """
         _require("ctranslate2", "comparing with CTranslate2")
-        held = [self._random_with_ctranslate2] if "random" in self.models else []
+        subjects = [self._random_with_ctranslate2] if "random" in self.models else []
         if "bundle" in self.models and self._bundle_with_ctranslate2 is not None:
-            held.append(self._bundle_with_ctranslate2)
-        if held:
-            choose_isa(held[0].ctranslate2_folder, self.threads)
-        return held
+            subjects.append(self._bundle_with_ctranslate2)
+        if subjects:
+            choose_isa(subjects[0].ctranslate2_folder, self.threads)
+        return subjects
 
     @cached_property
     def bundle_subject(self) -> Subject:
@@ -222,11 +222,11 @@ def _require(package: str, purpose: str) -> None:
 
 def _check_checkpoint(checkpoint: Path, bundle: Bundle) -> None:
     """Refuse the checkpoint of another model, as far as this is possible without torch."""
-    for name, held in (("tokenizer.json", bundle.file("tokenizer.json")), ("model.safetensors", None)):
+    for name, expected in (("tokenizer.json", bundle.file("tokenizer.json")), ("model.safetensors", None)):
         path = checkpoint / name
         if not path.is_file():
             raise BenchError(f"--checkpoint {checkpoint}: {name} is missing")
-        if held is not None and path.read_bytes() != held.read_bytes():
+        if expected is not None and path.read_bytes() != expected.read_bytes():
             raise BenchError(f"--checkpoint {checkpoint}: {name} is not that of the bundle {bundle.path}")
 
 

@@ -3,7 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
+
+from antiphon.service.domain.limits import ALLOWED, DEFAULT_LIMITS, Allowed
+
+
+def add_limit_flag(group: argparse._ArgumentGroup, name: str, *, help_text: str) -> None:
+    """Add the flag of an engine limit, with the server's default and allowed values."""
+    flag, default = f"--{name.replace('_', '-')}", getattr(DEFAULT_LIMITS, name)
+    group.add_argument(flag, type=_limit(ALLOWED[name]), default=default, metavar="N", help=help_text)
+
+
+def _limit(allowed: Allowed) -> Callable[[str], float]:
+    """Return a reader of the values of a limit."""
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if allowed.is_whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not allowed.holds(value):
+            kind = "a whole number" if allowed.is_whole else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be {kind} from {allowed.low:,} to {allowed.high:,}")
+        return value
+
+    return read
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from antiphon.service.server.settings import ServerConfig
-from antiphon.service.tools.capacity.ranges import number, whole
+from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.tools.capacity.ranges import add_limit_flag, number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError
 from antiphon.service.tools.capacity.simulation.day_report import Figures, as_text, figures_of
 from antiphon.service.tools.capacity.simulation.fleet import Environment, Fleet, Outcome
 from antiphon.service.tools.capacity.simulation.scaled_object import ScaledObject, Trigger, read_scaled_object
 from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve, read_curve
-from antiphon.service.tools.capacity.simulation.simulated_replica import ReplicaLimits
 from antiphon.service.tools.capacity.simulation.traffic import Burst, Traffic, day, read_traffic, steady
 
 EXIT_USER_ERROR = 2
@@ -28,6 +27,8 @@ EXIT_USER_ERROR = 2
 _WAITING_TARGETS = (2, 5, 10)
 _CPU_TARGET = 0.8
 _HOUR_S = 3600.0
+SIMULATED_LIMITS = ("max_num_seqs", "max_queued_requests", "max_queue_time_s")
+"""Limits on which a simulated replica depends; each is a flag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +86,6 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_environment_flags(group: argparse._ArgumentGroup) -> None:
-    fields = ServerConfig.model_fields
     group.add_argument(
         "--replicas",
         type=whole(1, 10_000),
@@ -114,15 +114,8 @@ def _add_environment_flags(group: argparse._ArgumentGroup) -> None:
         metavar="U",
         help="share of the cache blocks that max_num_seqs typical requests use (default: all)",
     )
-    for flag, kind in (
-        ("--max-num-seqs", whole(1, 4096)),
-        ("--max-queued-requests", whole(1, 1_000_000)),
-        ("--max-queue-time-s", number(0, 86_400)),
-    ):
-        default = fields[flag[2:].replace("-", "_")].default
-        group.add_argument(
-            flag, type=kind, default=default, metavar="N", help="as in the server (default: %(default)s)"
-        )
+    for name in SIMULATED_LIMITS:
+        add_limit_flag(group, name, help_text="as in the server (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -171,11 +164,7 @@ def _simulated(
     arguments: argparse.Namespace, curve: ServiceCurve, scaled: ScaledObject | None, traffic: Traffic
 ) -> Iterator[tuple[str, Outcome]]:
     """Simulate the ScaledObject first, then the cases to compare with it."""
-    limits = ReplicaLimits(
-        max_rows=arguments.max_num_seqs,
-        max_waiting=arguments.max_queued_requests,
-        max_wait_s=arguments.max_queue_time_s,
-    )
+    limits = EngineLimits(**{name: getattr(arguments, name) for name in SIMULATED_LIMITS})
     environment = Environment(
         start_s=arguments.start_s,
         discovery_s=arguments.discovery_s,

@@ -7,13 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-from antiphon.service.server.models.model_settings import ModelPlan
-from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
-from antiphon.service.tools.capacity.ranges import number, whole
+from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.service.tools.capacity.ranges import add_limit_flag, number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError, Demand, ServiceRate, read_load_result
 from antiphon.service.tools.capacity.sizing.kustomize import component
 from antiphon.service.tools.capacity.sizing.size_report import as_json, as_text
-from antiphon.service.tools.capacity.sizing.sizing import Lengths, Sizing, open_profiled, size
+from antiphon.service.tools.capacity.sizing.sizing import SIZED_LIMITS, Lengths, Replica, Sizing, open_profiled, size
 
 EXIT_USER_ERROR = 2
 
@@ -92,14 +92,8 @@ def _add_demand_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cores", type=whole(1, 1024), default=2, metavar="N", help="cores (default: %(default)s)")
-    for flag, high in (
-        ("--max-num-seqs", 4096),
-        ("--max-num-batched-tokens", 1_048_576),
-        ("--max-queued-requests", 1_000_000),
-        ("--max-queued-tokens", 100_000_000),
-    ):
-        default = ServerConfig.model_fields[flag[2:].replace("-", "_")].default
-        group.add_argument(flag, type=whole(1, high), default=default, metavar="N", help="(default: %(default)s)")
+    for name in SIZED_LIMITS:
+        add_limit_flag(group, name, help_text="(default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,7 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _sized(arguments: argparse.Namespace) -> Sizing:
     bundle = open_profiled(arguments.bundle)
     lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
-    return size(bundle, _plan(arguments), lengths, _demand(arguments), _rate(arguments))
+    limits = EngineLimits(**{name: getattr(arguments, name) for name in SIZED_LIMITS})
+    replica = Replica(cores=arguments.cores, limits=limits, lengths=lengths)
+    return size(bundle, replica, _demand(arguments), _rate(arguments))
 
 
 def _rate(arguments: argparse.Namespace) -> ServiceRate | None:
@@ -145,25 +141,6 @@ def _demand(arguments: argparse.Namespace) -> Demand | None:
         zones=arguments.zones,
         clients=arguments.clients,
         call_bytes=arguments.call_bytes,
-    )
-
-
-def _plan(arguments: argparse.Namespace) -> ModelPlan:
-    fields = ServerConfig.model_fields
-    return ModelPlan(
-        name=None,
-        path=arguments.bundle,
-        precision=None,
-        threads=arguments.cores,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_queued_requests=arguments.max_queued_requests,
-        max_queued_tokens=arguments.max_queued_tokens,
-        max_queue_time_s=fields["max_queue_time_s"].default,
-        kv_cache_blocks=None,
-        workspace_limit_bytes=None,
-        max_message_bytes=fields["max_message_bytes"].default,
-        max_text_bytes=fields["max_text_bytes"].default,
     )
 
 

@@ -27,6 +27,7 @@ from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.training.data.corpus import Pair, load_corpus
 from antiphon.model.training.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
 from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.limits import ALLOWED
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
@@ -110,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         for option in ("threads", "rows"):
             if getattr(args, option) < 1:
                 raise EvaluationError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+        if not ALLOWED["max_num_seqs"].holds(args.rows):
+            raise EvaluationError(f"--rows is {args.rows}; it must be {ALLOWED['max_num_seqs'].words}")
         scores = _scores(args)
     except _USER_ERRORS as error:
         print(f"antiphon evaluate: {error}", file=sys.stderr)
@@ -182,7 +185,7 @@ def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | No
         return [args.precision]
     if args.precision or args.checkpoint or args.output:
         raise EvaluationError("--record scores every precision; leave out --precision, --checkpoint and --output")
-    precisions = _held(bundle)
+    precisions = _bundle_precisions(bundle)
     if "float32" not in precisions:
         raise EvaluationError(
             f"{args.model} has no float32 graphs to compare with; export it also with --precision float32"
@@ -190,7 +193,7 @@ def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | No
     return [*precisions]
 
 
-def _held(bundle: Bundle) -> list[Precision]:
+def _bundle_precisions(bundle: Bundle) -> list[Precision]:
     return list(dict.fromkeys(graphs.precision for graphs in bundle.manifest.graphs))
 
 
@@ -200,7 +203,7 @@ def _recorded(
     """Write the scores into the manifest if --record is given. Return them."""
     if args.record:
         measure, exact = scores["float32"].quality
-        record(bundle, measure, {name: held.quality[1] for name, held in scores.items() if name}, exact, files)
+        record(bundle, measure, {name: score.quality[1] for name, score in scores.items() if name}, exact, files)
     return list(scores.values())
 
 
@@ -241,7 +244,7 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     bundle = load_bundle(args.model)
     if bundle.manifest.model.architecture != "encoder-decoder":
         raise EvaluationError(f"{args.model} does not translate; for it --record needs --text, or a --recipe of labels")
-    precisions = _held(bundle)
+    precisions = _bundle_precisions(bundle)
     if "float32" not in precisions and args.checkpoint is None:
         raise EvaluationError(
             f"{args.model} has no float32 graphs to compare with; give the exported checkpoint with --checkpoint"

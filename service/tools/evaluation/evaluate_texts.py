@@ -63,7 +63,7 @@ def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> T
     pieces = [piece for ids in encoded for piece in windows(ids, bundle.manifest.model.max_target_len)]
     if not pieces:
         raise NoTextError(f"none of {len(texts)} lines has {SHORTEST} tokens, the first of which is given")
-    requests = [_judging(str(index), piece) for index, piece in enumerate(pieces)]
+    requests = [_score_request(str(index), piece) for index, piece in enumerate(pieces)]
     started = time.perf_counter()
     events = asyncio.run(answer_all(runner, requests, unit="window"))
     seconds = time.perf_counter() - started
@@ -97,7 +97,7 @@ def _read(bundle: Bundle, texts: Sequence[str]) -> list[tuple[int, ...]]:
     return filled
 
 
-def _judging(name: str, ids: Sequence[int]) -> Request:
+def _score_request(name: str, ids: Sequence[int]) -> Request:
     return Score(
         arrival=Arrival(request_id=name, arrival_s=0.0),
         source_ids=(),

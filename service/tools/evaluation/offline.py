@@ -9,8 +9,9 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 from tqdm import tqdm
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Request, TokenEvent
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
@@ -20,12 +21,11 @@ from antiphon.service.runtime.runners import AnyRunner
 async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: str) -> list[TokenEvent]:
     """Submit all requests at once; return the last event of the first output of each, in order.
 
-    unit: unit of the progress bar. Raises the error with which the engine refuses a request.
+    unit: unit of the progress bar. Raises the error with which the engine refuses a request: QueueFull above 750,000
+    requests, since the last quarter of a queue is reserved for other clients.
     """
-    tokens = sum(request.num_source_tokens for request in requests)
-    # Twice the number of requests and tokens: the last quarter of a queue is reserved for other clients.
-    config = EngineConfig(max_queued_requests=2 * len(requests) + 1, max_queued_tokens=2 * tokens + 1)
-    engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
+    limits = EngineLimits.for_offline_work(runner.max_rows)
+    engine = Engine(runner, limits, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
     engine.start()
     try:
         streams = [OutputStream(request.request_id) for request in requests]

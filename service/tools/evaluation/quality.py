@@ -39,8 +39,8 @@ def record(
         for precision, value in scores.items()
     )
     kept = tuple(
-        held
-        for held in bundle.manifest.quality
-        if held.measure != measure or held.sha256 != sha256 or held.precision not in scores
+        entry
+        for entry in bundle.manifest.quality
+        if entry.measure != measure or entry.sha256 != sha256 or entry.precision not in scores
     )
     write_manifest(bundle.path, bundle.manifest.model_copy(update={"quality": (*kept, *added)}))

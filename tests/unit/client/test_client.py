@@ -18,7 +18,7 @@ from antiphon.client.messages import as_delta, as_generations
 from antiphon.client.options import options_message
 from antiphon.controls.control import Kind
 from antiphon.controls.table import CONTROLS
-from antiphon.service.engine.engine import EngineConfig
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.serving import Gate, serving
@@ -238,7 +238,7 @@ async def test_leaving_a_stream_cancels_its_work() -> None:
 
 
 async def test_client_retries_after_pushback_when_the_queue_was_full() -> None:
-    config = EngineConfig(max_num_seqs=1, max_queued_requests=1)
+    config = EngineLimits(max_num_seqs=1, max_queued_requests=1)
     async with serving(config) as served, AsyncClient(served.target) as client:
         gate = Gate(served.runner)
         calls = [asyncio.ensure_future(client.generate_text(SOURCES[0])) for _ in range(3)]

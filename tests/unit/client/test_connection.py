@@ -315,5 +315,5 @@ def test_loopback_targets_are_told_apart(target: str, expected: bool) -> None:
 
 
 def test_token_that_would_travel_in_the_open_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"the token goes to 192\.0\.2\.1:50051 unencrypted"):
+    with pytest.warns(UserWarning, match=r"the token is sent to 192\.0\.2\.1:50051 unencrypted"):
         Client("192.0.2.1:50051", connection=Connection(token="secret")).close()

@@ -162,7 +162,7 @@ async def test_explain_refuses_with_one_line(
 
 async def test_explain_tells_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert await explain(TEXT, is_explained=False) == 2
-    assert "UNIMPLEMENTED: this model's bundle holds no graph" in capsys.readouterr().err
+    assert "UNIMPLEMENTED: the bundle of this model has no explain graph" in capsys.readouterr().err
 
 
 async def test_explain_names_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

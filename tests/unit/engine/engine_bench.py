@@ -7,12 +7,13 @@ import threading
 
 from prometheus_client import CollectorRegistry
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from tests.fakes import FakeRunner, request_of
+from tests.fakes import FakeRunner, limits_for, request_of
 
 TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it
 
@@ -41,10 +42,10 @@ class Gate:
 class Bench:
     """An engine over the fake model, and readers of its streams."""
 
-    def __init__(self, runner: FakeRunner, config: EngineConfig) -> None:
+    def __init__(self, runner: FakeRunner, limits: EngineLimits | None = None) -> None:
         self.runner = runner
         self.registry = CollectorRegistry()
-        self.engine = Engine(runner, config, Metrics(MetricFamilies(self.registry), "fake"))
+        self.engine = Engine(runner, limits or limits_for(runner), Metrics(MetricFamilies(self.registry), "fake"))
 
     def submit(
         self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None

@@ -12,17 +12,15 @@ from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.bounds import QueueLimits
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.scheduling.scheduler import SchedulerLimits
 from antiphon.service.engine.sequence import SequenceGroup, SequenceState
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from tests.fakes import FakeClock, FakeRunner, request_of
+from tests.fakes import FakeClock, FakeRunner, limits_for, request_of
 
 BLOCK_SIZE = 4
 
@@ -56,7 +54,10 @@ class Bench:
         self.clock = FakeClock()
         self.cancellations = Cancellations()
         self.pool = BlockPool(self.runner.num_blocks, BLOCK_SIZE)
-        self.queue = RequestQueue(QueueLimits(max_requests=100, max_source_tokens=10_000))
+        self.limits = limits_for(
+            self.runner, max_num_batched_tokens=16, max_queued_requests=100, max_queued_tokens=10_000
+        )
+        self.queue = RequestQueue(self.limits)
         self.live: dict[str, SequenceGroup] = {}
         self.all: list[SequenceGroup] = []
         self.registry = CollectorRegistry()
@@ -65,7 +66,7 @@ class Bench:
                 runner=self.runner,
                 queue=self.queue,
                 pool=self.pool,
-                limits=SchedulerLimits(max_num_seqs=max_rows, max_num_batched_tokens=16),
+                limits=self.limits,
                 metrics=Metrics(MetricFamilies(self.registry), "fake"),
                 live=self.live,
                 clock=self.clock,
@@ -88,9 +89,7 @@ class Bench:
         )
 
     def ask(self, request: Request) -> SequenceGroup:
-        group = admit(
-            request, OutputStream(request.request_id, loop=self.loop), limits_of(self.runner, self.runner.max_rows)
-        )
+        group = admit(request, OutputStream(request.request_id, loop=self.loop), limits_of(self.runner, self.limits))
         self.queue.put(group, self.clock())
         self.live[request.request_id] = group
         self.all.append(group)

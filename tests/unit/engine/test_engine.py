@@ -10,8 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import FinishReason, SamplingParams
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, source_of, tokens_of
@@ -22,7 +23,7 @@ ENDLESS = source_of(target_len=60)
 
 @pytest.fixture
 def endless() -> Iterator[Bench]:
-    bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000, block_size=4096), EngineConfig())
+    bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000, block_size=4096))
     bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.vocab_size, 9, dtype=np.float32)[0]
     bench.engine.start()
     yield bench
@@ -195,7 +196,7 @@ async def test_engine_ends_every_request_when_it_dies_of_its_own_fault(bench: Be
 
 
 async def test_engine_refuses_a_request_it_could_never_run() -> None:
-    bench = Bench(FakeRunner(max_rows=2, block_size=4, num_blocks=4), EngineConfig())
+    bench = Bench(FakeRunner(max_rows=2, block_size=4, num_blocks=4))
     bench.engine.start()
     cases = [
         ((), None, "source"),
@@ -230,7 +231,7 @@ async def test_engine_refuses_an_id_that_is_still_in_use(bench: Bench, gate: Gat
 
 
 async def test_engine_refuses_when_the_queue_is_full() -> None:
-    bench = Bench(FakeRunner(max_rows=1), EngineConfig(max_queued_requests=2))
+    bench = Bench(FakeRunner(max_rows=1), EngineLimits(max_num_seqs=1, max_queued_requests=2))
     gate = Gate()
     bench.runner.before_decode = gate
     bench.engine.start()
@@ -249,7 +250,7 @@ async def test_engine_refuses_when_the_queue_is_full() -> None:
 
 
 async def test_engine_refuses_before_start() -> None:
-    bench = Bench(FakeRunner(), EngineConfig())
+    bench = Bench(FakeRunner())
     with pytest.raises(Unavailable):
         bench.submit("early", source_of(target_len=2))
     assert bench.engine.drain(0.0)
@@ -258,9 +259,7 @@ async def test_engine_refuses_before_start() -> None:
 def test_engine_names_the_setting_that_the_runner_cannot_serve() -> None:
     metrics = Metrics(MetricFamilies(CollectorRegistry()), "fake")
     with pytest.raises(ValueError, match="max_num_seqs is 9"):
-        Engine(FakeRunner(max_rows=8), EngineConfig(max_num_seqs=9), metrics)
-    with pytest.raises(ValueError, match="max_num_batched_tokens is 0"):
-        Engine(FakeRunner(), EngineConfig(max_num_batched_tokens=0), metrics)
+        Engine(FakeRunner(max_rows=8), EngineLimits(max_num_seqs=9), metrics)
 
 
 async def test_engine_cancels_requests_whose_event_loop_is_gone(bench: Bench) -> None:

@@ -51,7 +51,7 @@ def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix:
 
 def reference(bench: Bench, request: Generate) -> list[list[int]]:
     """Return the output of transformers' `generate` for a prompt over the fake model's logits."""
-    params, begin_id = request.params, request.given_ids(0)[0]
+    params, begin_id = request.params, request.decoder_input_ids(0)[0]
     model = Reference(lambda target: bench.runner.logits_after((), target), bos_id=begin_id, eos_id=EOS_ID)
     room = bench.runner.max_target_len - 1 - len(request.prefix_ids)
     outputs = generate(
@@ -247,7 +247,7 @@ def test_heads_whose_outputs_are_not_finite_end_their_own_requests_only(loop: as
     [
         (
             request_of("a", source_of(target_len=3)),
-            "this model is an encoder alone and writes nothing; it gives embeddings and has",
+            "this is an encoder-only model, which generates nothing; it gives embeddings and has",
         ),
         (
             reading("a", Task.NEXT_SENTENCE, (0,)),
@@ -265,7 +265,7 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(
 
 def test_what_a_decoder_cannot_do_is_refused_by_name(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, has_encoder=False)
-    with pytest.raises(Unsupported, match="this model is a decoder alone and encodes nothing"):
+    with pytest.raises(Unsupported, match="this is a decoder-only model, which encodes nothing"):
         bench.ask(embedding("a"))
 
 

@@ -314,7 +314,7 @@ def test_native_runner_names_graph_and_operator_when_a_batch_points_outside(runn
         runner.decode(tables.batch([[1]] * 3, [0, 0, 48]))
     with pytest.raises(GraphError, match=r"decoder\.onnx: the decoder graph failed: .*PagedCrossAttention"):
         runner.decode(batch_of([[1]], [0], [0], tables=([tables.self_tables[0]], [tables.cross[0]])))
-    with pytest.raises(ValueError, match="decode of 5 rows; it must be 1 to 4"):
+    with pytest.raises(ValueError, match="rows of the batch are 5; they must be 1 to 4"):
         runner.decode(batch_of([[1]] * 5, [0] * 5, [1] * 5, tables=([[0]] * 5, [[1]] * 5)))
     assert runner.decode(tables.batch([[1]] * 3, [0] * 3)).token_ids.min() >= 0
 

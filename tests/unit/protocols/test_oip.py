@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.engine.engine import EngineConfig
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.rpc.oip.inference import MAX_BATCH
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock
@@ -267,7 +267,7 @@ async def test_statistics_count_requests_texts_and_failures() -> None:
 
 
 async def test_first_error_of_a_batch_cancels_the_rest_of_it() -> None:
-    async with serving(EngineConfig(max_queued_requests=2, max_num_seqs=1)) as served:
+    async with serving(EngineLimits(max_queued_requests=2, max_num_seqs=1)) as served:
         error = await refusal(oip_stub(served).ModelInfer(text_request(*["the cat"] * 16)))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details_of(error).retry_after_s is not None

@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.service.domain.errors import DeadlineExceeded
 from antiphon.service.domain.request import Request
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.reading import reading
-from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 
 
 class Bench:
@@ -26,7 +26,7 @@ class Bench:
         self.clock = FakeClock()
         metrics = Metrics(MetricFamilies(self.registry), "fake")
         self.runner = FakeRunner()
-        self.engine = Engine(self.runner, EngineConfig(), metrics, clock=self.clock)
+        self.engine = Engine(self.runner, limits_for(self.runner), metrics, clock=self.clock)
         self.engine.start()
 
     def ask(self, *, within_s: float | None = None) -> tuple[Request, OutputStream]:

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.engine.engine import EngineConfig
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.serving import (
@@ -174,7 +174,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     (
         dict(text="a", options=pb.GenerateOptions(prefix_text="", prefix_ids=pb.TokenIds())),
         "options.prefix_ids",
-        "absent where prefix_text is set",
+        "absent if prefix_text is set",
     ),
 ]
 
@@ -281,7 +281,7 @@ async def test_rpc_refuses_a_message_over_the_limit_and_goes_on() -> None:
 
 
 async def test_generate_pushes_back_when_the_queue_is_full() -> None:
-    async with serving(EngineConfig(max_num_seqs=1, max_queued_requests=1)) as served:
+    async with serving(EngineLimits(max_num_seqs=1, max_queued_requests=1)) as served:
         gate = Gate(served.runner)
         running = asyncio.ensure_future(stub_of(served).GenerateUnary(asking_whole()))
         await asyncio.to_thread(gate.reached.wait, 60)

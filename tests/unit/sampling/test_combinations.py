@@ -59,7 +59,7 @@ def test_each_rule_refuses_what_it_says_and_names_its_field(
     with pytest.raises(InvalidArgument) as caught:
         check_combination(Controls(params=SamplingParams(**params), **beside))
     assert caught.value.field == rule.field == field
-    assert f"it must be {rule.allowed} where {rule.condition}" in str(caught.value)
+    assert f"it must be {rule.allowed} if {rule.condition}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("params", "beside"), HARMLESS)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.domain.limits import EncodeBudget
 from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
-from tests.fakes import FakeRunner, request_of, source_of
+from tests.fakes import FakeRunner, limits_for, request_of, source_of
 
 
 def check(source: int, prefix: int) -> None:
     runner = FakeRunner(vocab_size=64)
     runner.source_vocab_size = 80
-    admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, runner.max_rows))
+    admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, limits_for(runner)))
 
 
 async def test_admission_refuses_a_source_that_is_predicted_not_to_fit_and_names_the_longest() -> None:
     runner = FakeRunner(max_source_len=32)
     budget = EncodeBudget(max_bytes=1000, predict=lambda num_tokens, longest: 100 + 50 * num_tokens)  # 18 tokens
-    limits = limits_of(runner, runner.max_rows, budget)
+    limits = limits_of(runner, limits_for(runner, encode_budget=budget))
     for length in (17, 18):
         admit(request_of("a", source_of(target_len=3, length=length)), OutputStream("a"), limits)
     with pytest.raises(InvalidArgument, match="source is 19 tokens long; it must be 1 to 18 tokens long"):
@@ -45,7 +45,7 @@ async def test_cost_counts_every_row_at_the_length_that_is_asked_for() -> None:
         params = SamplingParams(max_new_tokens=24, **controls)  # type: ignore[arg-type]
         runner = FakeRunner()
         made = request_of("a", source_of(target_len=3, length=5), params=params)
-        return admit(made, OutputStream("a"), limits_of(runner, runner.max_rows)).cost
+        return admit(made, OutputStream("a"), limits_of(runner, limits_for(runner))).cost
 
     assert cost() == 5 + 5
     assert cost(min_new_tokens=12) == 5 + 12

@@ -13,10 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from antiphon.service.domain.limits import EncodeBudget, EngineLimits
 from antiphon.service.domain.request import Priority
-from antiphon.service.engine.engine import EngineConfig
 from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
-from antiphon.service.engine.scheduling.scheduler import EncodeBudget
 from antiphon.service.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, changed, request_of, source_of
@@ -77,10 +76,10 @@ class Overload:
 
 
 @contextlib.asynccontextmanager
-async def overload(config: EngineConfig) -> AsyncIterator[Overload]:
+async def overload(limits: EngineLimits) -> AsyncIterator[Overload]:
     held = Overload()
-    config = dataclasses.replace(config, max_num_seqs=1)
-    async with serving(config, prepare=held.prepare, clock=held.clock) as served:
+    limits = dataclasses.replace(limits, max_num_seqs=1)
+    async with serving(limits, prepare=held.prepare, clock=held.clock) as served:
         held.served = served
         try:
             yield held
@@ -106,7 +105,7 @@ async def pushed_back(served: Serving) -> tuple[grpc.aio.AioRpcError, Details]:
 
 async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
     """Its invalid source is not read: reading takes CPU time from running requests."""
-    async with overload(EngineConfig(max_queued_requests=2)) as held:
+    async with overload(EngineLimits(max_queued_requests=2)) as held:
         unread = asking(prefix_ids=pb.TokenIds(ids=(10**6,)))
         taken = await refusal(stub_of(held.served).Generate(unread))
         await held.hold()
@@ -117,7 +116,7 @@ async def test_what_cannot_be_taken_is_refused_before_it_is_read() -> None:
 
 
 async def test_a_queue_full_of_requests_pushes_back() -> None:
-    async with overload(EngineConfig(max_queued_requests=3)) as held:
+    async with overload(EngineLimits(max_queued_requests=3)) as held:
         await held.hold()
         held.wait(3)
         error, _ = await pushed_back(held.served)
@@ -125,7 +124,7 @@ async def test_a_queue_full_of_requests_pushes_back() -> None:
 
 
 async def test_a_queue_full_of_tokens_pushes_back() -> None:
-    async with overload(EngineConfig(max_queued_tokens=2 * LENGTH)) as held:
+    async with overload(EngineLimits(max_queued_tokens=2 * LENGTH)) as held:
         await held.hold()
         held.wait(1, client="one")
         held.wait(1, client="two")
@@ -134,7 +133,7 @@ async def test_a_queue_full_of_tokens_pushes_back() -> None:
 
 
 async def test_a_client_that_would_fill_the_queue_is_pushed_back_and_others_are_not() -> None:
-    async with overload(EngineConfig(max_queued_requests=8)) as held:
+    async with overload(EngineLimits(max_queued_requests=8)) as held:
         await held.hold()
         held.wait(4, client=THIS_HOST)
         held.wait(2)
@@ -144,7 +143,7 @@ async def test_a_client_that_would_fill_the_queue_is_pushed_back_and_others_are_
 
 
 async def test_a_wait_above_the_bound_pushes_back_for_as_long_as_it_would_take() -> None:
-    async with overload(EngineConfig(max_queue_time_s=1.0)) as held:
+    async with overload(EngineLimits(max_queue_time_s=1.0)) as held:
         await held.measure()
         await held.hold()
         streams = held.wait(4, client=THIS_HOST)  # three steps each
@@ -157,7 +156,7 @@ async def test_a_wait_above_the_bound_pushes_back_for_as_long_as_it_would_take()
 
 
 async def test_a_deadline_before_its_turn_is_refused_at_once() -> None:
-    async with overload(EngineConfig()) as held:
+    async with overload(EngineLimits(max_queue_time_s=None)) as held:
         await held.measure()
         await held.hold()
         held.wait(200, client=THIS_HOST)  # a minute of the engine's clock
@@ -174,7 +173,7 @@ async def test_a_deadline_before_its_turn_is_refused_at_once() -> None:
 
 async def test_a_batch_request_waits_behind_what_an_interactive_one_overtakes() -> None:
     """The expected wait of an interactive request counts little of the batch that waits, that of a batch all of it."""
-    async with overload(EngineConfig(max_queue_time_s=5.0)) as held:
+    async with overload(EngineLimits(max_queue_time_s=5.0)) as held:
         await held.measure()
         await held.hold()
         held.wait(16, client=THIS_HOST, priority=Priority.BATCH)  # 4.8 seconds
@@ -191,7 +190,7 @@ async def test_a_batch_request_waits_behind_what_an_interactive_one_overtakes() 
 async def test_what_could_never_run_is_no_overload() -> None:
     """A source that the workspace cannot hold, and a target that the pool cannot: the fields are named at once."""
     budget = EncodeBudget(max_bytes=100, predict=lambda num_tokens, longest: 10 * num_tokens)
-    async with serving(EngineConfig(encode_budget=budget)) as served:
+    async with serving(EngineLimits(max_num_seqs=8, encode_budget=budget)) as served:
         error = await refusal(stub_of(served).GenerateUnary(asking_whole((9,) * 10)))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert details_of(error).field == "token_ids"

@@ -37,7 +37,7 @@ def toml(tmp_path: Path) -> Path:
 
 def test_bare_settings_plan_the_bundle_under_its_own_name() -> None:
     (plan,) = load("some/where", "--max-num-seqs", "3").plans
-    assert (plan.name, plan.path, plan.max_num_seqs) == (None, Path("some/where"), 3)
+    assert (plan.name, plan.path, plan.limits.max_num_seqs) == (None, Path("some/where"), 3)
 
 
 def test_model_flags_plan_each_model_in_the_order_given() -> None:
@@ -47,8 +47,8 @@ def test_model_flags_plan_each_model_in_the_order_given() -> None:
 
 def test_models_of_toml_take_their_own_limits_and_else_the_servers(toml: Path) -> None:
     de, fr = load("--config", str(toml)).plans
-    assert (de.max_num_seqs, de.kv_cache_blocks, de.threads) == (8, 100, 2)
-    assert (fr.name, fr.max_num_seqs, fr.kv_cache_blocks, fr.threads) == ("fr-1.5", 32, None, 2)
+    assert (de.limits.max_num_seqs, de.limits.kv_cache_blocks, de.threads) == (8, 100, 2)
+    assert (fr.name, fr.limits.max_num_seqs, fr.limits.kv_cache_blocks, fr.threads) == ("fr-1.5", 32, None, 2)
 
 
 def test_model_flags_come_first_and_keep_the_limits_of_the_file(toml: Path) -> None:
@@ -58,7 +58,7 @@ def test_model_flags_come_first_and_keep_the_limits_of_the_file(toml: Path) -> N
         ("de", Path("/other")),
         ("fr-1.5", Path("/bundles/fr")),
     ]
-    assert plans[1].max_num_seqs == 8
+    assert plans[1].limits.max_num_seqs == 8
 
 
 def test_models_of_the_environment_are_json(monkeypatch: pytest.MonkeyPatch) -> None:

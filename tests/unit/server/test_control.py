@@ -35,8 +35,8 @@ NOT_SERVING = HealthCheckResponse.NOT_SERVING
 CONFIG = ServerConfig(threads=1, max_num_seqs=2)
 
 
-def plan(name: str, path: Path = SHIPPED_BUNDLE) -> ModelPlan:
-    return CONFIG.plan(name, ModelSettings(path=path))
+def plan(name: str, path: Path = SHIPPED_BUNDLE, **own: Any) -> ModelPlan:
+    return CONFIG.plan(name, ModelSettings(path=path, **own))
 
 
 @dataclasses.dataclass
@@ -142,13 +142,9 @@ async def test_a_failed_load_leaves_nothing(host: Host, tmp_path: Path) -> None:
     for error, message, wanted in (
         (BadBundle, f"tokenizer.json is missing|{MANIFEST_NAME}", plan("second", tmp_path / "broken")),
         (BadBundle, f"{MANIFEST_NAME} is missing", plan("second", tmp_path / "other")),
-        (BadBundle, "kv_cache_blocks is 3", dataclasses.replace(plan("second"), kv_cache_blocks=3)),
-        (
-            BadBundle,
-            "no native graphs at precision float32",
-            dataclasses.replace(plan("second"), precision="float32"),
-        ),
-        (OverBudget, "lower kv_cache_blocks from 16384", dataclasses.replace(plan("second"), max_num_seqs=512)),
+        (BadBundle, "kv_cache_blocks is 3", plan("second", kv_cache_blocks=3)),
+        (BadBundle, "no native graphs at precision float32", plan("second", precision="float32")),
+        (OverBudget, "lower kv_cache_blocks from 16384", plan("second", max_num_seqs=512)),
         (ModelExists, "'first' is served already", plan("first")),
     ):
         with pytest.raises(error, match=message):

@@ -13,7 +13,7 @@ from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3.orca_pb2 import OrcaLoadReportRequest
 
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
-from antiphon.service.engine.engine import EngineConfig
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.observability.call import Call
 from antiphon.service.server.load_report import LoadReports
 from antiphon.v1 import inference_pb2 as pb
@@ -45,7 +45,7 @@ async def hold_two(served: Serving) -> tuple[Gate, list[Any]]:
 
 async def test_report_says_what_the_engine_holds() -> None:
     clock = FakeClock()
-    async with serving(EngineConfig(max_num_seqs=1)) as served:
+    async with serving(EngineLimits(max_num_seqs=1)) as served:
         reports = LoadReports(served.calls.models, clock=clock)
         idle = OrcaLoadReport.FromString(reports.packed())
         gate, calls = await hold_two(served)
@@ -98,7 +98,7 @@ async def test_every_rpc_ends_with_a_report_whether_it_succeeds_or_not() -> None
 
 
 async def test_trailer_holds_the_gauges_of_the_moment() -> None:
-    async with serving(EngineConfig(max_num_seqs=1)) as served:
+    async with serving(EngineLimits(max_num_seqs=1)) as served:
         gate, calls = await hold_two(served)
         async with tapped(served.target) as tap, grpc.aio.insecure_channel(tap.target) as channel:
             stub: Any = InferenceServiceStub(channel)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.model.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bundle
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavailable
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.pacing import Pacing
@@ -37,15 +39,18 @@ from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundl
 from tests.waits import client_waits
 
 
-def plan(**changes: object) -> ModelPlan:
-    made = ServerConfig(threads=1, max_num_seqs=5).plan("one", ModelSettings(path=Path("/x")))
-    return replace(made, **changes)  # type: ignore[arg-type]
+def limits(**changes: Any) -> EngineLimits:
+    return EngineLimits(**{"max_num_seqs": 5} | changes)
+
+
+def shipped_plan(**changes: Any) -> ModelPlan:
+    return ServerConfig(threads=1, max_num_seqs=5, **changes).plan("one", ModelSettings(path=SHIPPED_BUNDLE))
 
 
 @pytest.mark.parametrize("num_blocks", [None, 40])
 def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, num_blocks: int | None) -> None:
     bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()), "float16")
-    need = need_of(bundle, bundle.graph_set(), plan(kv_cache_blocks=num_blocks))
+    need = need_of(bundle, bundle.graph_set(), limits(kv_cache_blocks=num_blocks))
     runner = NativeRunner(bundle, max_rows=5, threads=1, num_blocks=num_blocks)
     assert (need.memory.cache_bytes, need.num_blocks) == (runner.cache.nbytes, runner.num_blocks)
     assert need.block_bytes == runner.cache[0].nbytes
@@ -54,7 +59,7 @@ def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, nu
 def test_need_counts_graphs_and_the_weights_that_they_share_once() -> None:
     bundle = load_bundle(SHIPPED_BUNDLE)
     files = ("encoder.native.int8.onnx", "decoder.native.int8.onnx", "explain.int8.onnx", "weights.native.int8.bin")
-    need = need_of(bundle, bundle.graph_set(), plan())
+    need = need_of(bundle, bundle.graph_set(), limits())
     assert need.memory.weight_bytes == sum((SHIPPED_BUNDLE / name).stat().st_size for name in files)
 
 
@@ -64,8 +69,8 @@ def test_need_takes_the_workspace_from_the_limit_the_profile_or_the_default(tmp_
     profile = MemoryProfile(fits={"native-float32": fit}, machine="none")
     measured = replace(bundle, manifest=bundle.manifest.model_copy(update={"memory": profile}))
 
-    def workspace(of: object, **changes: object) -> int:
-        return need_of(of, bundle.graph_set(), plan(**changes)).memory.workspace_bytes  # type: ignore[arg-type]
+    def workspace(of: Bundle, **changes: int) -> int:
+        return need_of(of, bundle.graph_set(), limits(**changes)).memory.workspace_bytes
 
     assert workspace(bundle) == DEFAULT_WORKSPACE_BYTES
     assert workspace(measured, max_num_batched_tokens=64) == 1000 + 10 * 64
@@ -81,8 +86,7 @@ def shipped() -> Bundle:
 @pytest.mark.parametrize("limit_bytes", [None, 3_000_000])
 def test_encode_budget_predicts_as_the_runner_reports(shipped: Bundle, limit_bytes: int | None) -> None:
     """The longest batch and the longest source that are predicted to fit run within the limit."""
-    settings = plan(workspace_limit_bytes=limit_bytes)
-    budget = encode_budget(shipped, shipped.graph_set(), settings)
+    budget = encode_budget(shipped, shipped.graph_set(), limits(workspace_limit_bytes=limit_bytes))
     assert budget is not None
     runner = NativeRunner(shipped, max_rows=64, threads=1, workspace_limit_bytes=limit_bytes)
     longest = budget.longest_source(runner.max_source_len)
@@ -103,16 +107,15 @@ def test_a_workspace_too_small_for_any_source_is_refused_at_start() -> None:
     shared = Shared(
         families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
     )
-    settings = plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1000)
     with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
-        load(settings, shared)
+        load(shipped_plan(workspace_limit_bytes=1000), shared)
 
 
 def test_the_description_names_the_longest_source_that_fits_the_workspace() -> None:
     shared = Shared(
         families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
     )
-    served = load(plan(path=SHIPPED_BUNDLE, workspace_limit_bytes=1_000_000), shared)
+    served = load(shipped_plan(workspace_limit_bytes=1_000_000), shared)
     longest = served.description.limits.max_source_len
     assert 1 < longest < load_bundle(SHIPPED_BUNDLE).manifest.model.max_source_len
     with closing(asyncio.new_event_loop()) as loop:

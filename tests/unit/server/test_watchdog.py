@@ -11,17 +11,17 @@ import pytest
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.calls.background import running_beside
+from antiphon.service.rpc.calls.background import running_in_background
 from antiphon.service.rpc.calls.probes import LIVENESS, Probes
 from antiphon.service.rpc.v1.models import Served
 from antiphon.service.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
-from tests.fakes import FakeClock, FakeRunner, request_of, source_of
+from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 from tests.serving import Gate
 
 SERVING, NOT_SERVING = 1, 2
@@ -35,7 +35,7 @@ class Bench:
         metrics = Metrics(MetricFamilies(self.registry), "fake")
         self.runner = FakeRunner()
         self.gate = Gate(self.runner)
-        self.engine = Engine(self.runner, EngineConfig(), metrics, clock=self.clock)
+        self.engine = Engine(self.runner, limits_for(self.runner), metrics, clock=self.clock)
         self._health = health.aio.HealthServicer()
         self.probes = Probes(self._health, ("service",))
         unread: Any = None
@@ -132,7 +132,7 @@ async def test_work_beside_that_ends_by_a_fault_is_not_overlooked(caplog: pytest
     async def fail() -> None:
         raise RuntimeError("a bug")
 
-    async with running_beside(fail()):
+    async with running_in_background(fail()):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
@@ -141,7 +141,7 @@ async def test_work_beside_that_ends_by_a_fault_is_not_overlooked(caplog: pytest
 async def test_loop_lag_grows_while_the_loop_does_not_come_by() -> None:
     clock = FakeClock()
     lag = LoopLag(clock)
-    async with running_beside(lag.run()):
+    async with running_in_background(lag.run()):
         await asyncio.sleep(0)
         clock.advance(0.5)
         assert lag.lag_s == 0.0

@@ -7,19 +7,20 @@ import math
 import numpy as np
 import pytest
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
-from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
+from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
 
 NUM_REQUESTS = 200_000
 # Means of so many dependent waits wander by about a hundredth at the loads below.
 TOLERANCE = 0.05
 
 
-def _run(curve: ServiceCurve, max_rows: int, rate: float, work: np.ndarray, limits: tuple[int, float]) -> Answers:
+def _run(curve: ServiceCurve, max_rows: int, rate: float, work: np.ndarray, queue: tuple[int, float | None]) -> Answers:
     rng = np.random.default_rng(7)
     arrivals = np.cumsum(rng.exponential(1 / rate, len(work)))
     answers = Answers()
-    bounds = ReplicaLimits(max_rows=max_rows, max_waiting=limits[0], max_wait_s=limits[1])
+    bounds = EngineLimits(max_num_seqs=max_rows, max_queued_requests=queue[0], max_queue_time_s=queue[1])
     replica = SimulatedReplica(curve, bounds, answers, ready_s=0.0)
     replica.run(zip(arrivals.tolist(), work.tolist(), strict=True), float(arrivals[-1]) + 1e6)
     assert len(answers.latency_s) + len(answers.refused_s) == len(work)
@@ -31,7 +32,7 @@ def _curve(rows: tuple[int, ...], per_s: tuple[float, ...]) -> ServiceCurve:
     return ServiceCurve(rows=rows, answers_per_s=per_s, work=(1.0,), origin="test")
 
 
-UNBOUNDED = (10**9, math.inf)
+UNBOUNDED = (1_000_000, None)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
@@ -71,8 +72,8 @@ def test_shared_rows_answer_as_processor_sharing(spread: str) -> None:
 
 def test_overload_is_refused_and_the_rest_answered_at_the_most() -> None:
     """Twice what it can do: half is refused, and nobody waits longer than the queue takes to drain."""
-    answers = _run(_curve((1,), (50.0,)), 1, 100.0, np.ones(50_000), (20, math.inf))
+    answers = _run(_curve((1,), (50.0,)), 1, 100.0, np.ones(50_000), (20, None))
     assert len(answers.refused_s) / 50_000 == pytest.approx(0.5, rel=TOLERANCE)
     assert max(answers.wait_s) <= 20 / 50 + 1e-9
-    by_time = _run(_curve((1,), (50.0,)), 1, 100.0, np.ones(50_000), (10**9, 0.2))
+    by_time = _run(_curve((1,), (50.0,)), 1, 100.0, np.ones(50_000), (1_000_000, 0.2))
     assert max(by_time.wait_s) == pytest.approx(0.2, abs=1 / 50)

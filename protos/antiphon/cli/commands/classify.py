@@ -17,10 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=1,
         metavar="N",
-        help="labels to print, best first; 0 is all (default: %(default)s)",
+        help="number of labels to print, best first; 0: all (default: %(default)s)",
     )
     parser.add_argument(
-        "--next-sentence", action="store_true", help="ask whether the second text of a pair follows the first"
+        "--next-sentence", action="store_true", help="predict if the second text of a pair follows the first"
     )
 
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="source text")
     parser.add_argument("--target-text", metavar="TEXT", help="target to explain (default: the model's answer)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
+    parser.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
     parser.add_argument("--layer", type=int, metavar="N", help="decoder layer of the alignment, from 0 (default: last)")
     parser.add_argument("--head", type=int, metavar="N", help="head of this layer, from 0 (default: mean of all heads)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot the alignment to FILE (needs matplotlib)")
@@ -124,13 +124,13 @@ def alignment(response: pb.ExplainResponse, *, layer: int | None, head: int | No
     return rows, f"cross-attention of decoder layer {layer}, {shown}"
 
 
-def _existing(option: str, asked: int | None, held: set[int]) -> int:
+def _existing(option: str, given: int | None, existing: set[int]) -> int:
     """Return the given number, or the last one if it is None."""
-    if asked is None:
-        return max(held)
-    if asked not in held:
-        raise Refused(f"{option} is {asked}; the model has 0 to {max(held)}")
-    return asked
+    if given is None:
+        return max(existing)
+    if given not in existing:
+        raise Refused(f"{option} is {given}; the model has 0 to {max(existing)}")
+    return given
 
 
 def read(response: pb.ExplainResponse) -> list[str]:

@@ -11,13 +11,13 @@ from antiphon.client import AsyncClient, FilledMasks
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon fill-mask`."""
-    add_ask_arguments(parser, "text with the model's mask token in it")
+    add_ask_arguments(parser, "text that contains the model's mask token")
     parser.add_argument(
         "--top-k",
         type=positive,
         default=5,
         metavar="N",
-        help="tokens to propose, most likely first (default: %(default)s)",
+        help="number of tokens to propose, most likely first (default: %(default)s)",
     )
 
 

@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon generate`."""
     parser.add_argument("text", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    parser.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
+    parser.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
     for side in ("source", "target"):
         parser.add_argument(
             f"--{side}-language",
             default="",
             metavar="CODE",
-            help=f"language of the {side}, for models that know several (default: the model's)",
+            help=f"language of the {side}, for models with several languages (default: the model's)",
         )
     parser.add_argument("--json", action="store_true", help="print each answer as one JSON object with all fields")
     parser.add_argument(

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--service",
         default="",
         metavar="NAME",
-        help='what to ask for: "liveness", or a service, or SERVICE/MODEL (default: whether all models are ready)',
+        help='health name to check: "liveness", or a service, or SERVICE/MODEL (default: whether all models are ready)',
     )
     parser.add_argument(
         "--timeout-s", type=above_zero, default=2.0, metavar="S", help="maximum wait (default: %(default)s)"

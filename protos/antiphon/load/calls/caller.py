@@ -100,12 +100,12 @@ class Caller:
                     reply.num_tokens = message.usage.generated_tokens
         finally:
             call.cancel()
-        _judge(reply, ended)
+        _set_outcome(reply, ended)
         reply.text = "".join(texts)
 
     async def _ask(self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply) -> None:
         response = await stub.GenerateUnary(self._whole[ask], **self._terms.call())
-        _judge(reply, len(response.outputs))
+        _set_outcome(reply, len(response.outputs))
         reply.num_tokens = response.usage.generated_tokens
         reply.text = "".join(output.text for output in response.outputs)
 
@@ -120,7 +120,7 @@ class Caller:
         await self.close()
 
 
-def _judge(reply: Reply, num_ends: int) -> None:
+def _set_outcome(reply: Reply, num_ends: int) -> None:
     """Set the outcome of a call without an error: its only output must end exactly once."""
     if num_ends == 1:
         reply.outcome = _OK

@@ -140,13 +140,13 @@ class _Answering:
         await caller.connect()
         return caller
 
-    def _do(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def _run_in_loop(self, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __enter__(self) -> Self:
         self._thread.start()
         try:
-            self._caller = self._do(self._open())
+            self._caller = self._run_in_loop(self._open())
         except TimeoutError:
             self._end()
             raise DriveError(f"no connection to {self._plan.target}") from None
@@ -155,7 +155,7 @@ class _Answering:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._do(self._caller.close())
+        self._run_in_loop(self._caller.close())
         self._end()
 
     def _end(self) -> None:

@@ -19,21 +19,21 @@ def draw_curve(results: Sequence[Result], highest: float | None = None) -> bytes
 
     highest: a rate to mark. Runs of a trace are shown at the achieved rate.
     """
-    held = sorted(results, key=_rate)
+    by_rate = sorted(results, key=_rate)
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     first, whole, throughput = figure.subplots(1, 3)
-    objective = held[0].plan.objective
-    _draw_latency(first, held, "ttft_ms", "time to first token, ms", objective.ttft_s)
-    _draw_latency(whole, held, "e2e_ms", "whole answer, ms", objective.e2e_s)
-    _draw_throughput(throughput, held)
+    objective = by_rate[0].plan.objective
+    _draw_latency(first, by_rate, "ttft_ms", "time to first token, ms", objective.ttft_s)
+    _draw_latency(whole, by_rate, "e2e_ms", "whole answer, ms", objective.e2e_s)
+    _draw_throughput(throughput, by_rate)
     for axes in (first, whole, throughput):
         if highest:
             axes.axvline(highest, color="green", linestyle=":", label=f"highest rate within: {highest:,.1f}/s")
         axes.set(xlabel="requests/s", xlim=(0, None))
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
-    plan = held[0].plan
+    plan = by_rate[0].plan
     title = f"{plan.model} on {plan.target}: open loop, {plan.duration_s:g} s a point, latency from the scheduled time"
     figure.suptitle(title, fontsize="small")
     content = io.BytesIO()

@@ -30,16 +30,16 @@ def bracketed_rate(holds: Callable[[float], bool], start: float, precision: floa
     precision: maximum relative distance between the returned rate and a rate that failed. Returns 0 if even the lowest
     tried rate fails, and the highest tried rate if every rate holds.
     """
-    held, failed = (start, None) if holds(start) else (None, start)
+    passed, failed = (start, None) if holds(start) else (None, start)
     for _ in range(_MAX_DOUBLINGS):
-        if held is not None and failed is not None:
+        if passed is not None and failed is not None:
             break
         if failed is None:
-            assert held is not None
-            held, failed = (2 * held, None) if holds(2 * held) else (held, 2 * held)
+            assert passed is not None
+            passed, failed = (2 * passed, None) if holds(2 * passed) else (passed, 2 * passed)
         else:
-            held, failed = (failed / 2, failed) if holds(failed / 2) else (None, failed / 2)
-    if held is None or failed is None:
-        return held or 0.0
-    steps = math.ceil(math.log2(math.log(failed / held) / math.log1p(precision)))
-    return highest_rate(holds, held, failed, steps) or held
+            passed, failed = (failed / 2, failed) if holds(failed / 2) else (None, failed / 2)
+    if passed is None or failed is None:
+        return passed or 0.0
+    steps = math.ceil(math.log2(math.log(failed / passed) / math.log1p(precision)))
+    return highest_rate(holds, passed, failed, steps) or passed

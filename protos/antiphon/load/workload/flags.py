@@ -29,7 +29,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    group.add_argument("--model", default="", metavar="NAME", help="model to ask for (default: the server's first)")
+    group.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
 
 
 def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:

@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from antiphon.service.rpc.calls.connections.scrapes import Scrapes
 
 MAX_SCRAPES = 16
-"""Most connections to the metrics port at once. Each takes a file descriptor and a thread."""
+"""Maximum number of connections to the metrics port at once. Each takes a file descriptor and a thread."""
 # A scrape takes milliseconds. A client that connects and sends nothing, or little, must not occupy a thread.
 _SCRAPE_TIMEOUT_S = 10.0
-# Errors of accept() for want of descriptors or memory, and the delay before the next attempt.
+# Errors of accept() if descriptors or memory ran out, and the delay before the next attempt.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _EXHAUSTED_WAIT_S = 0.5
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from antiphon.service.rpc.calls.background import in_background, let_go
+from antiphon.service.rpc.calls.background import ignore_result, in_background
 from antiphon.service.rpc.calls.connections.disconnect import disconnect
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Resets:
         self._resets[connection] += 1
         if 2 * self._resets[connection] > self._calls[connection] >= _MIN_CALLS:
             del self._calls[connection], self._resets[connection]
-            let_go(in_background(lambda: self._cut(connection), "disconnect"))
+            ignore_result(in_background(lambda: self._cut(connection), "disconnect"))
 
     def _cut(self, connection: str) -> None:
         if self._close(connection):  # False for a closed connection, whose remaining calls still end one by one

@@ -19,7 +19,7 @@ class Scrapes:
 
     A new connection beyond the limit ends the oldest one: a scrape takes milliseconds, so the oldest must be idle.
 
-    most: most connections at once. longest_s: longest duration of a connection, even an active one.
+    most: maximum number of connections at once. longest_s: longest duration of a connection, even an active one.
     """
 
     def __init__(self, most: int, longest_s: float, clock: Callable[[], float]) -> None:

@@ -17,7 +17,7 @@ import grpc.aio
 _MIN_JUMP_S = 0.05
 
 
-class Limited(ABC):
+class TimeLimited(ABC):
     """Context of a part of a call, with its own time limit."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
 
     It is unknown after the clock was set forward by more than the time left: gRPC's own timer then ends the call.
     """
-    if isinstance(context, Limited):
+    if isinstance(context, TimeLimited):
         return context.remaining_s()
     reported_s = cast("float | None", context.time_remaining())  # may be None, which grpc's type stubs omit
     jump_s = _wall_ahead_s() - _WALL_AHEAD_AT_START_S

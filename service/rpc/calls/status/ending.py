@@ -85,7 +85,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _is_late(call: Call, context: Context) -> bool:
     """Return whether a cancelled call had exceeded its deadline. The causes recorded for its requests come first."""
-    causes = [cause for asked in call.asked if (cause := asked.stream.cancel_cause) is not None]
+    causes = [cause for admitted in call.requests if (cause := admitted.stream.cancel_cause) is not None]
     if causes:
         return CancelCause.DEADLINE in causes
     left_s = remaining_s(context)

@@ -55,7 +55,7 @@ class WaitLimits:
     """Limits on waiting calls.
 
     request_timeout_s, answer_timeout_s: longest wait in the stages REQUEST and ANSWER.
-    max_requests: most calls whose request is incomplete. max_unsent_bytes: most bytes of unread answers.
+    max_requests: maximum number of calls with an incomplete request. max_unsent_bytes: maximum bytes of unread answers.
     """
 
     request_timeout_s: float
@@ -183,10 +183,10 @@ def _no_room() -> AntiphonError:
 def _of_largest_holder(waits: list[Wait], weigh: Callable[[Wait], int]) -> list[Wait]:
     """Return the waits of the caller with the largest total, on its largest connection, the oldest first."""
     for name in ("caller", "connection"):
-        held: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for wait in waits:
-            held[getattr(wait, name)] += weigh(wait)
-        if held:
-            largest = max(held, key=lambda one: held[one])
+            totals[getattr(wait, name)] += weigh(wait)
+        if totals:
+            largest = max(totals, key=lambda one: totals[one])
             waits = [wait for wait in waits if getattr(wait, name) == largest]
     return sorted(waits, key=lambda wait: wait.since_s)

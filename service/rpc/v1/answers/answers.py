@@ -25,7 +25,7 @@ _FINISH_REASONS = {
 }
 
 
-class Wording:
+class Detokenizer:
     """Decoder of one request's tokens into text, from the end of its prefix to its stop strings.
 
     prefix_text: the prefix as its client wrote it, which the answer's text continues; empty if it was given as ids.
@@ -44,7 +44,7 @@ class Wording:
         return TokenStopMatcher(self._stop_strings, self._decoder())
 
     def text(self) -> StopFilter:
-        """Return the decoder of one output's text, for the client."""
+        """Return the incremental text of one output, for the client."""
         return StopFilter(self._stop_strings, self._decoder())
 
     def _decoder(self) -> IncrementalDecoder:
@@ -62,9 +62,9 @@ class Wording:
 class Answer:
     """Turns one request's events into messages."""
 
-    def __init__(self, request: Generate, wording: Wording) -> None:
+    def __init__(self, request: Generate, detokenizer: Detokenizer) -> None:
         self._request = request
-        self._wording = wording
+        self._detokenizer = detokenizer
         self._texts: dict[int, StopFilter] = {}
 
     def delta(self, event: TokenEvent) -> pb.GenerateResponse | None:
@@ -117,7 +117,7 @@ class Answer:
     def _push(self, event: TokenEvent) -> str:
         text = self._texts.get(event.output_index)
         if text is None:
-            text = self._texts[event.output_index] = self._wording.text()
+            text = self._texts[event.output_index] = self._detokenizer.text()
         pushed = text.push(event.token_ids)
         return pushed if event.finish_reason is None else pushed + text.finish()
 

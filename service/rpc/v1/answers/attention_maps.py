@@ -27,7 +27,7 @@ class Explanation(Protocol):
         """Cross-attention, [L, H, T, S]."""
 
 
-class Explains(Protocol):
+class AttentionExplainer(Protocol):
     """Computes attention maps, one call at a time. Blocks."""
 
     def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:

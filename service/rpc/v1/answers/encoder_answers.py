@@ -123,10 +123,10 @@ def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
 
 def _is_inside(text: str, end: int, start: int) -> bool:
     """Return whether a token at `start` continues the word that ends at `end`. Byte tokens of one character do."""
-    return start < end or (start == end and _goes_on(text[end - 1]) and _goes_on(text[start]))
+    return start < end or (start == end and _is_word_char(text[end - 1]) and _is_word_char(text[start]))
 
 
-def _goes_on(char: str) -> bool:
+def _is_word_char(char: str) -> bool:
     if any(ord(char) in script for script in _UNSPACED):
         return False
     return char.isalnum() or unicodedata.category(char).startswith("M")

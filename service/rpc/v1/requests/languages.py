@@ -78,7 +78,7 @@ def languages_of(text: TextFormat, message: NamesLanguages) -> RequestLanguages:
         "forced_first_id"
     ):
         if message.target_language and text.target_language_place == "first":
-            allowed = "empty where options.forced_first_id is set: they say the same thing"
+            allowed = "empty if options.forced_first_id is set: both set the first target token"
             raise InvalidArgument("target_language", message.target_language, allowed)
         return replace(languages, first_id=None)
     return languages

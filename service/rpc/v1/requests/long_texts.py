@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 class LongTexts:
     """Thread for long texts, and the texts that wait for it or are being tokenised.
 
-    max_bytes: most bytes of all these texts; one caller may have half of it.
+    max_bytes: limit on the total bytes of these texts; one caller may have half of it.
     """
 
     def __init__(self, max_bytes: int = 2 << 20) -> None:

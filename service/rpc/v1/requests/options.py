@@ -1,6 +1,6 @@
-"""GenerateOptions of the contract: read into domain values with every check made, and written with the defaults.
+"""Reads GenerateOptions of the contract into checked domain values, and writes them with a model's defaults.
 
-Every option is read as the kind of its row in `antiphon.controls.table` says.
+The kind of a control's row in `antiphon.controls.table` determines the reading of its option.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _NAMES = {control.field: control.name for control in CONTROLS}
 def read_options(
     options: pb.GenerateOptions, vocab_size: int, generation: GenerationDefaults = NO_DEFAULTS
 ) -> Controls:
-    """Options as given, absent ones at the model's defaults. Raises InvalidArgument naming the contract's field."""
+    """Return the controls of a request, with the model's defaults for absent options.
+
+    Raises InvalidArgument naming the contract's field.
+    """
     try:
         return _read(options, vocab_size, generation)
     except InvalidArgument as error:
@@ -38,12 +41,12 @@ def read_options(
 
 
 def as_option(error: InvalidArgument) -> InvalidArgument:
-    """Return a complaint about a control with its field named as the client knows it."""
+    """Return the error of a control with the field name that the client knows."""
     return InvalidArgument(f"options.{_NAMES.get(error.field, error.field)}", error.value, error.allowed)
 
 
 def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.GenerateOptions:
-    """Return the values that absent options take, without those whose absence has a meaning of its own."""
+    """Return the values of absent options, except of options whose absence has a separate meaning."""
     params = SamplingParams(**own_defaults(generation))
     defaults = pb.GenerateOptions()
     for control in SAMPLING_CONTROLS:
@@ -72,16 +75,17 @@ def _read(options: pb.GenerateOptions, vocab_size: int, generation: GenerationDe
     return controls
 
 
-def _drawn_seeds() -> Iterator[int]:
-    """64-bit seeds that nobody can guess, for the event loop.
+def _random_seeds() -> Iterator[int]:
+    """Yield 64-bit seeds that cannot be guessed, for the event loop.
 
-    Drawn many at a time: to ask the system lets go of the interpreter, and a call would wait for the engine there.
+    Many are drawn at once, because a system call releases the interpreter lock, and the event loop would then wait for
+    the engine.
     """
     while True:
         yield from array("Q", secrets.token_bytes(8 * _SEEDS_AT_ONCE))
 
 
-_seeds = _drawn_seeds()
+_seeds = _random_seeds()
 
 
 def _seconds(millis: int) -> float:
@@ -91,7 +95,7 @@ def _seconds(millis: int) -> float:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    """Return a list of ids; the contract holds one in a message where an empty list differs from an absent one."""
+    """Return a list of ids. The contract wraps a list in a message if an empty list differs from an absent one."""
     return tuple(value.ids if isinstance(value, pb.TokenIds) else value)
 
 
@@ -100,7 +104,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _choice_of(control: Control) -> Callable[[int], enum.Enum]:
-    """Return a reader of the numbers that the contract's enum gives to the members of the control's."""
+    """Return a function that converts numbers of the contract's enum to members of the control's enum."""
     members: dict[int, enum.Enum] = {0: control.default}
     members |= {_number_of(control, member): member for member in type(control.default)}
     wanted = f"one of the values of {type(control.default).__name__}"
@@ -114,7 +118,7 @@ def _choice_of(control: Control) -> Callable[[int], enum.Enum]:
 
 
 def _number_of(control: Control, member: enum.Enum) -> int:
-    """Return the number of a member in the contract, where its name follows the control's."""
+    """Return the number of a member in the contract, whose names begin with the name of the control."""
     contract = pb.GenerateOptions.DESCRIPTOR.fields_by_name[control.name].enum_type
     assert contract is not None
     return int(contract.values_by_name[f"{control.name}_{member.name}".upper()].number)

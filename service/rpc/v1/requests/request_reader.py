@@ -13,7 +13,7 @@ from antiphon.service.domain.errors import InvalidArgument, InWords
 from antiphon.service.domain.request import Pooling, Task
 from antiphon.service.domain.tasks import Embed, Generate, ReadHead, Score
 from antiphon.service.engine.engine import Engine
-from antiphon.service.rpc.v1.answers.answers import Wording
+from antiphon.service.rpc.v1.answers.answers import Detokenizer
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
 from antiphon.service.rpc.v1.requests.languages import languages_of, source_languages
@@ -62,15 +62,15 @@ class RequestReader:
         self._inputs = inputs
         self._arrivals = arrivals
 
-    async def generate(self, message: GenerateMessage, context: Context) -> tuple[Generate, Wording]:
-        """Read a request to generate, and the wording of its answer. Raises AntiphonError."""
+    async def generate(self, message: GenerateMessage, context: Context) -> tuple[Generate, Detokenizer]:
+        """Read a request to generate, and the detokenizer of its answer. Raises AntiphonError."""
         self._engine.check_ability(Task.GENERATE)
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
         controls = read_options(message.options, self._model.config.vocab_size, self._model.generation)
         prefix_ids = await self._inputs.prefix_ids(controls, languages)
         source_ids = (await self._inputs.source(message, languages)).ids
-        wording = self._wording(message, controls, source_ids, prefix_ids)
+        detokenizer = self._detokenizer(message, controls, source_ids, prefix_ids)
         start = self._start(source_ids, prefix_ids, languages.begin_id)
         request = Generate(
             arrival=arrival,
@@ -79,10 +79,10 @@ class RequestReader:
             prefix_ids=start.prefix_ids,
             num_prompt_ids=start.num_prompt_ids,
             params=languages.params(controls.params, prefix_ids),
-            stop_matcher=wording.matcher if controls.stop_strings else None,
+            stop_matcher=detokenizer.matcher if controls.stop_strings else None,
             is_streamed=isinstance(message, pb.GenerateRequest),
         )
-        return request, wording
+        return request, detokenizer
 
     async def score(self, message: pb.ScoreRequest, context: Context) -> Score:
         """Read a request to score a target. Raises AntiphonError."""
@@ -124,7 +124,7 @@ class RequestReader:
             raise InvalidArgument("task", message.task, "TASK_CLASSIFY or TASK_NEXT_SENTENCE")
         self._engine.check_ability(task)
         if task is Task.NEXT_SENTENCE and not message.HasField("text_pair"):
-            raise InvalidArgument("text_pair", None, "set where task is TASK_NEXT_SENTENCE")
+            raise InvalidArgument("text_pair", None, "set if task is TASK_NEXT_SENTENCE")
         arrival = self._arrivals.next(message, context)
         source = await self._inputs.source(message)
         return ReadHead(arrival=arrival, task=task, source_ids=source.ids, type_ids=source.type_ids, picks=(0,))
@@ -160,15 +160,15 @@ class RequestReader:
         first_id, *rest = source_ids
         return _Start(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=len(source_ids))
 
-    def _wording(
+    def _detokenizer(
         self, message: GenerateMessage, controls: Controls, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...]
-    ) -> Wording:
+    ) -> Detokenizer:
         """Return the decoder of the answer. The text of a decoder-only model continues its prompt too."""
         prefix_text = controls.prefix_text or ""
         if self._model.is_decoder_only:
             prefix_text = prefix_text or ("" if prefix_ids else message.text)
             prefix_ids = (*source_ids, *prefix_ids)
-        return Wording(
+        return Detokenizer(
             self._model.tokenizer, prefix_ids=prefix_ids, prefix_text=prefix_text, stop_strings=controls.stop_strings
         )
 

@@ -49,8 +49,10 @@ def ctranslate2_specification(checkpoint: Checkpoint) -> transformer_spec.Transf
     }  # fmt: skip
     for field, values in taken.items():
         if getattr(config, field) not in values:
-            held = " and ".join(map(repr, values))
-            raise CheckpointError(f"{field}={getattr(config, field)!r} cannot be converted to CTranslate2; {held} can")
+            convertible = " and ".join(map(repr, values))
+            raise CheckpointError(
+                f"{field}={getattr(config, field)!r} cannot be converted to CTranslate2; {convertible} can"
+            )
     spec = transformer_spec.TransformerSpec.from_config(
         (config.encoder_layers, config.decoder_layers),
         config.num_heads,

@@ -1,6 +1,6 @@
 """Choice of the vector instructions with which CTranslate2 is fastest on this machine.
 
-CTranslate2 takes AVX2 by default, even where the processor has AVX-512.
+CTranslate2 takes AVX2 by default, even if the processor has AVX-512.
 
     python -m antiphon.service.tools.bench.ctranslate2.isa FOLDER THREADS
 

@@ -77,8 +77,8 @@ def encode_candidates(rows: int, threads: int, lengths: Sequence[int]) -> list[C
     return [
         CTranslate2Settings(workers=workers, threads=each, max_batch_size=size, batch_type=batch_type)
         for workers, each in layouts(threads)
-        for batch_type, held in (("examples", sizes), ("tokens", budgets))
-        for size in held
+        for batch_type, limits in (("examples", sizes), ("tokens", budgets))
+        for size in limits
     ]
 
 

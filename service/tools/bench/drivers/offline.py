@@ -12,9 +12,10 @@ from typing import Any, Self, TypeVar
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
 from antiphon.service.domain.tasks import Generate
-from antiphon.service.engine.engine import Engine, EngineConfig
+from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
@@ -33,9 +34,9 @@ class Offline:
     """
 
     def __init__(self, runner: Runner, *, rows: int) -> None:
-        config = EngineConfig(max_num_seqs=rows, max_queued_requests=1_000_000, max_queued_tokens=100_000_000)
+        limits = EngineLimits.for_offline_work(rows)
         self._eos_id = runner.eos_id
-        self._engine = Engine(runner, config, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
+        self._engine = Engine(runner, limits, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(

@@ -68,6 +68,6 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
 def _candidates(threads: int) -> list[CTranslate2Settings]:
     """Return settings with batches of CONCURRENCY sources, of fewer and of more, in every layout of the threads."""
     sizes = (CONCURRENCY // 2, CONCURRENCY, 2 * CONCURRENCY, 4 * CONCURRENCY)
-    held = {one for size in sizes for one in decode_candidates(size, threads, None)}
-    ordered = sorted(held, key=lambda one: (one.workers, one.max_batch_size))
+    candidates = {one for size in sizes for one in decode_candidates(size, threads, None)}
+    ordered = sorted(candidates, key=lambda one: (one.workers, one.max_batch_size))
     return [dataclasses.replace(one, beam_size=WIDTH) for one in ordered]

@@ -53,7 +53,9 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
             setup.repeat,
         )
     for name, of in (("median", statistics.median), ("longest", max)):
-        case = Case(name="sampling", case=f"{subject.name}, another caller, {name}", rows=rows, against="nobody else")
+        case = Case(
+            name="sampling", case=f"{subject.name}, another caller, {name}", rows=rows, against="no other caller"
+        )
         waits_ms = [(1e3 * of(busy), 1e3 * of(idle)) for busy, idle in waits]
         findings.append(case.finding(waits_ms, "ms to the first token", digits=2))
     return findings

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.tools.capacity.simulation.autoscaler import (
     SYNC_PERIOD_S,
     Autoscaler,
@@ -20,7 +21,7 @@ from antiphon.service.tools.capacity.simulation.autoscaler import (
 )
 from antiphon.service.tools.capacity.simulation.scaled_object import ScaledObject, Trigger
 from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
-from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, ReplicaLimits, SimulatedReplica
+from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
 from antiphon.service.tools.capacity.simulation.traffic import Floats, Traffic
 
 
@@ -64,7 +65,7 @@ class Fleet:
     """Simulated replicas with their clients and their autoscaler. scaled: None keeps the initial number of replicas."""
 
     def __init__(
-        self, curve: ServiceCurve, limits: ReplicaLimits, environment: Environment, scaled: ScaledObject | None
+        self, curve: ServiceCurve, limits: EngineLimits, environment: Environment, scaled: ScaledObject | None
     ) -> None:
         self._curve = curve
         self._limits = limits
@@ -142,7 +143,7 @@ class Fleet:
         if trigger.metric == "running":
             return desired_by_average(current, seen.running, trigger.target)
         if trigger.metric == "cache":
-            in_use = self._environment.cache_of_full_rows * seen.running / self._limits.max_rows
+            in_use = self._environment.cache_of_full_rows * seen.running / self._limits.max_num_seqs
             return desired_by_average(current, in_use, trigger.target)
         return desired_by_ratio(current, seen.cpu, trigger.target)
 

@@ -8,21 +8,14 @@ do not depend on each other within a step of the simulation, so each one runs al
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaLimits:
-    """Limits of a replica, as in the server: rows, waiting requests, and maximum expected wait in seconds."""
-
-    max_rows: int
-    max_waiting: int
-    max_wait_s: float
 
 
 @dataclass(slots=True)
@@ -38,14 +31,14 @@ class Answers:
 class SimulatedReplica:
     """Rows, queue and clock of a replica. Writes the results of requests to `answers`, which replicas can share."""
 
-    def __init__(self, curve: ServiceCurve, limits: ReplicaLimits, answers: Answers, ready_s: float) -> None:
+    def __init__(self, curve: ServiceCurve, limits: EngineLimits, answers: Answers, ready_s: float) -> None:
         self.ready_s = ready_s
         self.busy_s = 0.0  # time with at least one running request
         self._limits = limits
         self._answers = answers
         # Progress of each row per second, in mean answers, by the number of rows.
-        self._speeds = [0.0, *(curve.at(rows) / rows for rows in range(1, limits.max_rows + 1))]
-        self._most_per_s = curve.at(limits.max_rows)
+        self._speeds = [0.0, *(curve.at(rows) / rows for rows in range(1, limits.max_num_seqs + 1))]
+        self._most_per_s = curve.at(limits.max_num_seqs)
         self._now_s = ready_s
         self._progress = 0.0  # of a row that has run since the start
         self._running: list[tuple[float, float, float]] = []  # heap of (progress at the end, arrival, start)
@@ -65,7 +58,7 @@ class SimulatedReplica:
         """Simulate until until_s. arrivals: (time, work) of every request before that moment, in order of time."""
         for arrival_s, work in arrivals:
             self._advance(arrival_s)
-            if len(self._running) < self._limits.max_rows:
+            if len(self._running) < self._limits.max_num_seqs:
                 heapq.heappush(self._running, (self._progress + work, arrival_s, arrival_s))
             elif self._is_taken():
                 self._waiting.append((arrival_s, work))
@@ -75,7 +68,8 @@ class SimulatedReplica:
 
     def _is_taken(self) -> bool:
         num_waiting, limits = len(self._waiting), self._limits
-        return num_waiting < limits.max_waiting and num_waiting <= limits.max_wait_s * self._most_per_s
+        max_wait_s = math.inf if limits.max_queue_time_s is None else limits.max_queue_time_s
+        return num_waiting < limits.max_queued_requests and num_waiting <= max_wait_s * self._most_per_s
 
     def _advance(self, until_s: float) -> None:
         running = self._running

@@ -77,7 +77,7 @@ def day(peak_per_s: float, *, noise: float, burst: Burst | None, seed: int) -> T
     # Two bell curves on a constant base: the working day around 11, the evening around 20.
     shape = np.sum([height * np.exp(-(((hours - at) / width) ** 2)) for at, width, height in _BELLS], axis=0)
     shape = _NIGHT + (1 - _NIGHT) * shape / np.max(shape)
-    rates = peak_per_s * shape * np.exp(_wander(len(minutes), noise, seed))
+    rates = peak_per_s * shape * np.exp(_autoregressive_noise(len(minutes), noise, seed))
     if burst is not None:
         rates = (
             np.where((minutes >= burst.start_s) & (minutes < burst.start_s + burst.length_s), burst.factor, 1) * rates
@@ -85,7 +85,7 @@ def day(peak_per_s: float, *, noise: float, burst: Burst | None, seed: int) -> T
     return Traffic(rates=rates, interval_s=MINUTE_S)
 
 
-def _wander(count: int, deviation: float, seed: int) -> Floats:
+def _autoregressive_noise(count: int, deviation: float, seed: int) -> Floats:
     """Return a stationary first-order autoregressive sequence with coefficient 0.9."""
     rng, kept = np.random.default_rng(seed), 0.9
     steps = rng.normal(0, deviation * math.sqrt(1 - kept**2), count)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from antiphon.model.bundle.manifest import Bundle, GraphSet
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.server.models.memory import Need, need_of
-from antiphon.service.server.models.model_settings import ModelPlan
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -70,10 +70,14 @@ class Footprint:
         return math.ceil(self.sum_bytes / STEP_BYTES) * STEP_BYTES
 
 
-def footprint_of(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> Footprint:
-    """Return the maximum memory of a replica that serves these graphs with this plan."""
-    need = need_of(bundle, graphs, plan)
-    parts = [*_model_terms(bundle, need), *_workspace_terms(bundle, need, plan), *_request_terms(bundle, plan)]
+def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> Footprint:
+    """Return the maximum memory of a replica that serves these graphs within these limits."""
+    need = need_of(bundle, graphs, limits)
+    parts = [
+        *_model_terms(bundle, need),
+        *_workspace_terms(_encoder(bundle, graphs, need, limits), _decoder(bundle, limits)),
+        *_request_terms(bundle, limits),
+    ]
     held = [Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES), *parts]
     spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in held))
     headroom = Term(name="headroom", formula=f"{HEADROOM:g} x the sum of the above", num_bytes=spare_bytes)
@@ -105,9 +109,8 @@ def _cache_formula(need: Need) -> str:
     return f"{need.num_blocks:,} blocks of {BLOCK_SIZE} tokens x {need.block_bytes:,} bytes"
 
 
-def _workspace_terms(bundle: Bundle, need: Need, plan: ModelPlan) -> Sequence[Term]:
+def _workspace_terms(encoder: Term, decoder: Term) -> Sequence[Term]:
     """Return the larger workspace of encoder and decoder, which run one after the other, and the allocator's cache."""
-    encoder, decoder = _encoder(bundle, need, plan), _decoder(bundle, plan)
     larger = max(encoder, decoder, key=lambda term: term.num_bytes)
     return [
         Term(name=larger.name, formula=f"{larger.formula} x {ROUNDING:g} rounding", num_bytes=larger.num_bytes),
@@ -115,41 +118,40 @@ def _workspace_terms(bundle: Bundle, need: Need, plan: ModelPlan) -> Sequence[Te
     ]
 
 
-def _encoder(bundle: Bundle, need: Need, plan: ModelPlan) -> Term:
-    graphs = bundle.graph_set(plan.precision)
+def _encoder(bundle: Bundle, graphs: GraphSet, need: Need, limits: EngineLimits) -> Term:
     fit, num_bytes = bundle.memory_fit(graphs), need.memory.workspace_bytes
     formula = f"{num_bytes:,} bytes, the largest run of the encoder"
-    if fit is not None and plan.workspace_limit_bytes is None:
+    if fit is not None and limits.workspace_limit_bytes is None:
         quadratic = f" + {fit.c:.3g} x T^2" if fit.c else ""
         formula = f"(a + b x T{quadratic}: {fit.a:,.0f} + {fit.b:,.0f} a token, {num_bytes:,} bytes)"
     return Term(name="encoder workspace", formula=formula, num_bytes=math.ceil(ROUNDING * num_bytes))
 
 
-def _decoder(bundle: Bundle, plan: ModelPlan) -> Term:
+def _decoder(bundle: Bundle, limits: EngineLimits) -> Term:
     """Return the workspace for logits of all scored tokens of a step (Score) and the widest activations, in float32."""
     model = bundle.manifest.model
     if not model.decoder_layers:
         return Term(name="decoder workspace", formula="no decoder", num_bytes=0)
-    num_tokens = max(plan.max_num_seqs, plan.max_num_batched_tokens)
+    num_tokens = max(limits.max_num_seqs, limits.max_num_batched_tokens)
     width = model.vocab_size + model.d_ff + model.d_model
     formula = f"({num_tokens:,} scored tokens x ({model.vocab_size:,} + {model.d_ff:,} + {model.d_model:,}) x 4)"
     return Term(name="decoder workspace", formula=formula, num_bytes=math.ceil(ROUNDING * num_tokens * width * 4))
 
 
-def _request_terms(bundle: Bundle, plan: ModelPlan) -> Sequence[Term]:
-    num_requests = plan.max_num_seqs + plan.max_queued_requests
-    unread = plan.max_num_seqs * bundle.manifest.model.max_target_len
+def _request_terms(bundle: Bundle, limits: EngineLimits) -> Sequence[Term]:
+    num_requests = limits.max_accepted_requests
+    unread = limits.max_num_seqs * bundle.manifest.model.max_target_len
     return [
         Term(
             name="requests",
-            formula=f"({plan.max_num_seqs:,} running + {plan.max_queued_requests:,} waiting) x {REQUEST_BYTES:,} bytes,"
-            " each with its own connection",
+            formula=f"({limits.max_num_seqs:,} running + {limits.max_queued_requests:,} waiting)"
+            f" x {REQUEST_BYTES:,} bytes, each with its own connection",
             num_bytes=num_requests * REQUEST_BYTES,
         ),
         Term(
             name="waiting tokens",
-            formula=f"{plan.max_queued_tokens:,} x {SOURCE_TOKEN_BYTES} bytes",
-            num_bytes=plan.max_queued_tokens * SOURCE_TOKEN_BYTES,
+            formula=f"{limits.max_queued_tokens:,} x {SOURCE_TOKEN_BYTES} bytes",
+            num_bytes=limits.max_queued_tokens * SOURCE_TOKEN_BYTES,
         ),
         Term(
             name="unread answers",

@@ -74,7 +74,7 @@ def _settings(sizing: Sizing) -> list[Row]:
 def _queue(sizing: Sizing) -> str:
     if sizing.rate is None:
         return "waiting requests; further ones are refused"
-    drain_s = sizing.plan.max_queued_requests / sizing.rate.requests_per_s
+    drain_s = sizing.limits.max_queued_requests / sizing.rate.requests_per_s
     return f"drained in {drain_s:.1f} s at {sizing.rate.requests_per_s:,.1f} requests/s"
 
 

@@ -1,4 +1,4 @@
-"""Sizing from a bundle, a plan and an optional rate: resources and settings of a replica, and number of replicas."""
+"""Sizing from a bundle, limits and an optional rate: resources and settings of a replica, and number of replicas."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
-from antiphon.service.server.models.model_settings import ModelPlan
+from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.tools.capacity.replicas import CapacityError, Demand, Replicas, ServiceRate, replicas_for
 from antiphon.service.tools.capacity.sizing.footprint import MIB, Footprint, footprint_of
+
+SIZED_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
+"""Limits on which the memory of a replica depends, beside its cache; each is a flag of `antiphon size`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +25,20 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """Replica to size. Its cache has room for max_num_seqs rows of these lengths."""
+
+    cores: int
+    limits: EngineLimits
+    lengths: Lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """Result of `antiphon size`. plan: includes the settings to serve with. replicas: None if no rate was given."""
+    """Result of `antiphon size`. limits: those to serve with. replicas: None if no rate was given."""
 
     bundle: Bundle
-    plan: ModelPlan
+    limits: EngineLimits
     footprint: Footprint
     blocks_formula: str
     cores: int
@@ -42,16 +54,8 @@ class Sizing:
     @property
     def settings(self) -> dict[str, int]:
         """Return the settings of the server for which the figures are valid."""
-        plan = self.plan
-        blocks = {"kv_cache_blocks": plan.kv_cache_blocks} if plan.kv_cache_blocks else {}
-        return {
-            "threads": plan.threads,
-            "max_num_seqs": plan.max_num_seqs,
-            "max_num_batched_tokens": plan.max_num_batched_tokens,
-            "max_queued_requests": plan.max_queued_requests,
-            "max_queued_tokens": plan.max_queued_tokens,
-            **blocks,
-        }
+        names = SIZED_LIMITS if self.limits.kv_cache_blocks is None else (*SIZED_LIMITS, "kv_cache_blocks")
+        return {"threads": self.cores, **{name: getattr(self.limits, name) for name in names}}
 
 
 def open_profiled(path: Path) -> Bundle:
@@ -86,16 +90,16 @@ def blocks_of(model: ModelConfig, num_rows: int, lengths: Lengths) -> tuple[int 
     return num_rows * a_row, formula
 
 
-def size(bundle: Bundle, plan: ModelPlan, lengths: Lengths, demand: Demand | None, rate: ServiceRate | None) -> Sizing:
-    """Size a replica and, if there is a demand, the number of replicas. The lengths determine the cache."""
-    blocks, formula = blocks_of(bundle.manifest.model, plan.max_num_seqs, lengths)
-    sized = replace(plan, kv_cache_blocks=blocks)
+def size(bundle: Bundle, replica: Replica, demand: Demand | None, rate: ServiceRate | None) -> Sizing:
+    """Size a replica and, if there is a demand, the number of replicas."""
+    blocks, formula = blocks_of(bundle.manifest.model, replica.limits.max_num_seqs, replica.lengths)
+    sized = replace(replica.limits, kv_cache_blocks=blocks)
     return Sizing(
         bundle=bundle,
-        plan=sized,
+        limits=sized,
         footprint=footprint_of(bundle, bundle.graph_set(), sized),
         blocks_formula=formula,
-        cores=plan.threads,
+        cores=replica.cores,
         demand=demand,
         rate=rate,
         replicas=replicas_for(demand, rate) if demand is not None and rate is not None else None,
