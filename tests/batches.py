@@ -35,15 +35,8 @@ class SampleSettings:
 
 def settings_of_params(params: SamplingParams, *, num_logprobs: int = -1) -> SampleSettings:
     """Return a sample's parameters from those of a request, without edits."""
-    return SampleSettings(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        typical_p=params.typical_p,
-        seed=params.seed,
-        num_logprobs=num_logprobs,
-    )
+    columns = {name: getattr(params, name) for name in FLOAT_PARAMS}
+    return SampleSettings(top_k=params.top_k, seed=params.seed, num_logprobs=num_logprobs, **columns)
 
 
 def sampling_of(picks: Sequence[int], settings: Sequence[SampleSettings] | None = None) -> SamplingArrays:

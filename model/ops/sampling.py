@@ -190,14 +190,13 @@ def _token(values: NDArray[np.float32], sampling: SamplingArrays, row: int, posi
         return NONE_ALLOWED
     if sampling.floats("temperature")[row] == 0:
         return likeliest
-    warp = Warp(
-        temperature=float(sampling.floats("temperature")[row]),
-        top_k=int(sampling.ints("top_k")[row]),
-        top_p=float(sampling.floats("top_p")[row]),
-        min_p=float(sampling.floats("min_p")[row]),
-        typical_p=float(sampling.floats("typical_p")[row]),
-    )
-    return sample_token(values, warp, uniform_at(int(sampling.seeds[row]), position))
+    return sample_token(values, warp_of(sampling, row), uniform_at(int(sampling.seeds[row]), position))
+
+
+def warp_of(sampling: SamplingArrays, row: int) -> Warp:
+    """Return the parameters by which a sample's distribution is narrowed: top_k and every column of FLOAT_PARAMS."""
+    columns = {name: float(sampling.floats(name)[row]) for name in FLOAT_PARAMS}
+    return Warp(top_k=int(sampling.ints("top_k")[row]), **columns)
 
 
 def _edited(values: NDArray[np.float32], sampling: SamplingArrays, row: int) -> NDArray[np.float32]:

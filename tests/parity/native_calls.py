@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
+from antiphon.model.ops.sampling import FLOAT_PARAMS
 from tests.parity.native_nodes import ramp
 
 Rng = np.random.Generator
@@ -23,7 +25,6 @@ Call = tuple[Arrays, dict[str, Any]]
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 _OUTPUTS = [1, 16, 40, 257]
 _HEADS = [(1, 8), (2, 16), (3, 24), (1, 70)]
-_ACTIVATIONS = ["none", "relu", "gelu", "gelu_tanh", "silu", "tanh"]
 _LAYERS = 2
 
 
@@ -75,7 +76,7 @@ def _linear(rng: Rng, *, quantized: bool) -> Call:
     rows, inputs, outputs = any_size(rng, 200), any_size(rng), pick(rng, _OUTPUTS)
     weights = _packed(rng, outputs, inputs, quantized=quantized)
     arrays: Arrays = {"x": floats(rng, rows, inputs), **weights, "bias": maybe(rng, floats(rng, outputs))}
-    return arrays, dict(width=outputs, activation=pick(rng, _ACTIVATIONS))
+    return arrays, dict(width=outputs, activation=pick(rng, [*ACTIVATIONS]))
 
 
 def _nibble_linear(rng: Rng) -> Call:
@@ -90,7 +91,7 @@ def _nibble_linear(rng: Rng) -> Call:
 
 
 def _gate(rng: Rng) -> Call:
-    return {"x": floats(rng, any_size(rng), 2 * any_size(rng))}, dict(activation=pick(rng, _ACTIVATIONS))
+    return {"x": floats(rng, any_size(rng), 2 * any_size(rng))}, dict(activation=pick(rng, [*ACTIVATIONS]))
 
 
 def _add_norm(rng: Rng) -> Call:
@@ -198,13 +199,12 @@ def _edits(rng: Rng, count: int, vocab: int) -> Arrays:
     }  # fmt: skip
 
 
-# Temperatures, top_p, min_p and typical_p.
-_FLOAT_PARAMS = (
-    np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32),
-    np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32),
-    np.array([0, 0, 1e-30, 0.1, 1], np.float32),
-    np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32),
-)
+_FLOAT_PARAMS = {
+    "temperature": np.array([0, 0, 1e-45, 0.3, 1, 3e38, np.inf], np.float32),
+    "top_p": np.array([0, 1e-30, 0.5, 0.95, 1, 7, np.inf], np.float32),
+    "min_p": np.array([0, 0, 1e-30, 0.1, 1], np.float32),
+    "typical_p": np.array([0, 1e-30, 0.2, 0.95, 1, 1, np.inf], np.float32),
+}
 
 
 def _sample(rng: Rng, *, quantized: bool) -> Call:
@@ -215,7 +215,7 @@ def _sample(rng: Rng, *, quantized: bool) -> Call:
         "hidden": floats(rng, tokens, width), **_packed(rng, vocab, width, quantized=quantized),
         "positions": rng.integers(LOWEST, HIGHEST, tokens, np.int32),
         "picks": np.arange(count, dtype=np.int32) if count == tokens and rng.random() < 0.5 else picks,
-        "float_params": np.stack([rng.choice(values, count) for values in _FLOAT_PARAMS], axis=1),
+        "float_params": np.stack([rng.choice(_FLOAT_PARAMS[name], count) for name in FLOAT_PARAMS], axis=1),
         "int_params": np.stack(
             [
                 rng.choice(np.array([0, 1, 5, vocab, HIGHEST]), count),

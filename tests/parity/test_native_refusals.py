@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
-from antiphon.model.ops.sampling import neutral_sampling
+from antiphon.model.ops.operators.all_operators import OPERATORS
+from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
 from tests.batches import SampleSettings, sampling_of
+from tests.parity import native_calls
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
 HEADS, WIDTH = 2, 8
@@ -40,6 +42,12 @@ def embed() -> Call:
         "position_table": normal(4, 8),
     }  # fmt: skip
     return arrays, dict(width=8, vocab=10, scale=1.0)
+
+
+def quantized_embed() -> Call:
+    (arrays, attributes), packed = embed(), pack_int8(normal(10, 8))
+    table = arrays.pop("position_table")
+    return {**arrays, "weight": packed.integers, "scales": packed.scales, "position_table": table}, attributes
 
 
 def linear() -> Call:
@@ -161,11 +169,11 @@ def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.floa
 
 
 CALLS = {
-    "Embed": embed, "Linear": linear, "QuantizedLinear": quantized_linear, "NibbleLinear": nibble_linear, "Gate": gate,
-    "AddNorm": add_norm, "Rotary": rotary, "PackedAttention": packed_attention,
-    "DisentangledAttention": disentangled_attention, "PagedSelfAttention": paged_self_attention,
-    "PagedCrossAttention": paged_cross_attention, "PagedWrite": paged_write, "Sample": sample,
-    "QuantizedSample": quantized_sample,
+    "Embed": embed, "QuantizedEmbed": quantized_embed, "Linear": linear, "QuantizedLinear": quantized_linear,
+    "NibbleLinear": nibble_linear, "Gate": gate, "AddNorm": add_norm, "Rotary": rotary,
+    "PackedAttention": packed_attention, "DisentangledAttention": disentangled_attention,
+    "PagedSelfAttention": paged_self_attention, "PagedCrossAttention": paged_cross_attention,
+    "PagedWrite": paged_write, "Sample": sample, "QuantizedSample": quantized_sample,
 }  # fmt: skip
 
 # Operator, change (new value of an input or attribute), required text of the message.
@@ -178,6 +186,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Embed", {"position_table": normal(4, 9)}, "position_table is 9"),
     ("Embed", {"weight": pack_float(normal(10, 7))}, "weight"),
     ("Embed", {"weight": pack_float(normal(30, 8))}, "weight"),
+    ("QuantizedEmbed", {"input_ids": np.array([0, 10, 3])}, "input_ids is 10"),
+    ("QuantizedEmbed", {"positions": ints(0, 1, 4)}, "positions is 4"),
+    ("QuantizedEmbed", {"scales": normal(7)}, "scales"),
+    ("QuantizedEmbed", {"vocab": 30}, "weight"),
     ("Linear", {"x": normal(3, 9)}, "weight"),
     ("Linear", {"width": 40}, "weight"),
     ("Linear", {"bias": normal(19)}, "bias"),
@@ -258,7 +270,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Sample", float_param("min_p", 1.5, 0), "min_p of sample is 0"),
     ("Sample", float_param("typical_p", np.nan, 1), "typical_p of sample is 0"),
     ("Sample", float_param("typical_p", 1, -0.5), "typical_p of sample is 1"),
-    ("Sample", {"float_params": normal(2, 3)}, "columns of float_params is 3.* must be 4"),
+    ("Sample", {"float_params": normal(2, 3)}, f"columns of float_params is 3.* must be {len(FLOAT_PARAMS)}"),
     ("Sample", int_param("top_k", 1, -2), "top_k is -2"),
     ("Sample", int_param("forced_id", -1, 20), "forced_id is 20"),
     ("Sample", int_param("forced_id", -2, -1), "forced_id is -2"),
@@ -267,8 +279,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Sample", int_param("num_logprobs", 0, -2), "num_logprobs is -2"),
     ("Sample", int_param("is_normalized", 0, 2), "is_normalized is 2"),
     ("Sample", int_param("is_exclusive", -1, 0), "is_exclusive is -1"),
-    ("Sample", {"int_params": np.zeros((1, 6), np.int64)}, "rows of int_params is 1.* number of picks"),
-    ("Sample", {"int_params": np.zeros((2, 7), np.int64)}, "columns of int_params is 7.* must be 6"),
+    ("Sample", {"int_params": np.zeros((1, len(INT_PARAMS)), np.int64)}, "rows of int_params is 1.* number of picks"),
+    ("Sample", {"int_params": np.zeros((2, 3), np.int64)}, f"columns of int_params is 3.* must be {len(INT_PARAMS)}"),
     ("Sample", {"edit_offsets": ints(0, 2)}, "edit_offsets is 2"),
     ("Sample", {"edit_offsets": ints(0, 2, 1)}, "edit_offsets is 1.* rise"),
     ("Sample", {"edit_offsets": ints(-1, 0, 0)}, "edit_offsets is -1"),
@@ -298,6 +310,12 @@ def run_changed(op_type: str, changes: dict[str, Any]) -> None:
     run_node(op_type, arrays, **attributes)
 
 
+def test_every_kernel_is_called_at_random_and_with_bad_input() -> None:
+    kernels = {node.name for operator in OPERATORS for node in operator.kernels()}
+    assert kernels == native_calls.CALLS.keys(), "tests/parity/native_calls.py"
+    assert kernels == CALLS.keys() == {op_type for op_type, _, _ in BAD}
+
+
 @pytest.mark.parametrize("op_type", CALLS)
 def test_valid_calls_succeed_before_they_are_changed(op_type: str) -> None:
     run_changed(op_type, {})
@@ -325,7 +343,7 @@ def test_bad_input_is_refused_by_name_and_value(op_type: str, changes: dict[str,
         ("Linear", {"x": normal(3, 8).astype(np.float64)}),
         ("QuantizedLinear", {"weight": pack_int8(normal(20, 8)).integers.view(np.uint8)}),
         ("PagedWrite", {"block_tables": np.zeros((2, 2), np.int64)}),
-        ("Sample", {"int_params": np.zeros((2, 6), np.int32)}),
+        ("Sample", {"int_params": np.zeros((2, len(INT_PARAMS)), np.int32)}),
     ],
 )
 def test_wrong_element_type_is_refused_when_the_graph_is_loaded(op_type: str, changes: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.export.weights.packing import pack_float, pack_int8, unpack_int8
 from antiphon.model.ops.counter_random import uniform_at
 from antiphon.model.ops.logits_warpers import Warp, distribution
-from antiphon.model.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample
+from antiphon.model.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample, warp_of
 from tests.batches import SampleSettings, sampling_of
 from tests.parity.native_nodes import normal, run_node
 
@@ -95,16 +95,6 @@ def subset(held: SamplingArrays, rows: list[int]) -> SamplingArrays:
         edit_offsets=np.cumsum([0, *map(len, spans)], dtype=np.int32),
         edit_ids=held.edit_ids[edits],
         edit_values=held.edit_values[edits],
-    )
-
-
-def warp_of(held: SamplingArrays, row: int) -> Warp:
-    return Warp(
-        temperature=float(held.floats("temperature")[row]),
-        top_k=int(held.ints("top_k")[row]),
-        top_p=float(held.floats("top_p")[row]),
-        min_p=float(held.floats("min_p")[row]),
-        typical_p=float(held.floats("typical_p")[row]),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.ops.cache_pool import read_positions, write_position
 from antiphon.model.ops.operators.add_norm import add_norm
+from antiphon.model.ops.operators.all_operators import OPERATORS
 from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
 from antiphon.model.ops.operators.embed import embed
 from antiphon.model.ops.operators.linear import gate, linear
@@ -72,6 +73,10 @@ CALLS: dict[str, Call] = {
         dict(num_heads=HEADS, layer=0),
     ),
 }
+
+
+def test_every_native_op_has_a_call() -> None:
+    assert {operator.name for operator in OPERATORS if operator.has_kernel} == {*CALLS, "sample"}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.ops.sampling import FLOAT_PARAMS
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.runtime.native_runner import NativeRunner
@@ -107,7 +108,7 @@ def probabilities(
     """Return the probability of each token that transformers can sample after a target."""
     # Generated tokens are passed to transformers as a prefix, which does not count towards min_new_tokens.
     left = dataclasses.replace(params, min_new_tokens=max(0, params.min_new_tokens - num_produced))
-    warpers = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+    warpers = {name: getattr(params, name) for name in ("top_k", *FLOAT_PARAMS)}
     reference = Reference(logits_of, bos_id=CONFIG.bos_id, eos_id=CONFIG.eos_id)
     scores = next_scores(reference, target, **warpers, **processor_options(left, CONFIG)).double()
     return {token_id: share for token_id, share in enumerate(scores.softmax(dim=-1).tolist()) if share > 0}

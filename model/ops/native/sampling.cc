@@ -106,7 +106,7 @@ class Support {
     Narrow(kernels_.keep_near(tokens(), values_, has_ids_, size_, surprise, ValueOfKey(cut.last)));
   }
 
-  int64_t Samples(double uniform) const {
+  int64_t Draw(double uniform) const {
     const int64_t index = Invert(weights_.data(), size_, uniform);
     return has_ids_ ? ids_[static_cast<size_t>(index)] : index;
   }
@@ -186,7 +186,7 @@ int64_t SampleRow(const Kernels& kernels, const ValueRow& row, const SamplingPar
   Support support(kernels, row, params);
   if (params.top_p < 1.0f || params.min_p > 0.0f) support.CutTail(params.top_p, params.min_p);
   if (params.typical_p < 1.0f) support.CutUntypical(params.typical_p);
-  return support.Samples(uniform);
+  return support.Draw(uniform);
 }
 
 }  // namespace antiphon

@@ -1,8 +1,12 @@
+from typing import get_args
+
 import pytest
 import torch
 from pydantic import ValidationError
 
-from antiphon.model.config import ModelConfig, preset
+from antiphon.model.config import Activation, ModelConfig, preset
+from antiphon.model.head_config import HeadActivation
+from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.transformer.transformer import Transformer
 
 
@@ -12,6 +16,12 @@ def test_preset_has_the_size_given_in_the_paper(name: str, millions: int) -> Non
     with torch.device("meta"):
         parameters = Transformer(preset(name)).num_parameters
     assert parameters / 1e6 == pytest.approx(millions, rel=0.04)
+
+
+def test_every_activation_of_a_configuration_has_a_function() -> None:
+    """Heads may have every activation; layers those that public models use there."""
+    assert set(get_args(HeadActivation)) == ACTIVATIONS.keys()
+    assert set(get_args(Activation)) < ACTIVATIONS.keys()
 
 
 @pytest.mark.parametrize(
