@@ -62,7 +62,7 @@ class NativeDecoder:
         """Run one step; see NativeRunner.decode."""
         rows, sampling = batch.num_rows, batch.sampling
         if not 0 < rows <= self._max_rows:
-            raise ValueError(f"decode of {rows} rows; it must be 1 to {self._max_rows}")
+            raise ValueError(f"rows of the batch are {rows}; they must be 1 to {self._max_rows}")
         if batch.num_tokens != rows or len(sampling) != rows:
             return self._run_once(batch)
         if sampling is not self._held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -77,9 +78,10 @@ def total(metrics: Mapping[str, float], name: str, *having: str) -> float:
     return sum(value for key, value in samples.items() if all(label in key for label in having))
 
 
-async def test_every_documented_metric_is_served_and_the_numbers_add_up(server: ServerProcess) -> None:
-    usages = await traffic(server.target)
-    metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
+async def test_every_documented_metric_is_served_and_the_numbers_add_up(bundle: Path) -> None:
+    with ServerProcess(bundle) as server:
+        usages = await traffic(server.target)
+        metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
     names = {key.partition("{")[0] for key in metrics}
     for name, (kind, *_) in documented().items():
         assert f"{name}_count" in names if kind == "histogram" else name in {*names, *CONDITIONAL}, name

@@ -14,6 +14,7 @@ import pytest
 
 from antiphon.client import AsyncClient, Client, Connection, Priority, RetryPolicy, ServerError
 from antiphon.client.connection import is_loopback
+from antiphon.v1 import inference_pb2 as pb
 from tests.refusing import Context, recording, refuse
 from tests.serving import serving
 
@@ -32,9 +33,19 @@ async def ask_async_whole(target: str, text: str = "a", timeout_s: float | None 
         return (await client.generate_text(text)).text
 
 
-async def ask_async_stream(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+async def ask_async_stream(
+    target: str,
+    text: str = "a",
+    timeout_s: float | None = PATIENCE_S,
+    on_delta: Callable[[], None] = lambda: None,
+    **given: Any,
+) -> str:
     async with AsyncClient(target, timeout_s=timeout_s, **given) as client:
-        return "".join([delta.text async for delta in client.generate(text)])
+        texts = []
+        async for delta in client.generate(text):
+            texts.append(delta.text)
+            on_delta()
+    return "".join(texts)
 
 
 async def ask_sync_whole(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
@@ -45,10 +56,20 @@ async def ask_sync_whole(target: str, text: str = "a", timeout_s: float | None =
     return await asyncio.to_thread(ask)
 
 
-async def ask_sync_stream(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
+async def ask_sync_stream(
+    target: str,
+    text: str = "a",
+    timeout_s: float | None = PATIENCE_S,
+    on_delta: Callable[[], None] = lambda: None,
+    **given: Any,
+) -> str:
     def ask() -> str:
         with Client(target, timeout_s=timeout_s, **given) as client:
-            return "".join(delta.text for delta in client.generate(text))
+            texts = []
+            for delta in client.generate(text):
+                texts.append(delta.text)
+                on_delta()
+            return "".join(texts)
 
     return await asyncio.to_thread(ask)
 
@@ -112,13 +133,21 @@ async def test_other_refusals_are_final(code: grpc.StatusCode) -> None:
 
 @pytest.mark.parametrize("ask", [ask_async_stream, ask_sync_stream])
 async def test_stream_is_never_retried_after_its_first_message(ask: Ask) -> None:
+    """The server waits until the message is read: core may retry if message and status arrive together."""
+    loop, is_read = asyncio.get_running_loop(), asyncio.Event()
+
     async def break_off(attempt: int, context: Context) -> None:
-        await context.send_initial_metadata(())
+        await context.write(pb.GenerateResponse(text_delta="a"))
+        await asyncio.wait_for(is_read.wait(), PATIENCE_S)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
     async with recording(break_off) as (target, asked):
         with pytest.raises(ServerError, match="gone"):
-            await ask(target, connection=Connection(retry=AT_ONCE))
+            await ask(
+                target,
+                connection=Connection(retry=AT_ONCE),
+                on_delta=lambda: loop.call_soon_threadsafe(is_read.set),
+            )
     assert asked.num_attempts == 1
 
 
