@@ -33,8 +33,6 @@ def test_documented_operators_equal_the_declared_ones() -> None:
     assert marker
     command = "python -m antiphon.model.ops.operators.operator_table docs/OPERATORS.md"
     assert generated == "\n" + document(OPERATORS), f"run {command}"
-        "run python -m antiphon.model.ops.operators.operator_table docs/OPERATORS.md"
-    )
 
 
 def test_kernels_of_the_native_library_equal_the_declared_ones() -> None:
