@@ -1,17 +1,18 @@
-"""The engine's thread and its public methods: submit, cancel, drain, stop.
+"""The engine's threads and its public methods: submit, cancel, drain, stop.
 
-One thread owns sequences and blocks and runs steps (`step/`) while there is work; otherwise it waits on a condition and
-uses no CPU. Every request that `submit` accepts receives exactly one terminal event, also after faults.
+Each lane has one thread, which owns its sequences and runs steps (`step/`) while there is work; otherwise it waits on a
+condition and uses no CPU. All lanes share one queue and one pool of blocks under one lock, which a lane holds except
+while its runner computes: Python's work of one lane runs while the graphs of the others run. Every request that
+`submit` accepts receives exactly one terminal event, also after faults.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from antiphon.service.domain.cancellation import CancelCause, Cancellations
 from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
@@ -19,6 +20,7 @@ from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
+from antiphon.service.engine.lane import Lane
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
 from antiphon.service.engine.sequences.sequence import SequenceGroup
@@ -41,15 +43,23 @@ _STOP_PATIENCE_S = 10.0
 
 
 class Engine:
-    """Serves requests with one runner. Methods are safe from any thread; only drain and stop block.
+    """Serves requests with the runners of one model. Methods are safe from any thread; only drain and stop block.
 
+    further: runners of further lanes, over the same cache blocks as the first.
     Construction raises ValueError, which names the limit that the runner cannot serve.
     """
 
     def __init__(
-        self, runner: Runner, limits: EngineLimits, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: Runner,
+        limits: EngineLimits,
+        metrics: Metrics,
+        *,
+        further: Sequence[Runner] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_rows(runner, limits)
+        for one in (runner, *further):
+            _check_rows(one, limits)
         self._limits = limits
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._admission = limits_of(runner, limits)
@@ -68,12 +78,17 @@ class Engine:
             clock=clock,
             cancellations=self._cancellations,
         )
-        self._runner: Runner | None = runner
-        self._stepper: Stepper | None = Stepper(parts)
-        self._heartbeat = Heartbeat(clock)
+        self._lanes = [
+            Lane(stepper=Stepper(replace(parts, runner=one)), runner=one, heartbeat=Heartbeat(clock))
+            for one in (runner, *further)
+        ]
+        self._state_lock = parts.lock
         self._wake = threading.Condition()
+        self._num_steps = 0  # of all lanes
         self._is_accepting = self._is_draining = self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
+        self._end: Callable[[], AntiphonError] = _shutting_down
+        for index, lane in enumerate(self._lanes):
+            lane.make_thread(index, self._run)
         metrics.watch_queue(self._queue, clock)
         metrics.watch_steps(lambda: self.busy_s)
 
@@ -84,18 +99,22 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine's thread runs: not before start, after stop or after a fault that ended it."""
-        return self._thread.is_alive()
+        """True while all threads of the engine run: not before start, after stop or after a fault that ended one."""
+        return bool(self._lanes) and all(lane.thread.is_alive() for lane in self._lanes)
 
     @property
     def busy_s(self) -> float:
         """Seconds since the current step began, or since work began to wait for a step; 0 if idle."""
-        return self._heartbeat.busy_s if self.is_alive else 0.0
+        return max(lane.busy_s for lane in self._lanes) if self.is_alive else 0.0
 
     def stack(self) -> str:
-        """Return the stack of the engine's thread as text, the latest call last."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
+        """Return the stack of the thread whose step has run the longest, as text, the latest call last."""
+        return max(self._lanes, key=lambda lane: lane.busy_s).stack() if self._lanes else "the thread is gone\n"
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that run steps side by side."""
+        return len(self._lanes)
 
     @property
     def num_waiting(self) -> int:
@@ -105,7 +124,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests being generated."""
-        return 0 if self._stepper is None else self._stepper.num_running
+        return sum(lane.stepper.num_running for lane in self._lanes)
 
     @property
     def max_num_seqs(self) -> int:
@@ -126,7 +145,8 @@ class Engine:
         """Start the thread and accept requests; once."""
         with self._wake:
             self._is_accepting = not (self._is_draining or self._is_stopping)
-        self._thread.start()
+        for lane in self._lanes:
+            lane.thread.start()
 
     def submit(self, request: Request, stream: OutputStream) -> None:
         """Accept a request, whose events `stream` delivers, or refuse it with an error.
@@ -155,8 +175,7 @@ class Engine:
             return False
         with self._wake:
             self._cancellations.put(request_id, cause)
-            self._heartbeat.wake()
-            self._wake.notify()
+            self._wake_lanes()
         return True
 
     def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
@@ -174,12 +193,11 @@ class Engine:
         with self._wake:
             self._is_accepting = False
             self._is_draining = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        has_finished = not self._thread.is_alive()
+            self._wake.notify_all()
+        self._join(timeout_s)
+        has_finished = not self._is_any_alive()
         self._stop(_STOP_PATIENCE_S)
-        if self._thread.is_alive():
+        if self._is_any_alive():
             log.critical("the engine hangs; stack of its thread:\n%s", self.stack())
             self._end_waiting_callers()
         return has_finished
@@ -191,16 +209,30 @@ class Engine:
     def release(self) -> None:
         """Stop, and drop the runner, which is then freed even while the engine is referenced. Blocks as `stop` does."""
         self.stop()
-        self._stepper = self._runner = None
+        self._lanes = []
 
     def _stop(self, patience_s: float | None) -> None:
         with self._wake:
             self._is_accepting = False
             self._is_stopping = True
-            self._heartbeat.wake()
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(patience_s)
+            self._wake_lanes()
+        self._join(patience_s)
+
+    def _join(self, timeout_s: float | None) -> None:
+        """Wait until all threads have ended, or for this time."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for lane in self._lanes:
+            lane.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+
+    def _is_any_alive(self) -> bool:
+        return any(lane.thread.is_alive() for lane in self._lanes)
+
+    def _wake_lanes(self) -> None:
+        """Wake every lane that waits for work; the caller holds the condition."""
+        self._num_steps += 1
+        for lane in self._lanes:
+            lane.heartbeat.wake()
+        self._wake.notify_all()
 
     def _submit(self, request: Request, stream: OutputStream) -> None:
         group = admit(request, stream, self._admission)
@@ -220,37 +252,52 @@ class Engine:
                 del self._live[request.request_id]
                 raise
             self._metrics.submitted(request.task, request.priority)
-            self._heartbeat.wake()
-            self._wake.notify()
+            self._wake_lanes()
 
-    def _run(self) -> None:
-        end: Callable[[], AntiphonError] = _shutting_down
-        stepper = self._stepper
-        assert stepper is not None
+    def _run(self, lane: Lane) -> None:
         try:
-            while self._await_work(stepper):
-                stepper.step()
-                if stepper.num_failed >= MAX_FAILED_STEPS:
-                    self._test_model(stepper)
+            while self._await_work(lane):
+                lane.stepper.step()
+                self._stepped(lane)
+                if lane.stepper.num_failed >= MAX_FAILED_STEPS:
+                    self._test_model(lane)
         except Exception:
             log.exception("the engine's thread ends after an error")
-            end = _failed
+            self._fail()
         with self._wake:
             self._is_accepting = False
         self._queue.close()
         try:
-            stepper.end_all(end)
+            lane.stepper.end_all(self._end)
         except Exception:  # the engine's state may be wrong after a fault, and no caller may wait forever
             log.exception("the engine could not end its requests normally")
             self._end_waiting_callers()
 
-    def _test_model(self, stepper: Stepper) -> None:
-        """Run the model without requests. Raises its error, which ends the engine; else requests caused the faults."""
-        if self._pool.num_used or self._runner is None:  # running requests will show a fault of the model
+    def _fail(self) -> None:
+        """Let every lane end its requests, because this one cannot go on."""
+        with self._wake:
+            self._end = _failed
+            self._is_stopping = True
+            self._wake.notify_all()
+
+    def _stepped(self, lane: Lane) -> None:
+        """Wake lanes that wait for what this step may have freed."""
+        if len(self._lanes) == 1:
             return
-        log.warning("%d consecutive steps failed; testing the model without requests", stepper.num_failed)
-        warm_up(self._runner)
-        stepper.num_failed = 0
+        with self._wake:
+            if not lane.stepper.may_rest:
+                self._num_steps += 1
+                if any(one.is_resting for one in self._lanes):
+                    self._wake.notify_all()
+
+    def _test_model(self, lane: Lane) -> None:
+        """Run the model without requests. Raises its error, which ends the engine; else requests caused the faults."""
+        with self._state_lock:
+            if self._pool.num_used:  # running requests will show a fault of the model
+                return
+            log.warning("%d consecutive steps failed; testing the model without requests", lane.stepper.num_failed)
+            warm_up(lane.runner)
+        lane.stepper.num_failed = 0
         log.warning("the model works; the requests caused the faults")
 
     def _end_waiting_callers(self) -> None:
@@ -261,16 +308,25 @@ class Engine:
         ]
         Publisher().publish((), [], finals)
 
-    def _await_work(self, stepper: Stepper) -> bool:
-        """Wait until there is work. Return False when the thread must end."""
+    def _await_work(self, lane: Lane) -> bool:
+        """Wait until the lane has work. Return False when its thread must end."""
         with self._wake:
-            while not (self._is_stopping or stepper.has_work):
-                if self._is_draining:
+            while not (self._is_stopping or self._has_work(lane)):
+                if self._is_draining and not self._live:
+                    self._wake.notify_all()
                     return False
-                self._heartbeat.rest()
+                lane.heartbeat.rest()
+                lane.is_resting = True
                 self._wake.wait()
-            self._heartbeat.beat()
+                lane.is_resting = False
+            lane.heartbeat.beat()
+            lane.seen_steps = self._num_steps
             return not self._is_stopping
+
+    def _has_work(self, lane: Lane) -> bool:
+        """Return whether a step of the lane could do something that its last step could not."""
+        stepper = lane.stepper
+        return stepper.has_work and not (stepper.may_rest and lane.seen_steps == self._num_steps)
 
 
 def _shutting_down() -> AntiphonError:

@@ -49,6 +49,7 @@ class NativeRunner:
         precision: Precision | None = None,
         num_blocks: int | None = None,
         workspace_limit_bytes: int | None = None,
+        cache: NDArray[Any] | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
         self.has_encoder = model.architecture != "decoder"
@@ -63,8 +64,8 @@ class NativeRunner:
         self.precision = graphs.precision
         self.block_size = BLOCK_SIZE
         longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
-        self.num_blocks = num_blocks or max_rows * longest
-        self.cache = _reserve_pool(model, graphs, self.num_blocks)
+        self.num_blocks = len(cache) if cache is not None else num_blocks or max_rows * longest
+        self.cache = cache if cache is not None else _reserve_pool(model, graphs, self.num_blocks)
         self.cache_bytes_per_token = self.cache[0].nbytes // BLOCK_SIZE
         self.workspace = Workspace(is_own=True)
         self._encoder: NativeEncoder | None = None

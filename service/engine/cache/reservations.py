@@ -54,9 +54,14 @@ class Reservations:
     """The blocks of every admitted group, over the rows and the pool of an engine.
 
     can_grow: requests of one row receive further blocks when they need them.
+    lanes: the reservations of all lanes over the same pool, in order; this one adds itself.
     """
 
-    def __init__(self, rows: RunningRows, pool: BlockPool, *, can_grow: bool) -> None:
+    def __init__(
+        self, rows: RunningRows, pool: BlockPool, *, can_grow: bool, lanes: list[Reservations] | None = None
+    ) -> None:
+        self._lanes = lanes if lanes is not None else []
+        self._lanes.append(self)
         self._rows = rows
         self._pool = pool
         self._can_grow = can_grow
@@ -70,17 +75,22 @@ class Reservations:
 
     @property
     def num_admissible_blocks(self) -> int:
-        """Free blocks that no running row will need soon."""
+        """Free blocks that no running row of any lane will need soon."""
         if not self._can_grow:
             return self._pool.num_free
-        is_soon = (self._slack() <= LOOKAHEAD_STEPS) & (self._ends() < self._rows.end_positions[: len(self._rows)])
-        return self._pool.num_free - int(is_soon.sum())
+        return self._pool.num_free - sum(lane._num_needed_soon() for lane in self._lanes)
+
+    @property
+    def num_all_cross_blocks(self) -> int:
+        """Blocks of sources, of all lanes."""
+        return sum(lane.num_cross_blocks for lane in self._lanes)
 
     def use(self, bytes_per_token: int) -> CacheUse:
-        """Return the present division of the pool."""
+        """Return the present division of the pool among all lanes."""
+        num_cross = self.num_all_cross_blocks
         return CacheUse(
-            num_self=self._pool.num_used - self.num_cross_blocks,
-            num_cross=self.num_cross_blocks,
+            num_self=self._pool.num_used - num_cross,
+            num_cross=num_cross,
             num_free=self._pool.num_free,
             block_bytes=self._pool.block_size * bytes_per_token,
         )
@@ -136,6 +146,11 @@ class Reservations:
             if sequence.row is not None:
                 self._extend(sequence)
         self._num_quiet_steps = int(self._slack().min()) - 1 if self._rows else 0
+
+    def _num_needed_soon(self) -> int:
+        """Return the number of rows that will need a block within LOOKAHEAD_STEPS."""
+        is_soon = (self._slack() <= LOOKAHEAD_STEPS) & (self._ends() < self._rows.end_positions[: len(self._rows)])
+        return int(is_soon.sum())
 
     def _slack(self) -> NDArray[np.int32]:
         """Return the number of positions that each row can still write to."""

@@ -43,20 +43,29 @@ class _WantedRows:
 
 
 class RowTurns:
-    """Division of the rows of one engine among its callers.
+    """Division of the rows of one lane of an engine among callers, whose shares are of the rows of all lanes.
 
+    lanes: the turns of all lanes, in order; this one adds itself.
     has_taken: rows were taken at this step, so groups that want them should join at once.
     is_blocked: an output of a running group found a free row, but too few blocks or tokens left in this step.
     """
 
     def __init__(
-        self, rows: RunningRows, reservations: Reservations, queue: RequestQueue, limits: EngineLimits
+        self,
+        rows: RunningRows,
+        reservations: Reservations,
+        queue: RequestQueue,
+        limits: EngineLimits,
+        lanes: list[RowTurns] | None = None,
     ) -> None:
+        self._lanes = lanes if lanes is not None else []
+        self._lanes.append(self)
         self._rows = rows
         self._reservations = reservations
         self._queue = queue
         self._limits = limits
         self._pending: dict[str, SequenceGroup] = {}  # running groups with outputs that wait for rows
+        self._encoding: dict[str, SequenceGroup] = {}  # admitted groups that have no rows yet
         self._step = 0
         self._num_unserved = 0  # steps in a row in which callers within their share wanted rows and received none
         self._favoured: dict[str, int] = {}  # callers for whom rows were taken, and the step until which this counts
@@ -69,12 +78,15 @@ class RowTurns:
         return bool(self._pending)
 
     def wait(self, group: SequenceGroup) -> None:
-        """Add a running group whose pending outputs wait for rows."""
+        """Add a running group, whose pending outputs wait for rows."""
+        self._encoding.pop(group.request_id, None)
+        self._known = None  # other lanes may have changed what they hold meanwhile
         if group.pending:
             self._pending[group.request_id] = group
 
     def forget(self, group: SequenceGroup) -> None:
         """Forget a group that stops running."""
+        self._encoding.pop(group.request_id, None)
         self._pending.pop(group.request_id, None)
 
     def expired(self, now_s: float) -> list[SequenceGroup]:
@@ -103,7 +115,7 @@ class RowTurns:
 
     def candidates(self) -> list[SequenceGroup]:
         """Return the groups that may join now: those within their callers' shares, then others if rows are left."""
-        count, shares = 1 + self._num_free, self._shares
+        count, shares = 1 + self.num_free, self._shares
         if not shares.is_contended:
             return self._queue.peek(count, shares.turn(is_within=False))
         first = self._queue.peek(count, shares.turn(is_within=True))
@@ -113,14 +125,15 @@ class RowTurns:
         return [*first, *others][:count]
 
     def joined(self, group: SequenceGroup) -> None:
-        """Record that a group received its first rows and blocks."""
+        """Record that a group received its first rows and blocks. Its rows start once its source is encoded."""
+        self._encoding[group.request_id] = group
         self._note(group, group.num_first_rows, len(group.blocks))
 
     def start_pending(self, bos_id: int) -> None:
         """Give free rows to outputs of running groups, the oldest first, within this step's budget of tokens."""
         self.is_blocked = False
         for group in sorted(self._pending.values(), key=_age):
-            while group.pending and self._num_free and self._may_start_one(group):
+            while group.pending and self.num_free and self._may_start_one(group):
                 self.is_blocked = not self._can_start(group.pending[0])
                 if self.is_blocked:
                     return
@@ -147,8 +160,26 @@ class RowTurns:
         return True
 
     @property
-    def _num_free(self) -> int:
-        return self._limits.max_num_seqs - len(self._rows)
+    def num_held(self) -> int:
+        """Rows of this lane that are in use, or reserved for groups whose sources are being encoded."""
+        return len(self._rows) + sum(len(group.starting) for group in self._encoding.values())
+
+    @property
+    def num_free(self) -> int:
+        """Free rows that this lane may take now: its part of the work, so that all lanes have equally many rows."""
+        held = [lane.num_held for lane in self._lanes]
+        num_free = self._limits.max_num_seqs - sum(held)
+        if len(held) == 1 or not self._queue:
+            return num_free
+        num_wanted = min(self._limits.max_num_seqs, sum(held) + len(self._queue))
+        num_own = -(-num_wanted // len(held)) - self.num_held
+        if self.num_held == min(held):  # a group of several rows may start in the lane with the fewest
+            num_own = max(num_own, self._num_next_rows())
+        return min(num_free, max(0, num_own))
+
+    def _num_next_rows(self) -> int:
+        """Return the rows that the next waiting group needs to start."""
+        return max((group.num_first_rows for group in self._queue.peek(1)), default=0)
 
     @property
     def _may_spare(self) -> bool:
@@ -168,14 +199,19 @@ class RowTurns:
     def _shares(self) -> Shares:
         """Return the rows and blocks that callers hold at this step."""
         if self._known is None:
-            running = dict.fromkeys(sequence.group for sequence in self._rows.sequences)
             self._known = Shares(
-                running | dict.fromkeys(self._pending.values()),
+                dict.fromkeys(group for lane in self._lanes for group in lane._groups()),
                 self._queue.clients | self._favoured.keys(),
                 num_rows=self._limits.max_num_seqs,
                 num_blocks=self._reservations.num_blocks,
             )
         return self._known
+
+    def _groups(self) -> Iterator[SequenceGroup]:
+        """Return the groups that hold rows or blocks; a group can come several times."""
+        yield from (sequence.group for sequence in self._rows.sequences)
+        yield from self._pending.values()
+        yield from self._encoding.values()
 
     def _wants(self) -> list[_WantedRows]:
         """Return the rows wanted by callers within their shares, in the order in which they are served."""
@@ -206,7 +242,7 @@ class RowTurns:
         return self._lacks_rows(wants) or self._lacks_blocks(wants)
 
     def _lacks_rows(self, wants: list[_WantedRows]) -> bool:
-        return sum(want.num_rows for want in wants) > self._num_free
+        return sum(want.num_rows for want in wants) > self.num_free
 
     def _lacks_blocks(self, wants: list[_WantedRows]) -> bool:
         return wants[0].num_blocks > self._reservations.num_admissible_blocks

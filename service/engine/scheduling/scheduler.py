@@ -59,19 +59,26 @@ class Batch(Generic[W]):
 
 
 def schedule(
-    waiting: Iterable[W], *, num_running: int, num_free_blocks: int, limits: EngineLimits, num_deferred: int = 0
+    waiting: Iterable[W],
+    *,
+    num_running: int,
+    num_free_blocks: int,
+    limits: EngineLimits,
+    num_lanes: int = 1,
+    num_deferred: int = 0,
 ) -> Batch[W]:
     """Choose the sequences that join the running ones at this step.
 
     A single sequence above a budget of a step is prefilled in a step of its own.
     waiting: the queue, oldest first, or as much of it as could join and one more
-    num_running: rows in use
+    num_running: rows in use, or not to be taken by this lane
+    num_lanes: lanes that share the rows
     num_deferred: of the batch of the previous step
     """
     queue = list(waiting)
     num_free_rows = limits.max_num_seqs - num_running
     wanted = sum(sequence.num_rows for sequence in queue)
-    min_free_rows = max(1, limits.max_num_seqs // FREE_ROW_SHARE)
+    min_free_rows = max(1, limits.max_num_seqs // (FREE_ROW_SHARE * num_lanes))
     if num_deferred < MAX_DEFERRED_STEPS and wanted > num_free_rows > 0 and num_free_rows < min_free_rows:
         return Batch(joining=(), num_deferred=num_deferred + 1)
     joining: list[W] = []

@@ -31,7 +31,7 @@ class Shares:
         self.blocks: Counter[str] = Counter()
         self._fixed_rows: Counter[str] = Counter()
         for group in groups:
-            self.note(group, group.num_running_rows, len(group.blocks))
+            self.note(group, group.num_held_rows, len(group.blocks))
         self._callers = {*callers, *self.rows, *self.blocks}
         self._num_rows = max(1, num_rows // max(1, len(self._callers)))
         self._num_blocks = num_blocks // max(1, len(self._callers))

@@ -84,6 +84,7 @@ class SequenceGroup:
     num_first_blocks: number of num_self_blocks that a row receives when it joins; all of them unless it grows.
     grows: True if its row receives further blocks when it needs them.
     can_pause: True if its rows can be taken away and given back later, with the same tokens.
+    lane: index of the lane that it was admitted to; None while it waits.
     sequences: its rows by index, while running; sequences of finished outputs stay, without a row.
     starting: sequences that receive their rows together with the source's blocks.
     pending: sequences that wait for a row, by index: not started, or preempted.
@@ -107,6 +108,7 @@ class SequenceGroup:
     grows: bool = False
     can_pause: bool = False
     state: SequenceState = SequenceState.WAITING
+    lane: int | None = None
     sequences: tuple[Sequence, ...] = ()
     starting: tuple[Sequence, ...] = ()
     pending: list[Sequence] = field(default_factory=list)
@@ -151,6 +153,11 @@ class SequenceGroup:
     def num_running_rows(self) -> int:
         """Number of rows that it holds now."""
         return sum(sequence.row is not None for sequence in self.sequences)
+
+    @property
+    def num_held_rows(self) -> int:
+        """Number of rows that it holds now, or that are reserved for it while its source is encoded."""
+        return len(self.starting) if self.state is SequenceState.ENCODING else self.num_running_rows
 
     @property
     def num_blocks(self) -> int:

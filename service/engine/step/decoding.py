@@ -29,6 +29,7 @@ class Decoding:
 
     def __init__(self, parts: StepParts, state: RunningState, endings: Endings) -> None:
         self._runner = parts.runner
+        self._computing = parts.computing
         self._rows = state.rows
         self._beams = state.beams
         self._endings = endings
@@ -40,7 +41,9 @@ class Decoding:
         if not rows:
             return StepTokens()
         try:
-            samples = self._runner.decode(rows.batch())
+            batch = rows.batch()
+            with self._computing():
+                samples = self._runner.decode(batch)
             finished = self._beams.advance(samples) if len(self._beams) else []
         except Exception as fault:
             self._endings.fail([one.group for one in rows.sequences], "decode", fault)

@@ -22,9 +22,10 @@ class Drops:
         self._endings = endings
 
     def drop_cancelled(self) -> None:
-        """End every request that was cancelled since the last call."""
-        for request_id, cause in self._parts.cancellations.take():
-            if (group := self._parts.live.get(request_id)) is not None:
+        """End every request of this lane, and every waiting one, that was cancelled since the last call."""
+        for request_id, cause in self._taken():
+            group = self._parts.live.get(request_id)
+            if group is not None and not self._passed_on(group, cause):
                 self._cancel(group, cause)
 
     def drop_expired(self) -> None:
@@ -35,16 +36,29 @@ class Drops:
 
     def drop_encoded(self, groups: tuple[SequenceGroup, ...]) -> None:
         """End groups that were cancelled or expired while they were encoded, before anything is decoded for them."""
-        now_s, cancellations = self._parts.clock(), self._parts.cancellations
+        now_s = self._parts.clock()
         for group in groups:
             group.encoded_s = group.encoded_s or now_s  # a preempted group keeps the time of its first encoding
-        for request_id, cause in cancellations.take():
+        for request_id, cause in self._taken():
             cancelled = self._parts.live.get(request_id)
-            if cancelled is not None and cancelled.state is SequenceState.ENCODING:
+            if cancelled is None or self._passed_on(cancelled, cause):
+                continue
+            if cancelled.state is SequenceState.ENCODING:
                 self._cancel(cancelled, cause)
             else:  # the rows in use must not change during this step
-                cancellations.put(request_id, cause)
+                self._state.cancellations.put(request_id, cause)
         self._expire((group for group in groups if group.expires_s <= now_s), now_s)
+
+    def _taken(self) -> list[tuple[str, CancelCause]]:
+        """Return the cancellations passed on to this lane, and those of any lane."""
+        return [*self._state.cancellations.take(), *self._parts.cancellations.take()]
+
+    def _passed_on(self, group: SequenceGroup, cause: CancelCause) -> bool:
+        """Return whether the group runs in another lane, after passing its cancellation on to that lane."""
+        if group.lane is None or group.lane == self._state.index:
+            return False
+        self._parts.lanes.states[group.lane].cancellations.put(group.request_id, cause)
+        return True
 
     def _expire(self, groups: Iterable[SequenceGroup], now_s: float) -> None:
         for group in groups:

@@ -25,7 +25,6 @@ class Joining:
         self._state = state
         self._endings = endings
         self._drops = drops
-        self._num_admitted = 0
         self._num_deferred = 0
 
     def fill_rows(self) -> None:
@@ -38,19 +37,20 @@ class Joining:
 
     def wait_again(self, group: SequenceGroup) -> None:
         """Put a preempted group back into the queue before all new ones."""
-        group.state = SequenceState.WAITING
+        group.state, group.lane = SequenceState.WAITING, None
         self._state.num_groups -= 1
         self._parts.queue.put_back(group)
 
     def _admit(self) -> None:
         parts, state = self._parts, self._state
-        if not parts.queue or len(state.rows) == parts.limits.max_num_seqs:
+        if not parts.queue or not (num_free := state.turns.num_free):
             return
         batch = schedule(
             state.turns.candidates(),
-            num_running=len(state.rows),
+            num_running=parts.limits.max_num_seqs - num_free,
             num_free_blocks=state.reservations.num_admissible_blocks,
             limits=parts.limits,
+            num_lanes=len(parts.lanes.states),
             num_deferred=MAX_DEFERRED_STEPS if state.turns.has_taken else self._num_deferred,
         )
         self._num_deferred = batch.num_deferred
@@ -64,11 +64,10 @@ class Joining:
         """Take a group out of the queue, and blocks for it out of the pool."""
         parts, state = self._parts, self._state
         parts.queue.take(group.request_id, now_s)
-        group.state = SequenceState.ENCODING
+        group.state, group.lane = SequenceState.ENCODING, state.index
         state.num_groups += 1
         if group.admitted_s is None:
-            self._num_admitted += 1
-            group.ticket, group.admitted_s = self._num_admitted, now_s
+            group.ticket, group.admitted_s = next(parts.tickets), now_s
             group.sequences = sequences_of(group, parts.runner.bos_id, parts.runner.eos_id)
             parts.metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
         group.take_first_rows()
@@ -109,8 +108,9 @@ class Joining:
         tables = [group.cross_block_table for group in groups]
         types = [request.type_ids for request in requests]
         is_read = any(not request.has_target for request in requests)
-        report = runner.encode(sources, tables, type_ids=types, keep_memory=is_read)
-        readouts = read_out(requests, report.memory, runner) if report.memory is not None else {}
+        with self._parts.computing():
+            report = runner.encode(sources, tables, type_ids=types, keep_memory=is_read)
+            readouts = read_out(requests, report.memory, runner) if report.memory is not None else {}
         return report, readouts
 
     def _append(self, groups: Iterable[SequenceGroup]) -> None:

@@ -49,17 +49,25 @@ class Stepper:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold rows."""
+        """Requests of this lane that hold rows."""
         return self._state.num_groups
 
     @property
     def has_work(self) -> bool:
         """True when a step would have work now."""
-        state, parts = self._state, self._parts
-        return bool(state.rows) or bool(parts.queue) or bool(state.turns) or bool(parts.cancellations)
+        return self._state.has_work or bool(self._parts.queue) or bool(self._parts.cancellations)
+
+    @property
+    def may_rest(self) -> bool:
+        """True when this lane runs nothing, so that waiting requests that it left can start after another's step."""
+        return not self._state.has_work and self._parts.lanes.is_other_running(self._state.index)
 
     def step(self) -> None:
-        """Run one step."""
+        """Run one step. Other lanes can step while the runner computes."""
+        with self._parts.lock:
+            self._step()
+
+    def _step(self) -> None:
         state = self._state
         self._endings.has_failed = False
         self._drops.drop_cancelled()
@@ -74,14 +82,16 @@ class Stepper:
         self.num_failed = self.num_failed + 1 if self._endings.has_failed and not tokens.has_decoded else 0
 
     def end_all(self, error: Callable[[], AntiphonError]) -> None:
-        """End every running and waiting request at once.
+        """End every waiting request, and every one of this lane, at once.
 
         error: makes a separate error for each request, because a raised error keeps its traceback.
         """
-        for group in reversed(list(self._parts.live.values())):
-            self._endings.refuse(group, FinishReason.ERROR, error())
-        self._occupancy.report()
-        self._publish(StepTokens())
+        with self._parts.lock:
+            for group in reversed(list(self._parts.live.values())):
+                if group.lane in (None, self._state.index):
+                    self._endings.refuse(group, FinishReason.ERROR, error())
+            self._occupancy.report()
+            self._publish(StepTokens())
 
     def _publish(self, tokens: StepTokens) -> None:
         events = self._endings.take_events()

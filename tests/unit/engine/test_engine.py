@@ -184,12 +184,12 @@ async def test_engine_ends_every_request_when_its_thread_fails(bench: Bench) -> 
     def die(*args: object) -> None:
         raise RuntimeError("a bug")
 
-    stepper = bench.engine._stepper
+    stepper = bench.engine._lanes[0].stepper
     assert stepper is not None
     stepper._drops.drop_expired = die  # type: ignore[method-assign]
     events = await read(bench.submit("a", source_of(target_len=2)))
     assert isinstance(events[-1].error, EngineFault)
-    bench.engine._thread.join(TIMEOUT_S)
+    bench.engine._lanes[0].thread.join(TIMEOUT_S)
     assert not bench.engine.is_alive
     with pytest.raises(Unavailable):
         bench.submit("b", source_of(target_len=2))

@@ -24,7 +24,7 @@ async def test_engine_stops_when_its_steps_and_the_test_run_of_the_model_fail(be
         assert bench.engine.is_alive
         events = await read(bench.submit(str(index), source_of(target_len=2)))
         assert isinstance(events[-1].error, EngineFault)
-    await asyncio.to_thread(bench.engine._thread.join, TIMEOUT_S)
+    await asyncio.to_thread(bench.engine._lanes[0].thread.join, TIMEOUT_S)
     assert not bench.engine.is_alive
     with pytest.raises(Unavailable):
         bench.submit("late", source_of(target_len=2))
@@ -52,7 +52,7 @@ async def test_engine_counts_steps_with_non_finite_logits_as_failed(bench: Bench
     for index, source in enumerate(sources):
         assert bench.engine.is_alive
         await read(bench.submit(str(index), source))
-    await asyncio.to_thread(bench.engine._thread.join, TIMEOUT_S)
+    await asyncio.to_thread(bench.engine._lanes[0].thread.join, TIMEOUT_S)
     assert not bench.engine.is_alive
 
 
@@ -76,7 +76,7 @@ async def test_engine_reports_an_error_to_every_waiting_caller_when_its_cleanup_
 ) -> None:
     stream = bench.submit("a", source_of(target_len=9))
     await arrive(gate)
-    stepper = bench.engine._stepper
+    stepper = bench.engine._lanes[0].stepper
     assert stepper is not None
 
     def die(*args: object) -> None:
@@ -87,5 +87,5 @@ async def test_engine_reports_an_error_to_every_waiting_caller_when_its_cleanup_
     stepper.end_all = die  # type: ignore[method-assign, assignment]
     gate.open()
     assert isinstance((await read(stream))[-1].error, EngineFault)
-    await asyncio.to_thread(bench.engine._thread.join, TIMEOUT_S)
+    await asyncio.to_thread(bench.engine._lanes[0].thread.join, TIMEOUT_S)
     end_all(lambda: EngineFault("for the fixture, which sees that every block is free"))

@@ -90,7 +90,7 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
     for _ in range(3):
         served = await host.control.load(plan("second"))
         await ask(served).collect()
-        stepper = served.engine._stepper
+        stepper = served.engine._lanes[0].stepper
         assert stepper is not None
         runner: Any = stepper._parts.runner
         native = (runner.workspace._stats, runner.workspace._handle)
