@@ -78,9 +78,7 @@ class RowTurns:
         return bool(self._pending)
 
     def wait(self, group: SequenceGroup) -> None:
-        """Add a running group, whose pending outputs wait for rows."""
-        self._encoding.pop(group.request_id, None)
-        self._known = None  # other lanes may have changed what they hold meanwhile
+        """Add a running group whose pending outputs wait for rows."""
         if group.pending:
             self._pending[group.request_id] = group
 
@@ -128,6 +126,12 @@ class RowTurns:
         """Record that a group received its first rows and blocks. Its rows start once its source is encoded."""
         self._encoding[group.request_id] = group
         self._note(group, group.num_first_rows, len(group.blocks))
+
+    def started(self, group: SequenceGroup) -> None:
+        """Record that the rows of a group that joined have started; its pending outputs wait for rows."""
+        self._encoding.pop(group.request_id, None)
+        self._known = None  # other lanes may have changed what they hold while the source was encoded
+        self.wait(group)
 
     def start_pending(self, bos_id: int) -> None:
         """Give free rows to outputs of running groups, the oldest first, within this step's budget of tokens."""

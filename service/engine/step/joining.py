@@ -121,6 +121,6 @@ class Joining:
             group.state = SequenceState.RUNNING
         state.rows.append((one for group in joining for one in group.starting), self._parts.runner.bos_id)
         for group in joining:
-            state.turns.wait(group)
+            state.turns.started(group)
             if group.is_beam_search:
                 state.beams.add(group)
