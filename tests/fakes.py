@@ -7,6 +7,7 @@ request is known in advance.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 from collections import Counter
@@ -103,6 +104,12 @@ class FakeRunner:
         self.decoded_rows: list[int] = []
         self.decoded_tokens: list[int] = []
         self._cells = _Cells(self.num_blocks, block_size)
+
+    def sibling(self) -> FakeRunner:
+        """Return a runner of another lane: the same model over the same cache blocks, with records of its own."""
+        other = copy.copy(self)
+        other.encoded, other.decoded_rows, other.decoded_tokens = [], [], []
+        return other
 
     def encode(
         self,

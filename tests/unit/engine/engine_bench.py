@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -42,10 +43,14 @@ class Gate:
 class Bench:
     """Engine over the fake model, and readers of its streams."""
 
-    def __init__(self, runner: FakeRunner, limits: EngineLimits | None = None) -> None:
+    def __init__(
+        self, runner: FakeRunner, limits: EngineLimits | None = None, *, further: Sequence[FakeRunner] = ()
+    ) -> None:
         self.runner = runner
+        self.runners = (runner, *further)
         self.registry = CollectorRegistry()
-        self.engine = Engine(runner, limits or limits_for(runner), Metrics(MetricFamilies(self.registry), "fake"))
+        metrics = Metrics(MetricFamilies(self.registry), "fake")
+        self.engine = Engine(runner, limits or limits_for(runner), metrics, further=further)
 
     def submit(
         self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None
