@@ -38,7 +38,7 @@ from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.requests.options import default_options
-from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.server.access import Access
 from antiphon.service.server.listener import close_port, open_port

@@ -21,10 +21,10 @@ from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, check_ability, limits_of
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
+from antiphon.service.engine.sequences.stream import OutputStream, Publisher
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
-from antiphon.service.engine.stream import OutputStream, Publisher
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import EncodeReport, Runner
 from antiphon.service.runtime.warm_up import warm_up

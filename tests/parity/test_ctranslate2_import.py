@@ -41,7 +41,7 @@ from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokeni
 from antiphon.model.transformer.greedy import greedy
 from antiphon.service.domain.request import EarlyStopping, SamplingParams, TokenEvent
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.runners import open_runner

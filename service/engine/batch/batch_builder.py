@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from antiphon.service.engine.batch.block_tables import BlockTables
 from antiphon.service.engine.batch.first_input import FirstInput
 from antiphon.service.engine.batch.row_sampling import RowSampling, with_scored
-from antiphon.service.engine.sequence import Sequence
+from antiphon.service.engine.sequences.sequence import Sequence
 from antiphon.service.runtime.runner import DecodeBatch, SamplingArrays
 
 

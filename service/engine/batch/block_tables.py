@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.service.engine.sequence import Sequence
+from antiphon.service.engine.sequences.sequence import Sequence
 
 
 class BlockTables:

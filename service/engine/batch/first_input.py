@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from antiphon.service.domain.request import Task
-from antiphon.service.engine.sequence import Sequence
+from antiphon.service.engine.sequences.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from antiphon.model.ops.counter_random import seed_of_output
 from antiphon.model.ops.sampling import FLOAT_PARAMS, neutral_sampling
 from antiphon.service.engine.batch.first_input import forced_id
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 from antiphon.service.runtime.runner import SamplingArrays
 
 _TINY = float(np.finfo(np.float32).tiny)

@@ -19,8 +19,8 @@ from antiphon.service.engine.batch.expiries import RowExpiries
 from antiphon.service.engine.batch.first_input import first_input
 from antiphon.service.engine.batch.row_sampling import RowSampling
 from antiphon.service.engine.batch.token_history import TokenHistory
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.engine.stream import TokenSink
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.stream import TokenSink
 from antiphon.service.runtime.runner import DecodeBatch
 
 

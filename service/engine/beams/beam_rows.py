@@ -20,8 +20,8 @@ from antiphon.service.engine.batch.row_sampling import num_candidates
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.stream import Item, TokenSink
+from antiphon.service.engine.sequences.sequence import SequenceGroup
+from antiphon.service.engine.sequences.stream import Item, TokenSink
 from antiphon.service.runtime.runner import Runner, Samples
 
 

@@ -17,7 +17,7 @@ from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.service.domain.request import Priority
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics.engine_metrics import CacheUse
 from antiphon.service.runtime.runner import Runner
 

@@ -7,7 +7,7 @@ from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
 from antiphon.service.engine.queue.wait_times import WaitTimes
 from antiphon.service.engine.queue.waiting_groups import WaitingGroups
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 
 # Bounds of the retry advice: long enough that clients do not retry all the time, short enough that a replica that has
 # recovered does not stay idle.

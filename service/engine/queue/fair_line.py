@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 
 # Maximum number of clients without a waiting request whose last virtual end is kept.
 MAX_REMEMBERED = 4096

@@ -17,7 +17,7 @@ from antiphon.service.engine.queue.bounds import QueueBounds
 from antiphon.service.engine.queue.service_order import Newcomer, ServiceOrder
 from antiphon.service.engine.queue.wait_times import WaitTimes
 from antiphon.service.engine.queue.waiting_groups import WaitingGroups
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 
 
 class RequestQueue:

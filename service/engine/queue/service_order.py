@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from antiphon.service.domain.request import Priority
 from antiphon.service.engine.queue.fair_line import ClientTotals, FairLine
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 
 # While both priorities wait, batch groups get 1 part of the served cost, interactive ones get this number of parts.
 INTERACTIVE_SHARE = 7

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 
 
 class WaitingGroups:

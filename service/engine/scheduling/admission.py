@@ -15,8 +15,8 @@ from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Pooling, Request, Task, head_of
 from antiphon.service.engine.cache.reservations import first_blocks, may_run_short
-from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.sequence import SequenceGroup
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.runtime.runner import Runner
 
 

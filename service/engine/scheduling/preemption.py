@@ -7,7 +7,7 @@ from collections.abc import Callable
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.reservations import Reservations
 from antiphon.service.engine.scheduling.row_turns import RowTurns
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 
 

@@ -24,7 +24,7 @@ from antiphon.service.engine.cache.reservations import Reservations
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS
 from antiphon.service.engine.scheduling.shares import Shares
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 
 # A row that becomes free without preemption costs nothing. The scheduler waits up to MAX_DEFERRED_STEPS for several of
 # them, so no row is taken before that.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from antiphon.service.domain.request import Task
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 
 # Rows that are kept until their outputs end could prevent all others from starting. 1 / FIXED_RESERVE of all rows is
 # therefore closed to such rows of one caller.

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.stream import Item, TokenSink
 from antiphon.service.engine.step.commit import commit
 from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.parts import RunningState, StepParts
 from antiphon.service.engine.step.token_times import TokenTimes
-from antiphon.service.engine.stream import Item, TokenSink
 from antiphon.service.runtime.runner import NOT_FINITE, Samples
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import DeadlineExceeded
 from antiphon.service.domain.request import FinishReason
-from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
 from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.parts import RunningState, StepParts
 from antiphon.service.engine.step.terminal_events import time_limit_events

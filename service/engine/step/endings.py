@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from antiphon.service.domain.errors import AntiphonError, EngineFault
 from antiphon.service.domain.request import ANSWERED, FinishReason, Readout, TokenEvent
-from antiphon.service.engine.sequence import Sequence, SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.engine.step.commit import Ended
 from antiphon.service.engine.step.parts import RunningState, StepParts
 from antiphon.service.engine.step.terminal_events import beam_events, last_of, output_event
-from antiphon.service.engine.stream import OutputStream
 
 log = logging.getLogger(__name__)
 

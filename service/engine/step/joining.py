@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from antiphon.service.domain.request import Readout
 from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, schedule
-from antiphon.service.engine.sequence import SequenceGroup, SequenceState, sequences_of
+from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState, sequences_of
 from antiphon.service.engine.step.drops import Drops
 from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.parts import RunningState, StepParts

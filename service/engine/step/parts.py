@@ -13,7 +13,7 @@ from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.cache.reservations import Reservations, empty_rows, may_run_short
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.row_turns import RowTurns
-from antiphon.service.engine.sequence import SequenceGroup
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.runtime.runner import Runner
 

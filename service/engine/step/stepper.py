@@ -12,13 +12,13 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import AntiphonError
 from antiphon.service.domain.request import FinishReason
 from antiphon.service.engine.scheduling.preemption import Preemption
+from antiphon.service.engine.sequences.stream import Publisher
 from antiphon.service.engine.step.decoding import Decoding, StepTokens
 from antiphon.service.engine.step.drops import Drops
 from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.joining import Joining
 from antiphon.service.engine.step.occupancy import Occupancy
 from antiphon.service.engine.step.parts import RunningState, StepParts
-from antiphon.service.engine.stream import Publisher
 
 
 class Stepper:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from antiphon.service.domain.request import FinishReason, Timing, TokenEvent, TokenLogprob
 from antiphon.service.engine.beams.beam_search import Hypothesis
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 
 
 def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:

@@ -14,7 +14,7 @@ from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer, e
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, languages_of
-from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.submission import Submission
 from antiphon.v1 import inference_pb2 as pb
 

@@ -17,7 +17,7 @@ from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context, EngineM
 from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.requests.request_reader import RequestReader
-from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.submission import Submission
 from antiphon.v1 import inference_pb2 as pb
 

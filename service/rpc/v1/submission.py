@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import Request, TokenEvent
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.answers.reading import reading
 from antiphon.service.rpc.v1.requests.arrivals import EngineMessage

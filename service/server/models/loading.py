@@ -20,7 +20,7 @@ from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.describe import describe
 from antiphon.service.rpc.v1.models import Served
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
-from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
 from antiphon.service.runtime.runners import AnyRunner, open_runner

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Request, TokenEvent
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.runners import AnyRunner

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, limits_for, request_of

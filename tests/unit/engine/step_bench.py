@@ -14,10 +14,10 @@ from antiphon.service.domain.request import FinishReason, Request, SamplingParam
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.engine.step.parts import StepParts
 from antiphon.service.engine.step.stepper import Stepper
-from antiphon.service.engine.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of

@@ -15,8 +15,8 @@ from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.request import MAX_SEED, SamplingParams
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.sequence import Sequence, SequenceGroup
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.runtime.runner import DecodeBatch
 from tests.fakes import BOS_ID, request_of, source_of
 

@@ -14,7 +14,7 @@ from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, QueueFull
 from antiphon.service.domain.request import FinishReason, SamplingParams
-from antiphon.service.engine.sequence import SequenceGroup, SequenceState
+from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from antiphon.service.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
-from antiphon.service.engine.stream import OutputStream, Publisher
+from antiphon.service.engine.sequences.stream import OutputStream, Publisher
 from antiphon.service.observability.call import Call
 from tests.fakes import request_of
 

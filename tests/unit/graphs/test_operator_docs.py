@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from antiphon.model.ops.operator import Attribute, Input, Kind, Node, Operator, Output
-from antiphon.model.ops.operator_table import MARKER, document
 from antiphon.model.ops.operators.all_operators import OPERATORS
+from antiphon.model.ops.operators.operator_table import MARKER, document
 from antiphon.model.ops.operators.sample import OUTPUTS, PARAMS
 from antiphon.model.ops.sampling import Samples, SamplingArrays
 from antiphon.model.ops.torch_registration import register, torch_operator, torch_schema
@@ -31,7 +31,8 @@ def signature(node: Node) -> str:
 def test_documented_operators_equal_the_declared_ones() -> None:
     _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
     assert marker
-    assert generated == "\n" + document(OPERATORS), "run python -m antiphon.model.ops.operator_table docs/OPERATORS.md"
+    command = "python -m antiphon.model.ops.operators.operator_table docs/OPERATORS.md"
+    assert generated == "\n" + document(OPERATORS), f"run {command}"
 
 
 def test_kernels_of_the_native_library_equal_the_declared_ones() -> None:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.service.domain.errors import DeadlineExceeded
 from antiphon.service.domain.request import Request
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.reading import reading

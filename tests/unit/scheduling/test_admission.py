@@ -8,7 +8,7 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.limits import EncodeBudget
 from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from tests.fakes import FakeRunner, limits_for, request_of, source_of
 
 

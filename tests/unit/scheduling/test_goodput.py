@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.service.domain.request import ANSWERED, SamplingParams
-from antiphon.service.engine.sequence import SequenceState
+from antiphon.service.engine.sequences.sequence import SequenceState
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import Bench
 

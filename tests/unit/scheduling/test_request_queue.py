@@ -17,8 +17,8 @@ from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
 from antiphon.service.engine.queue.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
 from antiphon.service.engine.queue.request_queue import RequestQueue
 from antiphon.service.engine.queue.service_order import INTERACTIVE_SHARE
-from antiphon.service.engine.sequence import SequenceGroup
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.sequence import SequenceGroup
+from antiphon.service.engine.sequences.stream import OutputStream
 from tests.fakes import changed, request_of, source_of
 
 

@@ -19,7 +19,7 @@ from antiphon.model.bundle.manifest import MANIFEST_NAME
 from antiphon.model.ops.workspace import _NativeStats
 from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
 from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.models import Models, Served

@@ -17,7 +17,7 @@ from antiphon.model.bundle.manifest import Bundle, MemoryFit, MemoryProfile, loa
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavailable
 from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.runtime.native_encoder import RUN_TOKENS

@@ -15,7 +15,7 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import AntiphonError, SlowReader
 from antiphon.service.domain.request import Request
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.call import current_call
 
 # A client's cancellation at its deadline may arrive before the deadline that it sent: grpc rounds that up by up to 1 %.

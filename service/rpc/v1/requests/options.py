@@ -19,7 +19,7 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.ranges import check_token_ids
 from antiphon.service.domain.request import SamplingParams
 from antiphon.service.engine.constraints.stop_strings import check_stop_strings
-from antiphon.service.rpc.v1.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
+from antiphon.service.rpc.v1.served.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
 from antiphon.v1 import inference_pb2 as pb
 
 _SEEDS_AT_ONCE = 512

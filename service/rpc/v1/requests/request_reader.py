@@ -18,7 +18,7 @@ from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
 from antiphon.service.rpc.v1.requests.languages import languages_of, source_languages
 from antiphon.service.rpc.v1.requests.options import read_options
-from antiphon.service.rpc.v1.served_model import ServedModel
+from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
 GenerateMessage = pb.GenerateRequest | pb.GenerateUnaryRequest

@@ -16,7 +16,7 @@ from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
 from antiphon.service.domain.tasks import Generate
 from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.stream import OutputStream
+from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.runner import Runner

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
 from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
-from antiphon.service.engine.stream import OutputStream, TokenSink
+from antiphon.service.engine.sequences.stream import OutputStream, TokenSink
 
 # A token sampled from a narrowed distribution costs 1 / NARROWING_COST more than another. Measured with the shipped
 # model, whose short steps consist largely of sampling: a token takes 72 us of CPU with temperature alone, and 106 with

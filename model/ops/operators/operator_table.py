@@ -1,6 +1,6 @@
 """Documentation of the operators, written from their declarations.
 
-    python -m antiphon.model.ops.operator_table docs/OPERATORS.md
+    python -m antiphon.model.ops.operators.operator_table docs/OPERATORS.md
 
 rewrites the part of that file that follows MARKER. A test compares the file with the declarations.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from antiphon.model.ops.operator import NODE_PREFIXES, Input, Operator, Output
 from antiphon.model.ops.operators.all_operators import OPERATORS
 
-MARKER = "<!-- Everything below is written by model/ops/operator_table.py. -->\n"
+MARKER = "<!-- Everything below is written by model/ops/operators/operator_table.py. -->\n"
 
 
 def document(operators: Sequence[Operator]) -> str:

@@ -9,7 +9,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
-from antiphon.service.rpc.v1.model_defaults import NO_DEFAULTS
+from antiphon.service.rpc.v1.served.model_defaults import NO_DEFAULTS
 from antiphon.v1 import inference_pb2 as pb
 
 

@@ -1,0 +1,1 @@
+"""Generation state of requests, and the streams that carry their tokens to event loops."""

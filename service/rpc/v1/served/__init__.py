@@ -1,0 +1,1 @@
+"""Parts of one served model, and the defaults of its requests."""
