@@ -36,6 +36,7 @@ class Spans:
         self._not_exported = families.spans_dropped.labels("not_exported")
         self._tree = SpanTree(_resource())
         on_drop = families.spans_dropped.labels("queue_full").inc
+        self._is_shut_down = False
         self._calls = BackgroundWriter("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
 
     def __call__(self, call: Call) -> None:
@@ -47,6 +48,7 @@ class Spans:
         """Send the queued calls, for at most timeout_s. Blocks."""
         if not self._calls.close(timeout_s):
             log.warning("some spans were not sent: the collector does not accept them")
+        self._is_shut_down = True
         self._exporter.shutdown()  # cancels a running export
 
     def _send(self, batch: list[tuple[Call, float]]) -> None:
@@ -54,6 +56,9 @@ class Spans:
         is_taken = False
         try:
             is_taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception:  # an export that shutdown cancels may raise, because its channel is closed
+            if not self._is_shut_down:
+                raise
         finally:
             (self._exported if is_taken else self._not_exported).inc(len(spans))
 
