@@ -17,12 +17,13 @@ def open_runner(
     precision: Precision | None = None,
     num_blocks: int | None = None,
     workspace_limit_bytes: int | None = None,
+    first: AnyRunner | None = None,
 ) -> AnyRunner:
     """Load the native graphs of a precision; None takes the precision that `Bundle.graph_set` prefers.
 
     max_rows: sequences that run together. threads: cores that one run may use. num_blocks: cache blocks; None is enough
     for max_rows of the longest sequences; encoder-only models have none. workspace_limit_bytes: maximum memory of ONNX
-    Runtime besides weights.
+    Runtime besides weights. first: runner of the first lane of the same bundle, whose cache blocks this one shares.
     Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
     if bundle.manifest.model.architecture == "encoder":
@@ -40,4 +41,5 @@ def open_runner(
         precision=precision,
         num_blocks=num_blocks,
         workspace_limit_bytes=workspace_limit_bytes,
+        cache=first.cache if isinstance(first, NativeRunner) else None,
     )

@@ -28,6 +28,7 @@ from pydantic_settings import (
 from antiphon.service.domain.limits import ALLOWED, EngineLimits
 from antiphon.service.rpc.security.access_settings import AccessSettings, Port, contradiction
 from antiphon.service.server.models.model_settings import (
+    Lanes,
     ModelName,
     ModelPlan,
     ModelSettings,
@@ -88,6 +89,10 @@ class ServerConfig(AccessSettings):
     )
     threads: Threads = Field(
         default_factory=usable_cores, description="Threads that compute one step; unset: every core."
+    )
+    lanes: Lanes = Field(
+        default=1,
+        description="Lanes that compute steps side by side, each with its part of threads; auto: the fastest number.",
     )
     max_num_seqs: int = server_limit("max_num_seqs")
     max_num_batched_tokens: int = server_limit("max_num_batched_tokens")
@@ -162,6 +167,7 @@ class ServerConfig(AccessSettings):
             path=settings.path,
             precision=self.precision if settings.precision is None else settings.precision,
             threads=self.threads if settings.threads is None else settings.threads,
+            lanes=self.lanes if settings.lanes is None else settings.lanes,
             limits=replace(self.limits, **settings.own_limits),
             max_message_bytes=self.max_message_bytes,
             max_text_bytes=self.max_text_bytes,

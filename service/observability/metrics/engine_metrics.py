@@ -110,9 +110,9 @@ class Metrics:
         """Report the fit that predicts the workspace of the model's encoder."""
         self._workspace.predicts_by(fit)
 
-    def watch_arena(self, workspace: Workspace) -> None:
-        """Read the allocator of the model's graphs at every scrape."""
-        self._families.arenas.watch(self._name, workspace)
+    def watch_arena(self, *workspaces: Workspace) -> None:
+        """Read the allocators of the model's graphs, one for each lane, at every scrape."""
+        self._families.arenas.watch(self._name, workspaces)
 
     def streamed(self, num_messages: int) -> None:
         """Count messages written to streams."""

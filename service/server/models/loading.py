@@ -23,7 +23,8 @@ from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
-from antiphon.service.runtime.runners import AnyRunner, open_runner
+from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes
+from antiphon.service.runtime.runners import AnyRunner
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
 from antiphon.service.server.models.machine import check_memory
 from antiphon.service.server.models.memory import LIMIT_MARGIN, MemoryBudget, ModelMemory, encode_budget, need_of
@@ -69,8 +70,9 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
 def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
     tokenizer = _tokenizer(bundle)
     limits = replace(plan.limits, encode_budget=_encode_budget(bundle, plan))
-    runner = _runner(bundle, plan)
-    _warm_up(bundle, runner, plan)
+    runner, *further = runners = _runners(bundle, plan)
+    for one in runners:
+        _warm_up(bundle, one, plan)
     description = _described(bundle, runner, tokenizer, limits, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
@@ -83,8 +85,8 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
         generation=bundle.manifest.generation,
     )
     metrics = _metrics(Metrics(shared.families, name), bundle, plan, memory)
-    metrics.watch_arena(runner.workspace)
-    engine = Engine(runner, limits, metrics)
+    metrics.watch_arena(*(one.workspace for one in runners))
+    engine = Engine(runner, limits, metrics, further=further)
     return Served(
         name=name,
         precision=runner.precision,
@@ -144,10 +146,15 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
     return tokenizer
 
 
-def _runner(bundle: Bundle, plan: ModelPlan) -> AnyRunner:
+def _runners(bundle: Bundle, plan: ModelPlan) -> tuple[AnyRunner, ...]:
+    """Return the runner of each lane."""
     _check_blocks(bundle, plan)
-    return open_runner(
+    rows, threads, lanes = plan.limits.max_num_seqs, plan.threads, plan.lanes
+    if lanes == "auto":
+        lanes = fastest_num_lanes(bundle, max_rows=rows, threads=threads, precision=plan.precision)
+    return open_lanes(
         bundle,
+        num_lanes=lanes,
         max_rows=plan.limits.max_num_seqs,
         threads=plan.threads,
         precision=plan.precision,

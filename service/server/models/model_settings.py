@@ -20,6 +20,8 @@ PrecisionChoice = Literal["float32", "int8", "int4"]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
+Lanes = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
+
 ModelName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
@@ -46,6 +48,7 @@ class ModelSettings(BaseModel):
     path: Path
     precision: PrecisionChoice | None = None
     threads: Threads | None = None
+    lanes: Lanes | None = None
     max_num_seqs: int | None = model_limit("max_num_seqs")
     max_num_batched_tokens: int | None = model_limit("max_num_batched_tokens")
     max_queued_requests: int | None = model_limit("max_queued_requests")
@@ -68,12 +71,16 @@ class ModelSettings(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """Everything needed to load one model. name: None takes the bundle's name."""
+    """Everything needed to load one model.
+
+    name: None takes the bundle's name. lanes: "auto" takes the fastest number in a short measurement.
+    """
 
     name: str | None
     path: Path
     precision: PrecisionChoice | None
     threads: int
+    lanes: int | Literal["auto"]
     limits: EngineLimits
     max_message_bytes: int
     max_text_bytes: int
