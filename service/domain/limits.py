@@ -31,8 +31,8 @@ class Allowed:
         return f"{'a whole number' if self.is_whole else 'a number'} from {self.low} to {self.high}"
 
     def holds(self, value: float) -> bool:
-        """Return whether a value is allowed; NaN is not."""
-        return self.low <= value <= self.high
+        """Return whether a value is allowed; NaN is not, nor a fraction of a whole number."""
+        return self.low <= value <= self.high and (not self.is_whole or value == int(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class EngineLimits:
 
     @property
     def max_accepted_requests(self) -> int:
-        """Most requests that run or wait."""
+        """Maximum number of requests that run or wait."""
         return self.max_num_seqs + self.max_queued_requests
 
     def num_cache_blocks(self, blocks_of_longest: int) -> int:

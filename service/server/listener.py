@@ -90,6 +90,8 @@ async def open_port(server: grpc.aio.Server, host: str, port: int, certificates:
 
 async def close_port(server: grpc.aio.Server, certificates: PortCertificates | None, grace_s: float | None) -> None:
     """Stop a server. Running calls have grace_s to finish."""
+    if certificates is not None:
+        certificates.end_renewals()
     await server.stop(grace_s)
     if certificates is not None:
         await certificates.close()

@@ -1,7 +1,8 @@
 // Sample and QuantizedSample, the end of a step: they sample the next token after each picked token.
 //
 // The logits of a chunk of columns are kept only until they are summarised. Whole rows are kept only for samples that
-// need more than the largest logit and the forced token's. Chunks are fixed, so sums over the vocabulary have one order.
+// need more than the largest logit and the forced token's. Chunks are fixed, so that sums over the vocabulary always
+// have the same order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -26,10 +27,10 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 class PickedHidden {
  public:
   PickedHidden(const Tensor& hidden, const SamplingArrays& sampling)
-      : gathered_(IsAsItLies(hidden, sampling) ? 0 : static_cast<size_t>(sampling.count() * hidden.dims[1])),
+      : gathered_(AreAllPickedInOrder(hidden, sampling) ? 0 : static_cast<size_t>(sampling.count() * hidden.dims[1])),
         data_(hidden.as<float>()) {
     const int64_t width = hidden.dims[1];
-    if (IsAsItLies(hidden, sampling) || width == 0) return;
+    if (AreAllPickedInOrder(hidden, sampling) || width == 0) return;
     for (int64_t i = 0; i < sampling.count(); ++i) {
       std::memcpy(gathered_.data() + i * width, data_ + sampling.picks()[i] * width,
                   static_cast<size_t>(width) * sizeof(float));
@@ -39,7 +40,7 @@ class PickedHidden {
   const float* data() const { return data_; }
 
  private:
-  static bool IsAsItLies(const Tensor& hidden, const SamplingArrays& sampling) {
+  static bool AreAllPickedInOrder(const Tensor& hidden, const SamplingArrays& sampling) {
     if (hidden.dims[0] != sampling.count()) return false;
     for (int64_t i = 0; i < sampling.count(); ++i) {
       if (sampling.picks()[i] != i) return false;
@@ -186,7 +187,7 @@ class Samples {
     return SampleRow(kernels, row, sampling.sampling(i), sampling.uniform(i));
   }
 
-  // Lists the candidates of sample i: the largest of `row`, with their log-probabilities by the model's logits in `own`.
+  // Lists the candidates of sample i: the largest values of `row`. own: the model's logits, for log-probabilities.
   void List(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& row, const ValueRow& own,
             double log_sum) const {
     if (sampling.num_logprobs(i) <= 0) return;
@@ -252,7 +253,8 @@ class Sample {
     const SamplingArrays sampling(call, 2, hidden.dims[0], vocab_);
     const PickedHidden picked(hidden, sampling);
     SampleAll(call, sampling, vocab_, [&](int64_t begin, int64_t end, float* out) {
-      ActiveKernels().float_product(picked.data(), sampling.count(), weight, Activation::kNone, begin, end, out, kChunk);
+      ActiveKernels().float_product(picked.data(), sampling.count(), weight, Activation::kNone, begin, end, out,
+                                    kChunk);
     });
   }
 

@@ -10,7 +10,7 @@ namespace antiphon {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kCandidates = 1024;  // may be asked for of any vocabulary: a beam asks for 16 * (2 + 16) at most
+constexpr int64_t kCandidates = 1024;  // allowed for any vocabulary: a beam requests up to 16 * (2 + 16)
 constexpr float kLargest = std::numeric_limits<float>::max();
 
 // An operand with one row of parameters for each sample.
@@ -72,7 +72,8 @@ void SamplingArrays::CheckSample(int64_t i, int64_t tokens, int64_t vocab) const
   const int64_t most = std::max(vocab, kCandidates);
   Require(num_logprobs(i) >= -1 && num_logprobs(i) <= most, "num_logprobs", num_logprobs(i),
           "it must be -1 to " + std::to_string(most));
-  for (const auto& [param, name] : {std::pair{kIsNormalized, "is_normalized"}, std::pair{kIsExclusive, "is_exclusive"}}) {
+  for (const auto& [param, name] :
+       {std::pair{kIsNormalized, "is_normalized"}, std::pair{kIsExclusive, "is_exclusive"}}) {
     Require((integer(i, param) & ~1) == 0, name, integer(i, param), "it must be 0 or 1");
   }
   CheckWarpers(i);

@@ -39,7 +39,9 @@ class SamplingArrays {
   bool is_sampled(int64_t i) const { return real(i, kTemperature) > 0.0f; }
   bool is_edited(int64_t i) const { return is_exclusive(i) || is_normalized(i) || end_of_edits(i) > first_edit(i); }
   // Returns true for a sample that needs more than the largest logit, the forced token's logit and the sum.
-  bool needs_row(int64_t i) const { return num_logprobs(i) > 0 || (forced_id(i) < 0 && (is_sampled(i) || is_edited(i))); }
+  bool needs_row(int64_t i) const {
+    return num_logprobs(i) > 0 || (forced_id(i) < 0 && (is_sampled(i) || is_edited(i)));
+  }
   bool needs_log_sum(int64_t i) const { return num_logprobs(i) >= 0 || is_normalized(i); }
 
   int64_t first_edit(int64_t i) const { return edit_offsets_[i]; }
@@ -73,7 +75,7 @@ class SamplingArrays {
   const float* edit_values_;  // [E, 3]
 };
 
-// The values that sample i reads: the model's own logits where nothing is edited, and a copy otherwise.
+// The values that sample i reads: the model's own logits if nothing is edited, and a copy otherwise.
 class EditedRow {
  public:
   // log_sum: log of the sum of exp over the row. Throws std::runtime_error when the workspace refuses memory.

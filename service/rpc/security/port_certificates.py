@@ -67,17 +67,21 @@ class PortCertificates:
         self._thread = threading.Thread(target=self._run, args=(host, port), name="certificates", daemon=True)
         self._thread.start()
 
-    async def close(self) -> None:
-        """Stop checking, and close the guards. Only for a server that has stopped."""
+    def end_renewals(self) -> None:
+        """Check for new certificates no more. A renewal that the stopping server breaks off has not failed."""
         self._closing.set()
+
+    async def close(self) -> None:
+        """End renewals, and close the guards. Only for a server that has stopped."""
+        self.end_renewals()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        self._close_guards(float("inf"))
 
     def _run(self, host: str, port: int) -> None:
         while not self._closing.wait(_POLL_S):
             self._close_guards(time.monotonic())
             self._look(host, port)
-        self._close_guards(float("inf"))
 
     def _close_guards(self, now_s: float) -> None:
         while self._guards and self._guards[0][0] <= now_s:
@@ -90,6 +94,8 @@ class PortCertificates:
         try:
             self._renew(new, host, port)
         except OSError as error:
+            if self._closing.is_set():
+                return
             log.error("port %d keeps its certificate and tries again: %s", port, error.strerror or error)
             self._on_failure()
         else:

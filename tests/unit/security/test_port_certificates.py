@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from antiphon.client.terms import SERVICE_NAME
-from antiphon.service.rpc.security import port_certificates
+from antiphon.service.rpc.security import half_open, port_certificates
 from antiphon.service.rpc.security.port_certificates import PortCertificates, _Offer
 from antiphon.service.rpc.security.reload import Reloading
 from antiphon.service.rpc.security.tls import Certificates, TlsFiles, read_certificates
@@ -158,6 +158,21 @@ async def test_nothing_is_offered_when_the_port_does_not_answer(
         await followed.certificates.close()
     assert followed.certificates._offer.take() is None
     assert f"port {port} keeps its certificate and tries again: Connection refused" in caplog.messages
+
+
+async def test_renewal_that_a_stopping_server_breaks_off_has_not_failed(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half_open, "_TIMEOUT_S", PATIENCE_S)
+    followed = Followed(authority)
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        followed.certificates.follow("127.0.0.1", port.getsockname()[1])
+        renew(followed.pair, authority.server())
+        connection, _ = await asyncio.to_thread(port.accept)
+        followed.certificates.end_renewals()
+        connection.close()
+        await followed.certificates.close()
+    assert not followed.failed.is_set()
 
 
 async def test_certificates_are_offered_again_when_the_port_did_not_present_them(authority: Authority) -> None:

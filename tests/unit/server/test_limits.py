@@ -24,7 +24,8 @@ def test_limits_name_field_value_and_allowed_values_when_one_is_out_of_range(nam
     allowed = ALLOWED[name]
     for value in (allowed.low, allowed.high):
         assert getattr(limits_with(name, value), name) == value
-    for value in (allowed.low - 1, allowed.high + 1, math.nan):
+    fractions = [allowed.low + 0.5] if allowed.is_whole else []
+    for value in (allowed.low - 1, allowed.high + 1, math.nan, *fractions):
         with pytest.raises(ValueError, match=f"^{name} is {value}; it must be {allowed.words}$"):
             limits_with(name, value)
 
