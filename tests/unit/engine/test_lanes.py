@@ -106,10 +106,12 @@ async def test_fault_of_one_lane_ends_the_requests_of_all(two: Bench, gates: lis
     for gate in gates:
         await arrive(gate)
     two.engine._lanes[0].stepper._decoding.decode = None  # type: ignore[assignment, method-assign]
-    for gate in gates:
-        gate.open()
-    for stream in streams:
-        (event,) = [event for event in await read(stream) if event.is_last]
+    answers = [asyncio.create_task(read(stream)) for stream in streams]
+    gates[0].open()
+    await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+    gates[1].open()
+    for events in await asyncio.gather(*answers):
+        (event,) = [event for event in events if event.is_last]
         assert isinstance(event.error, EngineFault)
     with pytest.raises(Unavailable):
         two.submit("later", source_of(target_len=2))
