@@ -62,19 +62,26 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:
-    """Layouts in which export stores the input `weight` of an operator.
+    """Layouts in which export stores an input of an operator that is a weight.
 
+    name: name of the input: "weight", or with a prefix that the names of the parts get too.
     sizes: attributes that packing adds to the node: the weight's outputs, then its inputs, before padding.
-    parts: by precision, the inputs of the node in place of `weight`. A precision that is missing has no kernel.
+    parts: by precision, the inputs of the node in place of the weight. A precision that is missing has no kernel.
     """
 
+    name: str = "weight"
     sizes: tuple[str, ...]
     parts: Mapping[str, tuple[Input, ...]]
+
+    def inputs(self, precision: str) -> tuple[Input, ...]:
+        """Return the inputs in place of the weight, with its prefix."""
+        prefix = self.name.removesuffix("weight")
+        return tuple(replace(part, name=prefix + part.name) for part in self.parts[precision])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """Signature of an ONNX node: that of an operator, or of an operator with a packed weight."""
+    """Signature of an ONNX node: that of an operator, or of an operator with packed weights."""
 
     name: str
     inputs: tuple[Input, ...]
@@ -89,7 +96,7 @@ class Operator:
     name: its name in PyTorch, in snake case.
     purpose: its result, in one sentence, with the paper that defines it.
     shapes: rule that returns the shape of every output, given the inputs by name.
-    weight: layouts of its weight, or None where it has none.
+    weights: layouts of its weights, which have the same precisions.
     has_kernel: False where the export replaces the operator by one of ONNX Runtime's own.
     """
 
@@ -99,7 +106,7 @@ class Operator:
     attributes: tuple[Attribute, ...] = ()
     outputs: tuple[Output, ...]
     shapes: Callable[[Mapping[str, Any]], Sequence[Shape]]
-    weight: PackedWeight | None = None
+    weights: tuple[PackedWeight, ...] = ()
     has_kernel: bool = True
 
     @property
@@ -114,33 +121,29 @@ class Operator:
         return tuple(names.index(output.updates) for output in self.outputs if output.updates is not None)
 
     def node(self) -> Node:
-        """Return the signature of the ONNX node that the trace writes, with an unpacked weight."""
+        """Return the signature of the ONNX node that the trace writes, with unpacked weights."""
         kept = tuple(output for output in self.outputs if output.updates is None)
         return Node(name=self.node_name, inputs=self.inputs, attributes=self.attributes, outputs=kept)
 
     def packed_node(self, precision: str) -> Node | None:
-        """Return the signature of the node that reads the packed weight; None if the precision has no kernel."""
-        if self.weight is None or precision not in self.weight.parts:
+        """Return the signature of the node that reads packed weights; None if the precision has no kernel."""
+        if not self.weights or any(precision not in weight.parts for weight in self.weights):
             return None
-        node, index, parts = self.node(), self.weight_index, self.weight.parts[precision]
-        sizes = (Attribute(name, int, "size of the weight before it is padded") for name in self.weight.sizes)
+        node, packed = self.node(), {weight.name: weight.inputs(precision) for weight in self.weights}
+        names = (name for weight in self.weights for name in weight.sizes)
+        sizes = (Attribute(name, int, "size of the weight before it is padded") for name in names)
         return replace(
             node,
             name=NODE_PREFIXES[precision] + node.name,
-            inputs=(*node.inputs[:index], *parts, *node.inputs[index + 1 :]),
+            inputs=tuple(part for given in node.inputs for part in packed.get(given.name, (given,))),
             attributes=(*node.attributes, *sizes),
         )
-
-    @property
-    def weight_index(self) -> int:
-        """Return the index of the input `weight`."""
-        return [given.name for given in self.inputs].index("weight")
 
     def kernels(self) -> tuple[Node, ...]:
         """Return the signatures of all nodes for which the native library has a kernel."""
         if not self.has_kernel:
             return ()
-        if self.weight is None:
+        if not self.weights:
             return (self.node(),)
         nodes = (self.packed_node(precision) for precision in NODE_PREFIXES)
         return tuple(node for node in nodes if node is not None)

@@ -7,6 +7,7 @@ lists, so that one session serves many calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
 from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
+from antiphon.model.ops.operator import NODE_PREFIXES
 from antiphon.model.ops.sampling import FLOAT_PARAMS
 from tests.parity.native_nodes import ramp
 
@@ -52,42 +54,51 @@ def pick(rng: Rng, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
-def _packed(rng: Rng, outputs: int, inputs: int, *, quantized: bool) -> Arrays:
+def packed_weight(weight: NDArray[np.float32], precision: str) -> Arrays:
+    """Return the inputs of a node in place of a weight [O, K]."""
+    if precision == "float32":
+        return {"weight": pack_float(weight)}
+    if precision == "int8":
+        held = pack_int8(weight)
+        return {"weight": held.integers, "scales": held.scales, "column_sums": held.column_sums}
+    nibbles = pack_int4(weight)
+    return {
+        "weight": nibbles.nibbles, "ratios": nibbles.ratios, "scales": nibbles.scales, "offsets": nibbles.offsets
+    }  # fmt: skip
+
+
+def _packed(rng: Rng, outputs: int, inputs: int, precision: str) -> Arrays:
     """Return a packed weight. One without inputs is a slice of a packed weight with one input."""
-    weight = floats(rng, outputs, max(inputs, 1))
-    if not quantized:
-        return {"weight": np.ascontiguousarray(pack_float(weight)[:, :inputs])}
-    held = pack_int8(weight)
-    integers = held.integers if inputs else np.ascontiguousarray(held.integers[:, :0])
-    return {"weight": integers, "scales": held.scales, "column_sums": held.column_sums}
+    arrays = packed_weight(floats(rng, outputs, max(inputs, 1)), precision)
+    if inputs:
+        return arrays
+    return {
+        name: np.ascontiguousarray(array[:, :0]) if array is not None and array.ndim > 1 else array
+        for name, array in arrays.items()
+    }
+
+
+def _product(rng: Rng, prefix: str, outputs: int, inputs: int, precision: str) -> Arrays:
+    """Return a packed weight and maybe a bias, under names with a prefix."""
+    arrays = {**_packed(rng, outputs, inputs, precision), "bias": maybe(rng, floats(rng, outputs))}
+    return {prefix + name: array for name, array in arrays.items()}
 
 
 def _embed(rng: Rng, *, quantized: bool) -> Call:
     rows, width, vocab = any_size(rng), pick(rng, _OUTPUTS), pick(rng, _OUTPUTS)
     arrays: Arrays = {
         "input_ids": rng.integers(0, vocab, rows), "positions": rng.integers(0, 30, rows, np.int32),
-        **_packed(rng, vocab, width, quantized=quantized), "position_table": maybe(rng, floats(rng, 30, width)),
+        **_packed(rng, vocab, width, "int8" if quantized else "float32"),
+        "position_table": maybe(rng, floats(rng, 30, width)),
     }  # fmt: skip
     arrays.pop("column_sums", None)
     return arrays, dict(width=width, vocab=vocab, scale=2.0)
 
 
-def _linear(rng: Rng, *, quantized: bool) -> Call:
+def _linear(rng: Rng, precision: str) -> Call:
     rows, inputs, outputs = any_size(rng, 200), any_size(rng), pick(rng, _OUTPUTS)
-    weights = _packed(rng, outputs, inputs, quantized=quantized)
-    arrays: Arrays = {"x": floats(rng, rows, inputs), **weights, "bias": maybe(rng, floats(rng, outputs))}
+    arrays: Arrays = {"x": floats(rng, rows, inputs), **_product(rng, "", outputs, inputs, precision)}
     return arrays, dict(width=outputs, activation=pick(rng, [*ACTIVATIONS]))
-
-
-def _nibble_linear(rng: Rng) -> Call:
-    (arrays, attributes), inputs = _linear(rng, quantized=False), any_size(rng)
-    held = pack_int4(floats(rng, attributes["width"], max(inputs, 1)))
-    weights: Arrays = {
-        "weight": held.nibbles if inputs else np.ascontiguousarray(held.nibbles[:, :0]),
-        "ratios": held.ratios if inputs else np.ascontiguousarray(held.ratios[:, :0]),
-        "scales": held.scales, "offsets": held.offsets,
-    }  # fmt: skip
-    return {"x": floats(rng, any_size(rng, 200), inputs), **weights, "bias": arrays["bias"]}, attributes
 
 
 def _gate(rng: Rng) -> Call:
@@ -212,7 +223,7 @@ def _sample(rng: Rng, *, quantized: bool) -> Call:
     count = tokens if rng.random() < 0.5 else any_size(rng, 40) * bool(tokens)
     picks = rng.integers(0, max(tokens, 1), count, np.int32)
     arrays: Arrays = {
-        "hidden": floats(rng, tokens, width), **_packed(rng, vocab, width, quantized=quantized),
+        "hidden": floats(rng, tokens, width), **_packed(rng, vocab, width, "int8" if quantized else "float32"),
         "positions": rng.integers(LOWEST, HIGHEST, tokens, np.int32),
         "picks": np.arange(count, dtype=np.int32) if count == tokens and rng.random() < 0.5 else picks,
         "float_params": np.stack([rng.choice(_FLOAT_PARAMS[name], count) for name in FLOAT_PARAMS], axis=1),
@@ -232,12 +243,83 @@ def _sample(rng: Rng, *, quantized: bool) -> Call:
     return arrays, dict(vocab=vocab)
 
 
+def _states(rng: Rng, tokens: int, width: int) -> Arrays:
+    return {"x": floats(rng, tokens, width), "residual": floats(rng, tokens, width)}
+
+
+def _norm(rng: Rng, width: int) -> Arrays:
+    return {"norm_weight": maybe(rng, floats(rng, width)), "norm_bias": maybe(rng, floats(rng, width))}
+
+
+def _norm_attributes(rng: Rng) -> dict[str, Any]:
+    return dict(epsilon=1e-5, kind=pick(rng, ["layer", "rms"]))
+
+
+def _feed_forward_sublayer(rng: Rng, precision: str) -> Call:
+    tokens, width, gated, half = any_size(rng, 300), pick(rng, [16, 40, 70]), pick(rng, [0, 1]), pick(rng, [8, 40])
+    arrays: Arrays = {
+        **_states(rng, tokens, width), **_product(rng, "inner_", 2 * half, width, precision),
+        **_product(rng, "outer_", width, half if gated else 2 * half, precision), **_norm(rng, width),
+    }  # fmt: skip
+    activation = pick(rng, [*ACTIVATIONS])
+    return arrays, dict(activation=activation, gated=gated, inner_width=2 * half, **_norm_attributes(rng))
+
+
+def _attention_sublayer(rng: Rng, attention: Call, projected: str, parts: int, precision: str) -> Call:
+    """Return the sublayer around a call of an attention operator, whose first input the first product computes."""
+    (first, *others), attributes = attention
+    states = attention[0][first]
+    assert states is not None
+    width, heads = pick(rng, [16, 40]), states.shape[1] // parts
+    arrays: Arrays = {
+        **_states(rng, len(states), width), **_product(rng, f"{projected}_", parts * heads, width, precision),
+        **_product(rng, "out_", width, heads, precision), **_norm(rng, width),
+        **{name: attention[0][name] for name in others},
+    }  # fmt: skip
+    sizes = {f"{projected}_width": parts * heads}
+    return arrays, {**attributes, **_norm_attributes(rng), **sizes}
+
+
+def _paged_self_sublayer(rng: Rng, precision: str) -> Call:
+    arrays, attributes = _attention_sublayer(rng, _paged_self_attention(rng), "qkv", 3, precision)
+    positions = arrays["positions"]
+    assert positions is not None
+    width = attributes["qkv_width"] // (3 * attributes["num_heads"])
+    table = floats(rng, int(positions.max(initial=0)) + 1, width) if width % 2 == 0 else None
+    return {**arrays, "rotary_table": table if table is None else maybe(rng, table)}, attributes
+
+
+_SUBLAYERS: dict[str, Callable[[Rng, str], Call]] = {
+    "FeedForwardSublayer": _feed_forward_sublayer,
+    "PackedAttentionSublayer": lambda rng, precision: _attention_sublayer(
+        rng, _packed_attention(rng), "qkv", 3, precision
+    ),
+    "PagedSelfAttentionSublayer": _paged_self_sublayer,
+    "PagedCrossAttentionSublayer": lambda rng, precision: _attention_sublayer(
+        rng, _paged_cross_attention(rng), "query", 1, precision
+    ),
+}
+
+
+def _sublayer_calls() -> dict[str, Callable[[Rng], Call]]:
+    """Return the calls of every sublayer at every precision, by name of the node."""
+    return {
+        prefix + name: partial(_call_at, make, precision)
+        for name, make in _SUBLAYERS.items()
+        for precision, prefix in NODE_PREFIXES.items()
+    }
+
+
+def _call_at(make: Callable[[Rng, str], Call], precision: str, rng: Rng) -> Call:
+    return make(rng, precision)
+
+
 CALLS: dict[str, Callable[[Rng], Call]] = {
     "Embed": lambda rng: _embed(rng, quantized=False),
     "QuantizedEmbed": lambda rng: _embed(rng, quantized=True),
-    "Linear": lambda rng: _linear(rng, quantized=False),
-    "QuantizedLinear": lambda rng: _linear(rng, quantized=True),
-    "NibbleLinear": _nibble_linear,
+    "Linear": lambda rng: _linear(rng, "float32"),
+    "QuantizedLinear": lambda rng: _linear(rng, "int8"),
+    "NibbleLinear": lambda rng: _linear(rng, "int4"),
     "Gate": _gate,
     "AddNorm": _add_norm,
     "Rotary": _rotary,
@@ -248,4 +330,5 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     "PagedWrite": _paged_write,
     "Sample": lambda rng: _sample(rng, quantized=False),
     "QuantizedSample": lambda rng: _sample(rng, quantized=True),
+    **_sublayer_calls(),
 }

@@ -1,8 +1,8 @@
 """The Transformer's encoder, decoder and heads as the native lowering runs them: packed tokens, caches in a block pool.
 
 Each module takes the submodules of a Transformer, shares their weights, and implements the forward pass with the
-operators of ops/operators: without padding, and with one operator for a residual sum and its norm. Tests compare the
-results with the Transformer's own forward pass for every ModelConfig.
+operators of ops/operators: without padding, and with one operator for a sublayer, the residual sum after it and the
+next norm. Tests compare the results with the Transformer's own forward pass for every ModelConfig.
 
 Axes: N packed tokens; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states that a
 head reads, O its outputs.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,19 +21,24 @@ from antiphon.model.ops.disentangled import RelativePositions
 from antiphon.model.ops.operators import add_norm as norms
 from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
 from antiphon.model.ops.operators.embed import embed
-from antiphon.model.ops.operators.linear import gate
 from antiphon.model.ops.operators.linear import linear as product
 from antiphon.model.ops.operators.packed_attention import packed_attention
-from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
 from antiphon.model.ops.operators.paged_write import paged_write
 from antiphon.model.ops.operators.rotary import rotary
 from antiphon.model.ops.operators.sample import sample
+from antiphon.model.ops.operators.sublayers import (
+    feed_forward_sublayer,
+    packed_attention_sublayer,
+    paged_cross_attention_sublayer,
+    paged_self_attention_sublayer,
+)
 from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
 from antiphon.model.transformer.positions import rotary_table
 from antiphon.model.transformer.transformer import Stack, Transformer
 
-Sublayer = Callable[[Tensor], Tensor]
+Sublayer = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
+"""Maps normed states and the residual stream, both [N, M], with the norm that follows the sublayer, to both again."""
 
 
 def _rotary_table(config: ModelConfig, max_len: int) -> Tensor:
@@ -79,7 +85,7 @@ class _PackedStack(nn.Module):
             normed, _ = self.add_norm(hidden, None, norms[0])
             norms = [*norms[1:], self.stack.final_norm]
         for (sublayer, _), norm in zip(sublayers, norms, strict=True):
-            normed, total = self.add_norm(sublayer(normed), stream, norm)
+            normed, total = sublayer(normed, stream, norm)
             stream = total if pre else normed
         return normed
 
@@ -87,13 +93,24 @@ class _PackedStack(nn.Module):
         """Return norm(stream + update) and the sum itself, both [N, M]."""
         return add_norm(update, stream, norm, self.config.norm_eps)
 
+    def norm_attributes(self, norm: nn.Module) -> dict[str, Any]:
+        """Return the attributes of a norm as keywords."""
+        return {"epsilon": self.config.norm_eps, "kind": _kind(norm)}
+
     def feed_forward(self, part: FeedForward) -> Sublayer:
         """Return the feed-forward sublayer."""
 
-        def forward(hidden: Tensor) -> Tensor:
-            if not self.config.gated:
-                return linear(linear(hidden, part.inner, self.config.activation), part.outer)
-            return linear(gate(linear(hidden, part.inner), activation=self.config.activation), part.outer)
+        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+            return feed_forward_sublayer(  # type: ignore[no-any-return]
+                normed,
+                stream,
+                *_parameters(part.inner),
+                *_parameters(part.outer),
+                *_parameters(norm),
+                activation=self.config.activation,
+                gated=self.config.gated,
+                **self.norm_attributes(norm),
+            )
 
         return forward
 
@@ -115,10 +132,17 @@ def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
 
 def add_norm(update: Tensor, stream: Tensor | None, norm: nn.Module, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return norm(stream + update) and the sum itself, both [N, M], computed by one operator."""
-    kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
-    bias = getattr(norm, "bias", None)
-    normed, total = norms.add_norm(update, stream, norm.weight, bias, epsilon=epsilon, kind=kind)
+    normed, total = norms.add_norm(update, stream, *_parameters(norm), epsilon=epsilon, kind=_kind(norm))
     return normed, total
+
+
+def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a product or a norm."""
+    return module.get_parameter("weight"), getattr(module, "bias", None)
+
+
+def _kind(norm: nn.Module) -> str:
+    return "layer" if isinstance(norm, nn.LayerNorm) else "rms"
 
 
 class PackedStates(_PackedStack):
@@ -141,45 +165,75 @@ class PackedStates(_PackedStack):
         """
         sublayers: list[tuple[Sublayer, Residual]] = []
         for index, layer in enumerate(self.blocks):
-            attend = self._attend_relative if self.relative else self._attend
+            attend = self._attend if self._is_plain else self._attend_unfused
             sublayers.append((attend(index, positions, offsets), layer.self_residual))
             sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
         return self.run(self.embed(input_ids, positions, type_ids), sublayers)
 
+    @property
+    def _is_plain(self) -> bool:
+        """True where the fused operator has everything that the attention needs."""
+        return not self.relative and self.rotary_table is None
+
     def _attend(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
         attention = self.blocks[layer].self_attention
 
-        def forward(hidden: Tensor) -> Tensor:
-            attended = packed_attention(
-                self.project(attention, hidden, positions),
+        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+            return packed_attention_sublayer(  # type: ignore[no-any-return]
+                normed,
+                stream,
+                *_parameters(attention.qkv),
+                *_parameters(attention.out),
+                *_parameters(norm),
                 offsets,
                 self.bias_table,
                 self.slopes,
                 num_heads=self.config.num_heads,
                 scale=attention.scale,
                 causal=False,
+                **self.norm_attributes(norm),
             )
-            return linear(attended, attention.out)
 
         return forward
 
-    def _attend_relative(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
-        attention, tables = self.blocks[layer].self_attention, self.relative[layer]
+    def _attend_unfused(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
+        """Return the sublayer made of separate operators, for rotary positions and disentangled attention."""
+        attention = self.blocks[layer].self_attention
+
+        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+            qkv = self.project(attention, normed, positions)
+            attended = (
+                self._attend_relative(layer, qkv, offsets)
+                if self.relative
+                else self._attend_packed(layer, qkv, offsets)
+            )
+            return self.add_norm(linear(attended, attention.out), stream, norm)
+
+        return forward
+
+    def _attend_packed(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
+        return packed_attention(  # type: ignore[no-any-return]
+            qkv,
+            offsets,
+            self.bias_table,
+            self.slopes,
+            num_heads=self.config.num_heads,
+            scale=self.blocks[layer].self_attention.scale,
+            causal=False,
+        )
+
+    def _attend_relative(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
+        tables = self.relative[layer]
         assert isinstance(tables, _RelativeTables)
-
-        def forward(hidden: Tensor) -> Tensor:
-            attended = disentangled_attention(
-                self.project(attention, hidden, positions),
-                offsets,
-                tables.rows,
-                tables.keys,
-                tables.queries,
-                num_heads=self.config.num_heads,
-                scale=attention.scale,
-            )
-            return linear(attended, attention.out)
-
-        return forward
+        return disentangled_attention(  # type: ignore[no-any-return]
+            qkv,
+            offsets,
+            tables.rows,
+            tables.keys,
+            tables.queries,
+            num_heads=self.config.num_heads,
+            scale=self.blocks[layer].self_attention.scale,
+        )
 
 
 class _RelativeTables(nn.Module):
@@ -299,27 +353,37 @@ class PagedDecoder(_PackedStack):
         return self.run(self.embed(input_ids, rows.positions), sublayers)
 
     def _attend(self, attention: SelfAttention, rows: PagedRows, layer: int) -> Sublayer:
-        def forward(hidden: Tensor) -> Tensor:
-            attended, rows.cache = paged_self_attention(
-                self.project(attention, hidden, rows.positions),
+        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+            normed, total, rows.cache = paged_self_attention_sublayer(
+                normed,
+                stream,
+                *_parameters(attention.qkv),
+                *_parameters(attention.out),
+                *_parameters(norm),
                 rows.cache,
                 rows.self_tables,
                 rows.offsets,
                 rows.positions,
                 self.bias_table,
                 self.slopes,
+                self.rotary_table,
                 num_heads=self.config.num_heads,
                 scale=attention.scale,
                 layer=layer,
+                **self.norm_attributes(norm),
             )
-            return linear(attended, attention.out)
+            return normed, total
 
         return forward
 
     def _attend_source(self, attention: CrossAttention, rows: PagedRows, layer: int) -> Sublayer:
-        def forward(hidden: Tensor) -> Tensor:
-            attended = paged_cross_attention(
-                linear(hidden, attention.query),
+        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+            return paged_cross_attention_sublayer(  # type: ignore[no-any-return]
+                normed,
+                stream,
+                *_parameters(attention.query),
+                *_parameters(attention.out),
+                *_parameters(norm),
                 rows.cache,
                 rows.cross_tables,
                 rows.offsets,
@@ -327,7 +391,7 @@ class PagedDecoder(_PackedStack):
                 num_heads=self.config.num_heads,
                 scale=attention.scale,
                 layer=layer,
+                **self.norm_attributes(norm),
             )
-            return linear(attended, attention.out)
 
         return forward

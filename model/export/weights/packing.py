@@ -26,7 +26,7 @@ import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Precision
-from antiphon.model.export.graphs.graph_edit import Editor, constant_array, operand, take_over
+from antiphon.model.export.graphs.graph_edit import Editor, constant_array, take_over
 from antiphon.model.export.weights.quantize import quantize_rows
 from antiphon.model.export.weights.quantize_groups import GROUP, quantize_groups
 from antiphon.model.ops.operator import DOMAIN, Operator
@@ -123,7 +123,7 @@ def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Numbe
     return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
 
-_WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operator.weight is not None}
+_WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operator.weights}
 
 
 def pack_weights(model: ir.Model, precision: Precision) -> None:
@@ -144,26 +144,34 @@ class _Packer:
         self.packed: dict[tuple[int, tuple[int, ...], Precision], tuple[ir.Value, ...]] = {}
 
     def replace(self, node: ir.Node, operator: Operator) -> None:
-        """Replace an operator that reads [O, K] by the one that reads the packed weight."""
-        assert operator.weight is not None
-        index, sizes = operator.weight_index, operator.weight.sizes
-        value = operand(node, index)
-        array = constant_array(value)
-        assert array is not None, f"{node.op_type} {node.name}: the weight is not a constant"
-        precision = self.precision if self.precision in operator.weight.parts else "int8"
+        """Replace an operator that reads weights [O, K] by the one that reads the packed weights."""
+        precision = self.precision if operator.packed_node(self.precision) is not None else "int8"
         packed = operator.packed_node(precision)
         assert packed is not None
-        key = (array.ctypes.data, array.shape, precision)  # tied weights can be several initialisers of one tensor
-        if key not in self.packed:
-            self.packed[key] = _pack(self.edit, array, value.name or node.op_type, precision)
-        parts = self.packed[key][: len(operator.weight.parts[precision])]
+        weights = {weight.name: weight for weight in operator.weights}
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
-        attributes.update(zip(sizes, array.shape, strict=False))
-        inputs = [*node.inputs[:index], *parts, *node.inputs[index + 1 :]]
+        inputs: list[ir.Value | None] = []
+        for given, value in zip(operator.inputs, node.inputs, strict=False):
+            if given.name not in weights:
+                inputs.append(value)
+                continue
+            array = constant_array(value)
+            assert array is not None, f"{node.op_type} {node.name}: {given.name} is not a constant"
+            weight = weights[given.name]
+            inputs += self._packed(value, array, precision)[: len(weight.parts[precision])]
+            attributes.update(zip(weight.sizes, array.shape, strict=False))
         outputs = self.edit.emit_many(node, packed.name, inputs, attributes, len(node.outputs), domain=DOMAIN)
         for old, new in zip(node.outputs, outputs, strict=True):
             take_over(old, new)
         self.edit.graph.remove(node, safe=True)
+
+    def _packed(self, value: ir.Value | None, array: Floats, precision: Precision) -> tuple[ir.Value, ...]:
+        """Return the inputs that represent a weight; tied weights can be several initialisers of one tensor."""
+        key = (array.ctypes.data, array.shape, precision)
+        if key not in self.packed:
+            assert value is not None
+            self.packed[key] = _pack(self.edit, array, value.name or "weight", precision)
+        return self.packed[key]
 
 
 def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tuple[ir.Value, ...]:

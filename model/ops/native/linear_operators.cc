@@ -1,16 +1,19 @@
 // Products of a layer and the gate after them: Linear, QuantizedLinear, NibbleLinear and Gate.
 #include "operators.h"
 #include "product.h"
+#include "weight_inputs.h"
 
 namespace antiphon {
 
 namespace {
 
 // act(x W + b): x [N, K], W packed -> [N, width].
+template <typename Inputs>
 class Linear {
  public:
-  static constexpr const char* kName = "Linear";
-  static constexpr Port kInputs[] = {{kFloat32}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr const char* kNames[] = {"Linear", "QuantizedLinear", "NibbleLinear"};
+  static constexpr const char* kName = kNames[Inputs::kPrecision];
+  static constexpr auto kInputs = JoinPorts(std::array<Port, 1>{{{kFloat32}}}, Inputs::kPorts);
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit Linear(const Attributes& attributes)
@@ -18,56 +21,7 @@ class Linear {
 
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);
-    const FloatWeight weight =
-        CheckedWeight(call.Input(1, "weight", 3), call.OptionalInput(2, "bias", 1), x.dims[1], width_);
-    auto* out = static_cast<float*>(call.Output(0, {x.dims[0], width_}));
-    if (x.dims[0] > 0) Multiply(call, x.as<float>(), x.dims[0], weight, activation_, out);
-  }
-
- private:
-  int64_t width_;
-  Activation activation_;
-};
-
-// The same with int8 weights; every row of x is quantised with its own scale.
-class QuantizedLinear {
- public:
-  static constexpr const char* kName = "QuantizedLinear";
-  static constexpr Port kInputs[] = {{kFloat32}, {kInt8}, {kFloat32}, {kInt32}, {kFloat32, kOptional}};
-  static constexpr Port kOutputs[] = {{kFloat32}};
-
-  explicit QuantizedLinear(const Attributes& attributes)
-      : width_(attributes.Size("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
-
-  void Run(const Call& call) const {
-    const Tensor x = call.Input(0, "x", 2);
-    const QuantizedWeight weight =
-        CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1), call.Input(3, "column_sums", 1),
-                      call.OptionalInput(4, "bias", 1), x.dims[1], width_);
-    auto* out = static_cast<float*>(call.Output(0, {x.dims[0], width_}));
-    if (x.dims[0] > 0) Multiply(call, x.as<float>(), x.dims[0], x.dims[1], weight, activation_, out);
-  }
-
- private:
-  int64_t width_;
-  Activation activation_;
-};
-
-// The same with 4-bit weights in groups of inputs.
-class NibbleLinear {
- public:
-  static constexpr const char* kName = "NibbleLinear";
-  static constexpr Port kInputs[] = {{kFloat32}, {kInt8}, {kFloat16}, {kFloat32}, {kFloat32}, {kFloat32, kOptional}};
-  static constexpr Port kOutputs[] = {{kFloat32}};
-
-  explicit NibbleLinear(const Attributes& attributes)
-      : width_(attributes.Size("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
-
-  void Run(const Call& call) const {
-    const Tensor x = call.Input(0, "x", 2);
-    const NibbleWeight weight =
-        CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "ratios", 3), call.Input(3, "scales", 1),
-                      call.Input(4, "offsets", 1), call.OptionalInput(5, "bias", 1), x.dims[1], width_);
+    const typename Inputs::Weight weight = Inputs::Read(call, 1, "", x.dims[1], width_);
     auto* out = static_cast<float*>(call.Output(0, {x.dims[0], width_}));
     if (x.dims[0] > 0) Multiply(call, x.as<float>(), x.dims[0], x.dims[1], weight, activation_, out);
   }
@@ -105,9 +59,9 @@ class Gate {
 }  // namespace
 
 std::vector<const OrtCustomOp*> LinearOperators() {
-  static const Registration<Linear> linear;
-  static const Registration<QuantizedLinear> quantized;
-  static const Registration<NibbleLinear> nibble;
+  static const Registration<Linear<Float32Inputs>> linear;
+  static const Registration<Linear<Int8Inputs>> quantized;
+  static const Registration<Linear<Int4Inputs>> nibble;
   static const Registration<Gate> gate;
   return {&linear, &quantized, &nibble, &gate};
 }

@@ -51,7 +51,7 @@ int64_t Attributes::Int(const char* name) const {
 int64_t Attributes::Size(const char* name) const {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const int64_t value = Int(name);
-  Require(value >= 1 && value <= kMaxSize, name, value, "it must be 1 to " + std::to_string(kMaxSize));
+  Require(value >= 1 && value <= kMaxSize, name, value, [&] { return "it must be 1 to " + std::to_string(kMaxSize); });
   return value;
 }
 
@@ -102,8 +102,8 @@ void Call::RunParallel(size_t count, void (*run)(void*, size_t), void* user) con
   Check(api_, api_->KernelContext_ParallelFor(context_, run, count, std::min(count, kMaxBatches), user), "threads");
 }
 
-void Require(bool ok, const char* name, int64_t value, const std::string& allowed) {
-  if (!ok) throw OperatorError(std::string(name) + " is " + std::to_string(value) + "; " + allowed);
+void Refuse(const std::string& name, int64_t value, const std::string& allowed) {
+  throw OperatorError(name + " is " + std::to_string(value) + "; " + allowed);
 }
 
 }  // namespace antiphon

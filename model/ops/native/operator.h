@@ -9,6 +9,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "ort_abi.h"
 #include "workspace.h"
@@ -63,10 +64,17 @@ class Call {
   Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
   void* Output(size_t index, std::initializer_list<int64_t> dims) const;
 
+  // The same call for use within a task: its own tasks run one after another on the calling thread.
+  Call Alone() const {
+    Call alone = *this;
+    alone.is_alone_ = true;
+    return alone;
+  }
+
   // Runs task(0) .. task(count - 1) on the session's threads and waits; the first exception of a task is thrown here.
   template <typename Task>
   void Parallel(size_t count, const Task& task) const {
-    if (count <= 1) {
+    if (count <= 1 || is_alone_) {
       for (size_t index = 0; index < count; ++index) task(index);
       return;
     }
@@ -99,15 +107,39 @@ class Call {
 
   const OrtApi* api_;
   OrtKernelContext* context_;
+  bool is_alone_ = false;
 };
 
-// Throws OperatorError "<name> is <value>; <allowed>" unless ok.
-void Require(bool ok, const char* name, int64_t value, const std::string& allowed);
+// Throws OperatorError "<name> is <value>; <allowed>".
+[[noreturn]] void Refuse(const std::string& name, int64_t value, const std::string& allowed);
+
+// Refuses unless ok. allowed: a text, or a function that makes it: operators check many values in each call.
+template <typename Allowed>
+void Require(bool ok, const char* name, int64_t value, const Allowed& allowed) {
+  if (ok) return;
+  if constexpr (std::is_invocable_v<Allowed>) {
+    Refuse(name, value, allowed());
+  } else {
+    Refuse(name, value, allowed);
+  }
+}
 
 struct Port {
   ElementType type;
   int characteristic = kRequired;
 };
+
+// The ports of several arrays, one after another.
+template <size_t... Counts>
+constexpr auto JoinPorts(const std::array<Port, Counts>&... parts) {
+  std::array<Port, (Counts + ...)> joined{};
+  size_t at = 0;
+  const auto append = [&](const auto& part) {
+    for (const Port& port : part) joined[at++] = port;
+  };
+  (append(parts), ...);
+  return joined;
+}
 
 // Makes an OrtCustomOp of an Operator class, which has
 //   static constexpr const char* kName; static constexpr Port kInputs[], kOutputs[];

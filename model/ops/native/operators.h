@@ -14,6 +14,7 @@ std::vector<const OrtCustomOp*> RowOperators();
 std::vector<const OrtCustomOp*> PackedOperators();
 std::vector<const OrtCustomOp*> PagedOperators();
 std::vector<const OrtCustomOp*> SampleOperators();
+std::vector<const OrtCustomOp*> SublayerOperators();
 
 // Calls body(row) for every row of a tensor [rows, width], on several threads when it is large.
 template <typename Body>

@@ -9,15 +9,20 @@
 
 namespace antiphon {
 
-// Token range of each sequence. Throws unless offsets rise from 0 to `tokens`.
+// Token range of each sequence, relative to the first token of the first one.
 struct Packing {
   const int32_t* offsets;
   int64_t sequences;
 
-  int64_t begin(int64_t sequence) const { return offsets[sequence]; }
-  int64_t length(int64_t sequence) const { return int64_t{offsets[sequence + 1]} - offsets[sequence]; }
+  int64_t begin(int64_t sequence) const { return int64_t{offsets[sequence]} - offsets[0]; }
+  int64_t end(int64_t sequence) const { return begin(sequence + 1); }
+  int64_t length(int64_t sequence) const { return end(sequence) - begin(sequence); }
+  int64_t tokens() const { return begin(sequences); }
+  // The sequences first .. end - 1.
+  Packing Slice(int64_t first, int64_t end) const { return {offsets + first, end - first}; }
 };
 
+// Throws unless offsets rise from 0 to `tokens`.
 inline Packing CheckedPacking(const Tensor& offsets, int64_t tokens) {
   Require(offsets.dims[0] >= 1, "length of offsets", offsets.dims[0], "it must be at least 1");
   const Packing packing{offsets.as<int32_t>(), offsets.dims[0] - 1};
@@ -26,7 +31,8 @@ inline Packing CheckedPacking(const Tensor& offsets, int64_t tokens) {
     Require(packing.length(sequence) >= 0, "offsets", packing.offsets[sequence + 1], "they must not fall");
   }
   const int32_t last = packing.offsets[packing.sequences];
-  Require(last == tokens, "the last of offsets", last, "it must be the number of tokens, " + std::to_string(tokens));
+  Require(last == tokens, "the last of offsets", last,
+          [&] { return "it must be the number of tokens, " + std::to_string(tokens); });
   return packing;
 }
 
@@ -34,7 +40,7 @@ inline Packing CheckedPacking(const Tensor& offsets, int64_t tokens) {
 inline int64_t HeadWidth(const char* name, int64_t width, int64_t parts, int64_t heads) {
   const int64_t head = width / (parts * heads);
   Require(head > 0 && width == parts * heads * head, name, width,
-          "its width must be a multiple of " + std::to_string(parts * heads));
+          [&] { return "its width must be a multiple of " + std::to_string(parts * heads); });
   return head;
 }
 

@@ -20,18 +20,21 @@ constexpr int64_t kCachedWeightBytes = 3 << 19;
 
 constexpr int64_t kMaxInputs = 65536;  // 65536 * 255 * 127 still fits the 32-bit sums
 
-void CheckDims(const Tensor& tensor, const char* name, std::initializer_list<int64_t> dims) {
+void CheckDims(const Tensor& tensor, const std::string& prefix, const char* name,
+               std::initializer_list<int64_t> dims) {
   size_t axis = 0;
   for (const int64_t dim : dims) {
-    Require(tensor.dims[axis] == dim, (std::string(name) + " dimension " + std::to_string(axis)).c_str(),
-            tensor.dims[axis], "it must be " + std::to_string(dim));
+    if (tensor.dims[axis] != dim) {
+      Refuse(prefix + name + " dimension " + std::to_string(axis), tensor.dims[axis],
+             "it must be " + std::to_string(dim));
+    }
     ++axis;
   }
 }
 
-const float* CheckedBias(const Tensor& bias, int64_t outputs) {
+const float* CheckedBias(const Tensor& bias, int64_t outputs, const std::string& prefix) {
   if (!bias) return nullptr;
-  CheckDims(bias, "bias", {outputs});
+  CheckDims(bias, prefix, "bias", {outputs});
   return bias.as<float>();
 }
 
@@ -95,32 +98,33 @@ Activation ActivationNamed(const std::string& name) {
   throw OperatorError("activation is " + name + "; it must be none, relu, gelu, gelu_tanh, silu or tanh");
 }
 
-FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs) {
-  CheckDims(weight, "weight", {RoundUp(outputs, kPanel) / kPanel, inputs, kPanel});
-  return {weight.as<float>(), CheckedBias(bias, outputs), inputs, outputs};
+FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs,
+                          const std::string& prefix) {
+  CheckDims(weight, prefix, "weight", {RoundUp(outputs, kPanel) / kPanel, inputs, kPanel});
+  return {weight.as<float>(), CheckedBias(bias, outputs, prefix), inputs, outputs};
 }
 
 QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
-                              int64_t inputs, int64_t outputs) {
-  Require(inputs <= kMaxInputs, "inputs", inputs, "it must be at most " + std::to_string(kMaxInputs));
+                              int64_t inputs, int64_t outputs, const std::string& prefix) {
+  Require(inputs <= kMaxInputs, "inputs", inputs, [&] { return "it must be at most " + std::to_string(kMaxInputs); });
   const int64_t columns = RoundUp(outputs, kPanel), padded = RoundUp(inputs, kDepth);
-  CheckDims(weight, "weight", {columns / kPanel, padded / 4, kPanel, 4});
-  CheckDims(scales, "scales", {columns});
-  if (column_sums) CheckDims(column_sums, "column_sums", {columns});
-  return {weight.as<int8_t>(), scales.as<float>(), column_sums.as<int32_t>(), CheckedBias(bias, outputs), padded,
-          outputs};
+  CheckDims(weight, prefix, "weight", {columns / kPanel, padded / 4, kPanel, 4});
+  CheckDims(scales, prefix, "scales", {columns});
+  if (column_sums) CheckDims(column_sums, prefix, "column_sums", {columns});
+  return {weight.as<int8_t>(), scales.as<float>(), column_sums.as<int32_t>(), CheckedBias(bias, outputs, prefix),
+          padded, outputs};
 }
 
 NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
-                           const Tensor& bias, int64_t inputs, int64_t outputs) {
-  Require(inputs <= kMaxInputs, "inputs", inputs, "it must be at most " + std::to_string(kMaxInputs));
+                           const Tensor& bias, int64_t inputs, int64_t outputs, const std::string& prefix) {
+  Require(inputs <= kMaxInputs, "inputs", inputs, [&] { return "it must be at most " + std::to_string(kMaxInputs); });
   const int64_t columns = RoundUp(outputs, kPanel), padded = RoundUp(inputs, kDepth);
-  CheckDims(weight, "weight", {columns / kPanel, padded / 8, kPanel, 4});
-  CheckDims(ratios, "ratios", {columns / kPanel, padded / kNibbleGroup, kPanel});
-  CheckDims(scales, "scales", {columns});
-  CheckDims(offsets, "offsets", {columns});
-  return {weight.as<uint8_t>(), ratios.as<uint16_t>(), scales.as<float>(),    offsets.as<float>(),
-          CheckedBias(bias, outputs), padded, outputs};
+  CheckDims(weight, prefix, "weight", {columns / kPanel, padded / 8, kPanel, 4});
+  CheckDims(ratios, prefix, "ratios", {columns / kPanel, padded / kNibbleGroup, kPanel});
+  CheckDims(scales, prefix, "scales", {columns});
+  CheckDims(offsets, prefix, "offsets", {columns});
+  return {weight.as<uint8_t>(), ratios.as<uint16_t>(), scales.as<float>(), offsets.as<float>(),
+          CheckedBias(bias, outputs, prefix), padded, outputs};
 }
 
 QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs)
@@ -133,8 +137,8 @@ void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padde
   QuantizeRows(call, ActiveKernels().quantize, x, inputs, padded_inputs, rows);
 }
 
-void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
-              float* out) {
+void Multiply(const Call& call, const float* x, int64_t rows, int64_t, const FloatWeight& weight,
+              Activation activation, float* out) {
   const Kernels& kernels = ActiveKernels();
   const int64_t panels = RoundUp(weight.outputs, kPanel) / kPanel;
   const double macs = static_cast<double>(rows) * static_cast<double>(panels * kPanel * weight.inputs);

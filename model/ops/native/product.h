@@ -13,16 +13,18 @@ namespace antiphon {
 // Throws OperatorError for another name than none, relu, gelu, gelu_tanh, silu, tanh.
 Activation ActivationNamed(const std::string& name);
 
-// The packed weights of a call, checked against `inputs` and `outputs`; bias can be an absent Tensor.
-FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs);
+// The packed weights of a call, checked against `inputs` and `outputs`; bias can be an absent Tensor. prefix: of the
+// names of these inputs.
+FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs,
+                          const std::string& prefix = "");
 QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
-                              int64_t inputs, int64_t outputs);
+                              int64_t inputs, int64_t outputs, const std::string& prefix = "");
 NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
-                           const Tensor& bias, int64_t inputs, int64_t outputs);
+                           const Tensor& bias, int64_t inputs, int64_t outputs, const std::string& prefix = "");
 
 // out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided into independent tasks.
-void Multiply(const Call& call, const float* x, int64_t rows, const FloatWeight& weight, Activation activation,
-              float* out);
+void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const FloatWeight& weight,
+              Activation activation, float* out);
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const QuantizedWeight& weight,
               Activation activation, float* out);
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const NibbleWeight& weight,

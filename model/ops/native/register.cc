@@ -82,7 +82,8 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
 std::vector<const OrtCustomOp*> AllOperators() {
   std::vector<const OrtCustomOp*> all;
   for (const auto& family : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
-                             antiphon::PagedOperators(), antiphon::SampleOperators()}) {
+                             antiphon::PagedOperators(), antiphon::SampleOperators(),
+                             antiphon::SublayerOperators()}) {
     all.insert(all.end(), family.begin(), family.end());
   }
   return all;
@@ -148,7 +149,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 4; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 5; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {

@@ -4,6 +4,8 @@
 
 #include "operators.h"
 #include "product.h"
+#include "rotary_table.h"
+#include "residual_norm.h"
 
 namespace antiphon {
 
@@ -24,15 +26,15 @@ Places CheckedPlaces(const Call& call, size_t table_index, int64_t vocab, int64_
   const Tensor ids = call.Input(0, "input_ids", 1), positions = call.Input(1, "positions", 1);
   const Tensor table = call.OptionalInput(table_index, "position_table", 2);
   Require(positions.dims[0] == ids.dims[0], "length of positions", positions.dims[0],
-          "it must be that of input_ids, " + std::to_string(ids.dims[0]));
+          [&] { return "it must be that of input_ids, " + std::to_string(ids.dims[0]); });
   if (table) Require(table.dims[1] == width, "width of position_table", table.dims[1], "it must be the model's");
   const Places places{ids.as<int64_t>(), positions.as<int32_t>(), table.as<float>(), ids.dims[0], width};
   for (int64_t row = 0; row < places.rows; ++row) {
     Require(places.ids[row] >= 0 && places.ids[row] < vocab, "input_ids", places.ids[row],
-            "it must be 0 to " + std::to_string(vocab - 1));
+            [&] { return "it must be 0 to " + std::to_string(vocab - 1); });
     if (!table) continue;
     Require(places.positions[row] >= 0 && places.positions[row] < table.dims[0], "positions", places.positions[row],
-            "it must be 0 to " + std::to_string(table.dims[0] - 1));
+            [&] { return "it must be 0 to " + std::to_string(table.dims[0] - 1); });
   }
   return places;
 }
@@ -94,42 +96,17 @@ class AddNorm {
   static constexpr Port kInputs[] = {{kFloat32}, {kFloat32, kOptional}, {kFloat32, kOptional}, {kFloat32, kOptional}};
   static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
 
-  explicit AddNorm(const Attributes& attributes) : epsilon_(attributes.Float("epsilon")) {
-    const std::string kind = attributes.String("kind");
-    if (kind != "layer" && kind != "rms") throw OperatorError("kind is " + kind + "; it must be layer or rms");
-    is_layer_ = kind == "layer";
-  }
+  explicit AddNorm(const Attributes& attributes) : kind_(attributes) {}
 
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);
-    const int64_t rows = x.dims[0], width = x.dims[1];
     const Tensor residual = call.OptionalInput(1, "residual", 2);
-    if (residual) {
-      Require(residual.dims[0] == rows, "rows of residual", residual.dims[0], "it must be those of x");
-      Require(residual.dims[1] == width, "width of residual", residual.dims[1], "it must be that of x");
-    }
-    const float* weight = Parameter(call, 2, "weight", width);
-    const float* bias = Parameter(call, 3, "bias", width);
-    auto* normed = static_cast<float*>(call.Output(0, {rows, width}));
-    auto* sum = static_cast<float*>(call.Output(1, {rows, width}));
-    const Kernels& kernels = ActiveKernels();
-    const auto norm = is_layer_ ? kernels.layer_norm : kernels.rms_norm;
-    ForRows(call, rows, width, [&](int64_t row) {
-      const int64_t at = row * width;
-      norm(x.as<float>() + at, residual ? residual.as<float>() + at : nullptr, weight, bias, epsilon_, width,
-           normed + at, sum != nullptr ? sum + at : nullptr);
-    });
+    const ResidualNorm norm(call, kind_, residual, x.dims[0], x.dims[1], 2, "");
+    norm.Run(call, x.as<float>(), 0, x.dims[0]);
   }
 
  private:
-  static const float* Parameter(const Call& call, size_t index, const char* name, int64_t width) {
-    const Tensor tensor = call.OptionalInput(index, name, 1);
-    if (tensor) Require(tensor.dims[0] == width, name, tensor.dims[0], "its length must be the width of x");
-    return tensor.as<float>();
-  }
-
-  float epsilon_;
-  bool is_layer_ = false;
+  NormKind kind_;
 };
 
 // Rotary positions (Su et al. 2021, section 3.4) on the queries and keys of qkv [N, 3 H D]; values are unchanged.
@@ -148,19 +125,13 @@ class Rotary {
     Require(qkv.dims[1] == 3 * heads_ * width && width > 0 && width % 2 == 0, "width of qkv", qkv.dims[1],
             "it must be 3 * num_heads times an even number");
     Require(positions.dims[0] == rows, "length of positions", positions.dims[0], "it must be the rows of qkv");
-    Require(table.dims[1] == width, "width of table", table.dims[1], "it must be that of a head");
-    for (int64_t row = 0; row < rows; ++row) {
-      const int32_t position = positions.as<int32_t>()[row];
-      Require(position >= 0 && position < table.dims[0], "positions", position,
-              "it must be 0 to " + std::to_string(table.dims[0] - 1));
-    }
+    const RotaryTable rotary(table, "table", width);
+    rotary.Check(positions.as<int32_t>(), rows);
     auto* out = static_cast<float*>(call.Output(0, {rows, qkv.dims[1]}));
-    const Kernels& kernels = ActiveKernels();
     ForRows(call, rows, qkv.dims[1], [&](int64_t row) {
       float* to = out + row * qkv.dims[1];
       std::memcpy(to, qkv.as<float>() + row * qkv.dims[1], static_cast<size_t>(qkv.dims[1]) * sizeof(float));
-      const float* angles = table.as<float>() + positions.as<int32_t>()[row] * width;
-      for (int64_t head = 0; head < 2 * heads_; ++head) kernels.rotate(to + head * width, angles, width);
+      rotary.Rotate(positions.as<int32_t>()[row], heads_, to);
     });
   }
 

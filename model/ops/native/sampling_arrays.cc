@@ -19,7 +19,7 @@ const T* Params(const Call& call, size_t index, const std::string& name, int64_t
   const Tensor tensor = call.Input(index, name.c_str(), 2);
   Require(tensor.dims[0] == count, ("rows of " + name).c_str(), tensor.dims[0], "they must be the number of picks");
   Require(tensor.dims[1] == columns, ("columns of " + name).c_str(), tensor.dims[1],
-          "they must be " + std::to_string(columns));
+          [&] { return "they must be " + std::to_string(columns); });
   return tensor.as<T>();
 }
 
@@ -66,12 +66,13 @@ Edit SamplingArrays::edit(int64_t edit) const {
 }
 
 void SamplingArrays::CheckSample(int64_t i, int64_t tokens, int64_t vocab) const {
-  Require(picks_[i] >= 0 && picks_[i] < tokens, "picks", picks_[i], "it must be below " + std::to_string(tokens));
+  Require(picks_[i] >= 0 && picks_[i] < tokens, "picks", picks_[i],
+          [&] { return "it must be below " + std::to_string(tokens); });
   Require(forced_id(i) >= -1 && forced_id(i) < vocab, "forced_id", forced_id(i),
-          "it must be -1 or below " + std::to_string(vocab));
+          [&] { return "it must be -1 or below " + std::to_string(vocab); });
   const int64_t most = std::max(vocab, kCandidates);
   Require(num_logprobs(i) >= -1 && num_logprobs(i) <= most, "num_logprobs", num_logprobs(i),
-          "it must be -1 to " + std::to_string(most));
+          [&] { return "it must be -1 to " + std::to_string(most); });
   for (const auto& [param, name] :
        {std::pair{kIsNormalized, "is_normalized"}, std::pair{kIsExclusive, "is_exclusive"}}) {
     Require((integer(i, param) & ~1) == 0, name, integer(i, param), "it must be 0 or 1");
@@ -92,12 +93,12 @@ void SamplingArrays::CheckEdits(int64_t room, int64_t vocab) const {
   Require(edit_offsets_[0] == 0, "edit_offsets", edit_offsets_[0], "the first must be 0");
   for (int64_t i = 0; i < count_; ++i) {
     Require(edit_offsets_[i + 1] >= edit_offsets_[i] && edit_offsets_[i + 1] <= room, "edit_offsets",
-            edit_offsets_[i + 1], "they must rise, to " + std::to_string(room) + " at most");
+            edit_offsets_[i + 1], [&] { return "they must rise, to " + std::to_string(room) + " at most"; });
   }
   for (int64_t index = 0; index < edit_offsets_[count_]; ++index) {
     const Edit values = edit(index);
     Require(edit_ids_[index] >= 0 && edit_ids_[index] < vocab, "edit_ids", edit_ids_[index],
-            "it must be below " + std::to_string(vocab));
+            [&] { return "it must be below " + std::to_string(vocab); });
     const bool is_legal = values.bias < kInfinity && values.shift < kInfinity;
     Require(is_legal && values.penalty > 0.0f && values.penalty < kInfinity, "edit_values of edit", index,
             "bias and shift must be below infinity, the penalty above 0");

@@ -13,6 +13,12 @@ from antiphon.model.ops.operators.paged_attention import PAGED_CROSS_ATTENTION, 
 from antiphon.model.ops.operators.paged_write import PAGED_WRITE
 from antiphon.model.ops.operators.rotary import ROTARY
 from antiphon.model.ops.operators.sample import SAMPLE
+from antiphon.model.ops.operators.sublayers import (
+    FEED_FORWARD_SUBLAYER,
+    PACKED_ATTENTION_SUBLAYER,
+    PAGED_CROSS_ATTENTION_SUBLAYER,
+    PAGED_SELF_ATTENTION_SUBLAYER,
+)
 
 OPERATORS: tuple[Operator, ...] = (
     EMBED,
@@ -26,6 +32,10 @@ OPERATORS: tuple[Operator, ...] = (
     PAGED_CROSS_ATTENTION,
     PAGED_WRITE,
     SAMPLE,
+    FEED_FORWARD_SUBLAYER,
+    PACKED_ATTENTION_SUBLAYER,
+    PAGED_SELF_ATTENTION_SUBLAYER,
+    PAGED_CROSS_ATTENTION_SUBLAYER,
     ATTENTION,
     CACHED_ATTENTION,
 )

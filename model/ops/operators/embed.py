@@ -23,10 +23,12 @@ EMBED = Operator(
     attributes=(Attribute("scale", float, "factor of the token vectors"),),
     outputs=(Output("out", "float", "N, M", "embedded tokens"),),
     shapes=lambda given: [(given["input_ids"].shape[0], given["weight"].shape[1])],
-    weight=PackedWeight(
-        sizes=("vocab", "width"),
-        # An embedding reads single rows, so it needs no column sums.
-        parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8[:2]},
+    weights=(
+        PackedWeight(
+            sizes=("vocab", "width"),
+            # An embedding reads single rows, so it needs no column sums.
+            parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8[:2]},
+        ),
     ),
 )
 

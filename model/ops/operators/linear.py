@@ -26,9 +26,11 @@ LINEAR = Operator(
     attributes=(ACTIVATION,),
     outputs=(Output("out", "float", "N, O", "product"),),
     shapes=lambda given: [(given["x"].shape[0], given["weight"].shape[0])],
-    weight=PackedWeight(
-        sizes=("width",),
-        parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4},
+    weights=(
+        PackedWeight(
+            sizes=("width",),
+            parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4},
+        ),
     ),
 )
 

@@ -64,18 +64,20 @@ def _kernels(operator: Operator) -> str:
 
 
 def _packed(operator: Operator, precision: str) -> Iterator[str]:
-    """Describe the inputs in place of the weight, and the attributes that packing adds."""
+    """Describe the inputs in place of the weights, and the attributes that packing adds."""
     node = operator.packed_node(precision)
-    if node is None or operator.weight is None:
+    if node is None:
         return
     yield ""
-    sizes = ", ".join(f"`{name}`" for name in operator.weight.sizes)
-    yield f"`{node.name}` ({precision}) has these inputs in place of `weight`, and {sizes} as further attributes:"
+    names = " and ".join(f"`{weight.name}`" for weight in operator.weights)
+    sizes = ", ".join(f"`{name}`" for weight in operator.weights for name in weight.sizes)
+    yield f"`{node.name}` ({precision}) has these inputs in place of {names}, and {sizes} as further attributes:"
     yield ""
     yield "| | Name | Type | Axes | Meaning |"
     yield "|---|---|---|---|---|"
-    for part in operator.weight.parts[precision]:
-        yield _row("input", part, "")
+    for weight in operator.weights:
+        for part in weight.inputs(precision):
+            yield _row("input", part, "")
 
 
 if __name__ == "__main__":

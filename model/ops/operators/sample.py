@@ -60,7 +60,7 @@ SAMPLE = Operator(
     ),
     outputs=OUTPUTS,
     shapes=_shapes,
-    weight=PackedWeight(sizes=("vocab",), parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8}),
+    weights=(PackedWeight(sizes=("vocab",), parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8}),),
 )
 
 

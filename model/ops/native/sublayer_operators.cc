@@ -1,0 +1,325 @@
+// Whole sublayers as one operator each: products, attention or activation, residual sum and the next norm.
+//
+// Rows are processed in tiles whose activations stay in the second-level cache from one product to the next. With few
+// rows there is one tile, and each product divides its columns among the threads. Every row goes through the kernels of
+// the separate operators in their order, so the results are theirs, bit for bit.
+#include "operators.h"
+#include "packed_heads.h"
+#include "paged_rows.h"
+#include "residual_norm.h"
+#include "rotary_table.h"
+#include "weight_inputs.h"
+
+namespace antiphon {
+
+namespace {
+
+// Fewer rows would read the weights too often: they do not stay in that cache beside the activations (586 tokens of the
+// shipped model, one core of a Zen 5: feed-forward sublayers 6.6 ms with 64, 5.4 with 128, as with separate operators).
+constexpr int64_t kTileTokens = 128;
+// With longer sequences a tile of whole sequences would not fit the cache, and there would be too few tiles.
+constexpr int64_t kLongestTiled = 256;
+
+// x and residual, then the inputs of two weights, weight and bias of the norm, and others.
+template <typename Inputs, size_t Count>
+constexpr auto SublayerPorts(const std::array<Port, Count>& others) {
+  constexpr std::array<Port, 2> kStates = {{{kFloat32}, {kFloat32}}};
+  constexpr std::array<Port, 2> kNorm = {{{kFloat32, kOptional}, {kFloat32, kOptional}}};
+  return JoinPorts(kStates, Inputs::kPorts, Inputs::kPorts, kNorm, others);
+}
+
+constexpr std::array<Port, 0> kNoPorts{};
+
+// Positions of the inputs in SublayerPorts.
+template <typename Inputs>
+struct At {
+  static constexpr size_t kFirstWeight = 2;
+  static constexpr size_t kSecondWeight = kFirstWeight + Inputs::kPorts.size();
+  static constexpr size_t kNorm = kSecondWeight + Inputs::kPorts.size();
+  static constexpr size_t kOthers = kNorm + 2;
+};
+
+// Calls body(call, first sequence, end) for neighbouring sequences whose tokens make a tile, or once for all.
+template <typename Body>
+void ForTiles(const Call& call, const Packing& packing, const Body& body) {
+  if (packing.tokens() == 0) return;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < packing.sequences; ++b) longest = std::max(longest, packing.length(b));
+  if (packing.tokens() < 2 * kTileTokens || longest > kLongestTiled) {
+    body(call, 0, packing.sequences);
+    return;
+  }
+  const Scratch<int64_t> ends(static_cast<size_t>(packing.sequences));
+  size_t tiles = 0;
+  for (int64_t b = 0, begin = 0; b < packing.sequences; ++b) {
+    if (packing.end(b) - begin < kTileTokens && b + 1 < packing.sequences) continue;
+    ends[tiles++] = b + 1;
+    begin = packing.end(b);
+  }
+  call.Parallel(tiles, [&](size_t tile) { body(call.Alone(), tile == 0 ? 0 : ends[tile - 1], ends[tile]); });
+}
+
+// Products around the attention of a sublayer, its residual and its norm.
+template <typename Inputs>
+class AttentionProducts {
+ public:
+  // projected: outputs of the first weight; attended: inputs of the second one, H D.
+  AttentionProducts(const Call& call, const NormKind& kind, const char* first_prefix, int64_t projected,
+                    int64_t attended)
+      : x_(call.Input(0, "x", 2)),
+        projected_(projected),
+        attended_(attended),
+        first_(Inputs::Read(call, At<Inputs>::kFirstWeight, first_prefix, x_.dims[1], projected)),
+        second_(Inputs::Read(call, At<Inputs>::kSecondWeight, "out_", attended, x_.dims[1])),
+        norm_(call, kind, call.Input(1, "residual", 2), x_.dims[0], x_.dims[1], At<Inputs>::kNorm, "norm_") {}
+
+  // Runs tokens begin .. end - 1; attend(projected rows, out) computes their attention.
+  template <typename Attend>
+  void Run(const Call& call, int64_t begin, int64_t end, const Attend& attend) const {
+    const int64_t tokens = end - begin, width = x_.dims[1];
+    if (tokens == 0) return;
+    const int64_t widest = std::max(projected_, width);  // the second product takes the place of the first
+    const Scratch<float> room(static_cast<size_t>(tokens * (widest + attended_)));
+    float *projected = room.data(), *out = projected + tokens * widest;
+    Multiply(call, x_.as<float>() + begin * width, tokens, width, first_, Activation::kNone, projected);
+    attend(projected, out);
+    Multiply(call, out, tokens, attended_, second_, Activation::kNone, projected);
+    norm_.Run(call, projected, begin, end);
+  }
+
+ private:
+  Tensor x_;
+  int64_t projected_, attended_;
+  typename Inputs::Weight first_, second_;
+  ResidualNorm norm_;
+};
+
+// norm(residual + act(x W1 + b1) W2 + b2), or with a gate between the products.
+template <typename Inputs>
+class FeedForwardSublayer {
+ public:
+  static constexpr const char* kNames[] = {"FeedForwardSublayer", "QuantizedFeedForwardSublayer",
+                                           "NibbleFeedForwardSublayer"};
+  static constexpr const char* kName = kNames[Inputs::kPrecision];
+  static constexpr auto kInputs = SublayerPorts<Inputs>(kNoPorts);
+  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
+
+  explicit FeedForwardSublayer(const Attributes& attributes)
+      : norm_(attributes),
+        activation_(ActivationNamed(attributes.String("activation"))),
+        is_gated_(attributes.Int("gated") != 0),
+        inner_width_(attributes.Size("inner_width")) {
+    Require(!is_gated_ || inner_width_ % 2 == 0, "inner_width", inner_width_, "it must be even with a gate");
+  }
+
+  void Run(const Call& call) const {
+    const Tensor x = call.Input(0, "x", 2);
+    const int64_t rows = x.dims[0], width = x.dims[1], outer_inputs = is_gated_ ? inner_width_ / 2 : inner_width_;
+    const auto inner = Inputs::Read(call, At<Inputs>::kFirstWeight, "inner_", width, inner_width_);
+    const auto outer = Inputs::Read(call, At<Inputs>::kSecondWeight, "outer_", outer_inputs, width);
+    const ResidualNorm norm(call, norm_, call.Input(1, "residual", 2), rows, width, At<Inputs>::kNorm, "norm_");
+    ForRowTiles(call, rows, [&](const Call& team, int64_t begin, int64_t end) {
+      const int64_t count = end - begin;
+      const Scratch<float> states(static_cast<size_t>(count * inner_width_));
+      const Scratch<float> update(static_cast<size_t>(count * width));
+      const Activation first = is_gated_ ? Activation::kNone : activation_;
+      Multiply(team, x.as<float>() + begin * width, count, width, inner, first, states.data());
+      if (is_gated_) Gate(team, count, states.data());
+      Multiply(team, states.data(), count, outer_inputs, outer, Activation::kNone, update.data());
+      norm.Run(team, update.data(), begin, end);
+    });
+  }
+
+ private:
+  template <typename Body>
+  static void ForRowTiles(const Call& call, int64_t rows, const Body& body) {
+    if (rows == 0) return;
+    if (rows < 2 * kTileTokens) {
+      body(call, 0, rows);
+      return;
+    }
+    const int64_t tiles = RoundUp(rows, kTileTokens) / kTileTokens;
+    call.Parallel(static_cast<size_t>(tiles), [&](size_t tile) {
+      const int64_t begin = static_cast<int64_t>(tile) * kTileTokens;
+      body(call.Alone(), begin, std::min(begin + kTileTokens, rows));
+    });
+  }
+
+  // Rows [inner_width_] become rows [inner_width_ / 2], one after another from the beginning. A row's result never
+  // reaches the inputs of a later row, and is written behind what its own gate has read.
+  void Gate(const Call& team, int64_t rows, float* states) const {
+    const int64_t half = inner_width_ / 2;
+    const Kernels& kernels = ActiveKernels();
+    ForRows(team, rows, inner_width_, [&](int64_t row) {
+      float* gate = states + row * inner_width_;
+      kernels.gate(gate, gate + half, activation_, half, gate);
+    });
+    for (int64_t row = 1; row < rows; ++row) {
+      std::memmove(states + row * half, states + row * inner_width_, static_cast<size_t>(half) * sizeof(float));
+    }
+  }
+
+  NormKind norm_;
+  Activation activation_;
+  bool is_gated_;
+  int64_t inner_width_;
+};
+
+// norm(residual + attention of packed sequences over themselves).
+template <typename Inputs>
+class PackedAttentionSublayer {
+ public:
+  static constexpr const char* kNames[] = {"PackedAttentionSublayer", "QuantizedPackedAttentionSublayer",
+                                           "NibblePackedAttentionSublayer"};
+  static constexpr const char* kName = kNames[Inputs::kPrecision];
+  static constexpr auto kInputs = SublayerPorts<Inputs>(
+      std::array<Port, 3>{{{kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}}});
+  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
+
+  explicit PackedAttentionSublayer(const Attributes& attributes)
+      : norm_(attributes),
+        heads_(attributes.Size("num_heads")),
+        scale_(attributes.Float("scale")),
+        causal_(attributes.Int("causal") != 0),
+        projected_(attributes.Size("qkv_width")) {}
+
+  void Run(const Call& call) const {
+    const Tensor x = call.Input(0, "x", 2);
+    const int64_t width = HeadWidth("qkv_width", projected_, 3, heads_);
+    const Packing packing = CheckedPacking(call.Input(At<Inputs>::kOthers, "offsets", 1), x.dims[0]);
+    const Biases biases(call, At<Inputs>::kOthers + 1, At<Inputs>::kOthers + 2, heads_);
+    const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
+    ForTiles(call, packing, [&](const Call& team, int64_t first, int64_t end) {
+      const auto attend = [&](const float* qkv, float* out) {
+        PackedHeads(qkv, packing.Slice(first, end), heads_, width, scale_, causal_)
+            .Attend(team, &biases, RelativeTables(), out);
+      };
+      products.Run(team, packing.begin(first), packing.begin(end), attend);
+    });
+  }
+
+ private:
+  NormKind norm_;
+  int64_t heads_;
+  float scale_;
+  bool causal_;
+  int64_t projected_;
+};
+
+// norm(residual + attention of rows over their own blocks), after appending their new tokens.
+template <typename Inputs>
+class PagedSelfAttentionSublayer {
+ public:
+  static constexpr const char* kNames[] = {"PagedSelfAttentionSublayer", "QuantizedPagedSelfAttentionSublayer",
+                                           "NibblePagedSelfAttentionSublayer"};
+  static constexpr const char* kName = kNames[Inputs::kPrecision];
+  static constexpr auto kInputs =
+      SublayerPorts<Inputs>(JoinPorts(kSelfRowsPorts, std::array<Port, 1>{{{kFloat32, kOptional}}}));
+  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
+
+  explicit PagedSelfAttentionSublayer(const Attributes& attributes)
+      : norm_(attributes),
+        heads_(attributes.Size("num_heads")),
+        scale_(attributes.Float("scale")),
+        layer_(attributes.Int("layer")),
+        projected_(attributes.Size("qkv_width")) {}
+
+  void Run(const Call& call) const {
+    const int64_t width = HeadWidth("qkv_width", projected_, 3, heads_);
+    const Pool pool(call.Input(At<Inputs>::kOthers, "cache", 5), layer_, heads_, width);
+    pool.is_half ? Attend<uint16_t>(call, pool, width) : Attend<float>(call, pool, width);
+  }
+
+ private:
+  template <typename Element>
+  void Attend(const Call& call, const Pool& pool, int64_t width) const {
+    const int64_t tokens = call.Input(0, "x", 2).dims[0];
+    const SelfRows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
+    const size_t table = At<Inputs>::kOthers + kSelfRowsPorts.size();
+    const RotaryTable rotary(call.OptionalInput(table, "rotary_table", 2), "rotary_table", width);
+    if (rotary) rotary.Check(rows.positions(), tokens);
+    const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
+    ForTiles(call, rows.packing(), [&](const Call& team, int64_t first, int64_t end) {
+      const int64_t begin = rows.packing().begin(first), count = rows.packing().begin(end) - begin;
+      products.Run(team, begin, begin + count, [&](float* qkv, float* out) {
+        if (rotary) {
+          ForRows(team, count, projected_, [&](int64_t token) {
+            rotary.Rotate(rows.positions()[begin + token], heads_, qkv + token * projected_);
+          });
+        }
+        rows.Attend(team, first, end, qkv, out);
+      });
+    });
+  }
+
+  NormKind norm_;
+  int64_t heads_;
+  float scale_;
+  int64_t layer_;
+  int64_t projected_;
+};
+
+// norm(residual + attention of rows over their sources).
+template <typename Inputs>
+class PagedCrossAttentionSublayer {
+ public:
+  static constexpr const char* kNames[] = {"PagedCrossAttentionSublayer", "QuantizedPagedCrossAttentionSublayer",
+                                           "NibblePagedCrossAttentionSublayer"};
+  static constexpr const char* kName = kNames[Inputs::kPrecision];
+  static constexpr auto kInputs = SublayerPorts<Inputs>(kCrossRowsPorts);
+  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
+
+  explicit PagedCrossAttentionSublayer(const Attributes& attributes)
+      : norm_(attributes),
+        heads_(attributes.Size("num_heads")),
+        scale_(attributes.Float("scale")),
+        layer_(attributes.Int("layer")),
+        projected_(attributes.Size("query_width")) {}
+
+  void Run(const Call& call) const {
+    const int64_t width = HeadWidth("query_width", projected_, 1, heads_);
+    const Pool pool(call.Input(At<Inputs>::kOthers, "cache", 5), layer_, heads_, width);
+    pool.is_half ? Attend<uint16_t>(call, pool, width) : Attend<float>(call, pool, width);
+  }
+
+ private:
+  template <typename Element>
+  void Attend(const Call& call, const Pool& pool, int64_t width) const {
+    const int64_t tokens = call.Input(0, "x", 2).dims[0];
+    const CrossRows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
+    const AttentionProducts<Inputs> products(call, norm_, "query_", projected_, projected_);
+    ForTiles(call, rows.packing(), [&](const Call& team, int64_t first, int64_t end) {
+      const int64_t begin = rows.packing().begin(first);
+      products.Run(team, begin, rows.packing().begin(end), [&](const float* query, float* out) {
+        rows.Attend(team, first, end, query, out);
+      });
+    });
+  }
+
+  NormKind norm_;
+  int64_t heads_;
+  float scale_;
+  int64_t layer_;
+  int64_t projected_;
+};
+
+template <template <typename> typename Sublayer>
+void AddAllPrecisions(std::vector<const OrtCustomOp*>* operators) {
+  static const Registration<Sublayer<Float32Inputs>> float32;
+  static const Registration<Sublayer<Int8Inputs>> int8;
+  static const Registration<Sublayer<Int4Inputs>> int4;
+  operators->insert(operators->end(), {&float32, &int8, &int4});
+}
+
+}  // namespace
+
+std::vector<const OrtCustomOp*> SublayerOperators() {
+  std::vector<const OrtCustomOp*> operators;
+  AddAllPrecisions<FeedForwardSublayer>(&operators);
+  AddAllPrecisions<PackedAttentionSublayer>(&operators);
+  AddAllPrecisions<PagedSelfAttentionSublayer>(&operators);
+  AddAllPrecisions<PagedCrossAttentionSublayer>(&operators);
+  return operators;
+}
+
+}  // namespace antiphon

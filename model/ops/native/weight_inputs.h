@@ -1,0 +1,56 @@
+// Packed weights among the inputs of a node, by precision, so that one operator is written once for all precisions.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "operator.h"
+#include "product.h"
+
+namespace antiphon {
+
+// A reader of weights has
+//   kPrecision: index of the node's name;  Weight: the packed weight;  kPorts: its inputs, the bias last;
+//   Read(call, first, prefix, inputs, outputs): the weight whose inputs begin at `first`; prefix: of their names.
+struct Float32Inputs {
+  static constexpr size_t kPrecision = 0;
+  using Weight = FloatWeight;
+  static constexpr std::array<Port, 2> kPorts = {{{kFloat32}, {kFloat32, kOptional}}};
+
+  static Weight Read(const Call& call, size_t first, const std::string& prefix, int64_t inputs, int64_t outputs) {
+    return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 3),
+                         call.OptionalInput(first + 1, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+  }
+};
+
+// int8 weights; every row of activations is quantised with its own scale.
+struct Int8Inputs {
+  static constexpr size_t kPrecision = 1;
+  using Weight = QuantizedWeight;
+  static constexpr std::array<Port, 4> kPorts = {{{kInt8}, {kFloat32}, {kInt32}, {kFloat32, kOptional}}};
+
+  static Weight Read(const Call& call, size_t first, const std::string& prefix, int64_t inputs, int64_t outputs) {
+    return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
+                         call.Input(first + 1, (prefix + "scales").c_str(), 1),
+                         call.Input(first + 2, (prefix + "column_sums").c_str(), 1),
+                         call.OptionalInput(first + 3, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+  }
+};
+
+// 4-bit weights in groups of inputs.
+struct Int4Inputs {
+  static constexpr size_t kPrecision = 2;
+  using Weight = NibbleWeight;
+  static constexpr std::array<Port, 5> kPorts = {
+      {{kInt8}, {kFloat16}, {kFloat32}, {kFloat32}, {kFloat32, kOptional}}};
+
+  static Weight Read(const Call& call, size_t first, const std::string& prefix, int64_t inputs, int64_t outputs) {
+    return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
+                         call.Input(first + 1, (prefix + "ratios").c_str(), 3),
+                         call.Input(first + 2, (prefix + "scales").c_str(), 1),
+                         call.Input(first + 3, (prefix + "offsets").c_str(), 1),
+                         call.OptionalInput(first + 4, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+  }
+};
+
+}  // namespace antiphon
