@@ -1,4 +1,4 @@
-"""Operators for whole sublayers give the bits of the separate operators, whatever the precision, tiles and threads.
+"""Operators for whole sublayers give the bits of the separate operators, whatever the precision and the threads.
 
 The separate operators are compared with their eager references in test_native_ops.py and test_native_nibbles.py.
 """
@@ -87,21 +87,3 @@ def test_sublayer_equals_separate_operators(name: str, precision: str) -> None:
             np.testing.assert_array_equal(one, other)
         if cache is not None:
             np.testing.assert_array_equal(cache, before)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("lens", [[1] * 300, [60, 70, 3, 120, 1, 1, 90, 150], [300, 5]])
-def test_packed_sublayer_of_many_tiles_equals_each_sequence_alone(lens: list[int], precision: str) -> None:
-    """Tiles of whole sequences, with a short one at the end, and one tile where a sequence is too long."""
-    random = np.random.default_rng(4)
-    node = f"{NODE_PREFIXES[precision]}PackedAttentionSublayer"
-    arrays, attributes = CALLS[node](random)
-    width = arrays["x"].shape[1]  # type: ignore[union-attr]
-    states = {name: random.standard_normal((sum(lens), width), np.float32) for name in ("x", "residual")}
-    offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    found = run_node(node, {**arrays, **states, "offsets": offsets}, threads=2, **attributes)
-    for begin, length in zip(offsets.tolist(), lens, strict=False):
-        one = {name: array[begin : begin + length] for name, array in states.items()}
-        alone = run_node(node, {**arrays, **one, "offsets": np.array([0, length], np.int32)}, **attributes)
-        for whole, part in zip(found, alone, strict=True):
-            np.testing.assert_array_equal(whole[begin : begin + length], part)

@@ -64,17 +64,10 @@ class Call {
   Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
   void* Output(size_t index, std::initializer_list<int64_t> dims) const;
 
-  // The same call for use within a task: its own tasks run one after another on the calling thread.
-  Call Alone() const {
-    Call alone = *this;
-    alone.is_alone_ = true;
-    return alone;
-  }
-
   // Runs task(0) .. task(count - 1) on the session's threads and waits; the first exception of a task is thrown here.
   template <typename Task>
   void Parallel(size_t count, const Task& task) const {
-    if (count <= 1 || is_alone_) {
+    if (count <= 1) {
       for (size_t index = 0; index < count; ++index) task(index);
       return;
     }
@@ -107,7 +100,6 @@ class Call {
 
   const OrtApi* api_;
   OrtKernelContext* context_;
-  bool is_alone_ = false;
 };
 
 // Throws OperatorError "<name> is <value>; <allowed>".

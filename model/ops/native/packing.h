@@ -9,17 +9,14 @@
 
 namespace antiphon {
 
-// Token range of each sequence, relative to the first token of the first one.
+// Token range of each sequence.
 struct Packing {
   const int32_t* offsets;
   int64_t sequences;
 
-  int64_t begin(int64_t sequence) const { return int64_t{offsets[sequence]} - offsets[0]; }
+  int64_t begin(int64_t sequence) const { return offsets[sequence]; }
   int64_t end(int64_t sequence) const { return begin(sequence + 1); }
   int64_t length(int64_t sequence) const { return end(sequence) - begin(sequence); }
-  int64_t tokens() const { return begin(sequences); }
-  // The sequences first .. end - 1.
-  Packing Slice(int64_t first, int64_t end) const { return {offsets + first, end - first}; }
 };
 
 // Throws unless offsets rise from 0 to `tokens`.

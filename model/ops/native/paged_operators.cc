@@ -28,7 +28,7 @@ class PagedSelfAttention {
   void Attend(const Call& call, const Pool& pool, const Tensor& qkv, int64_t width) const {
     const SelfRows<Element> rows(call, 1, pool, qkv.dims[0], width, scale_);
     auto* out = static_cast<float*>(call.Output(0, {qkv.dims[0], heads_ * width}));
-    rows.Attend(call, 0, rows.packing().sequences, qkv.as<float>(), out);
+    rows.Attend(call, qkv.as<float>(), out);
   }
 
   int64_t heads_;
@@ -58,7 +58,7 @@ class PagedCrossAttention {
   void Attend(const Call& call, const Pool& pool, const Tensor& query, int64_t width) const {
     const CrossRows<Element> rows(call, 1, pool, query.dims[0], width, scale_);
     auto* out = static_cast<float*>(call.Output(0, {query.dims[0], heads_ * width}));
-    rows.Attend(call, 0, rows.packing().sequences, query.as<float>(), out);
+    rows.Attend(call, query.as<float>(), out);
   }
 
   int64_t heads_;

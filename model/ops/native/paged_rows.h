@@ -118,31 +118,28 @@ class SelfRows {
                 [this](int64_t row) { return Length(row); }),
         biases_(call, first + 4, first + 5, pool.heads) {}
 
-  const Packing& packing() const { return packing_; }
   const int32_t* positions() const { return positions_; }
 
-  // Appends and attends for rows first .. end - 1. qkv: [their tokens, 3 H D]; out: [their tokens, H D].
-  void Attend(const Call& call, int64_t first, int64_t end, const float* qkv, float* out) const {
-    const Packing packing = packing_.Slice(first, end);
-    const int32_t* positions = positions_ + packing_.begin(first);
+  // qkv: [tokens, 3 H D]; out: [tokens, H D].
+  void Attend(const Call& call, const float* qkv, float* out) const {
     double pairs = 0;  // of queries and keys
     int64_t longest = 0;
-    for (int64_t row = first; row < end; ++row) {
+    for (int64_t row = 0; row < packing_.sequences; ++row) {
       pairs += static_cast<double>(Length(row) * packing_.length(row));
       longest = std::max(longest, Length(row));
     }
     const auto& kernels = Paged(ActiveKernels(), Element{});
     const int64_t heads = pool_.heads, stride = 3 * heads * width_;
     const double macs = 2 * pairs * static_cast<double>(heads * width_);
-    ForHeads(call, end - first, heads, macs, longest, [&](int64_t row, int64_t head, float* scores) {
-      const PagedHead<Element> view = tables_.Head(pool_, first + row, head, width_, scale_);
+    ForHeads(call, packing_.sequences, heads, macs, longest, [&](int64_t row, int64_t head, float* scores) {
+      const PagedHead<Element> view = tables_.Head(pool_, row, head, width_, scale_);
       const float* queries = qkv + head * width_;
-      for (int64_t token = packing.begin(row); token < packing.end(row); ++token) {
+      for (int64_t token = packing_.begin(row); token < packing_.end(row); ++token) {
         const float* key = queries + token * stride + heads * width_;
-        kernels.append(view, positions[token], key, key + heads * width_);
+        kernels.append(view, positions_[token], key, key + heads * width_);
       }
-      for (int64_t token = packing.begin(row); token < packing.end(row); ++token) {
-        const int64_t position = positions[token];
+      for (int64_t token = packing_.begin(row); token < packing_.end(row); ++token) {
+        const int64_t position = positions_[token];
         kernels.attend(view, queries + token * stride, position + 1, position, biases_.Of(head), scores,
                        out + (token * heads + head) * width_);
       }
@@ -195,25 +192,23 @@ class CrossRows {
         tables_(pool, call.Input(first + 1, "block_tables", 2), packing_.sequences,
                 [this](int64_t row) { return int64_t{source_lens_[row]}; }) {}
 
-  const Packing& packing() const { return packing_; }
 
-  // Attends for rows first .. end - 1. query and out: [their tokens, H D].
-  void Attend(const Call& call, int64_t first, int64_t end, const float* query, float* out) const {
-    const Packing packing = packing_.Slice(first, end);
+  // query and out: [tokens, H D].
+  void Attend(const Call& call, const float* query, float* out) const {
     double pairs = 0;  // of queries and keys
     int32_t longest = 0;
-    for (int64_t row = first; row < end; ++row) {
+    for (int64_t row = 0; row < packing_.sequences; ++row) {
       pairs += static_cast<double>(source_lens_[row] * packing_.length(row));
       longest = std::max(longest, source_lens_[row]);
     }
     const auto& kernels = Paged(ActiveKernels(), Element{});
     const int64_t heads = pool_.heads;
     const double macs = 2 * pairs * static_cast<double>(heads * width_);
-    ForHeads(call, end - first, heads, macs, longest, [&](int64_t row, int64_t head, float* scores) {
-      const PagedHead<Element> view = tables_.Head(pool_, first + row, head, width_, scale_);
-      for (int64_t token = packing.begin(row); token < packing.end(row); ++token) {
+    ForHeads(call, packing_.sequences, heads, macs, longest, [&](int64_t row, int64_t head, float* scores) {
+      const PagedHead<Element> view = tables_.Head(pool_, row, head, width_, scale_);
+      for (int64_t token = packing_.begin(row); token < packing_.end(row); ++token) {
         const int64_t at = (token * heads + head) * width_;
-        kernels.attend(view, query + at, source_lens_[first + row], 0, {}, scores, out + at);
+        kernels.attend(view, query + at, source_lens_[row], 0, {}, scores, out + at);
       }
     });
   }

@@ -24,8 +24,8 @@ struct NormKind {
 // sum = x + residual, normed = norm(sum) * weight + bias, over rows of `width` numbers.
 class ResidualNorm {
  public:
-  // Reads weight and bias of the norm from the inputs `first` and `first` + 1, both optional, and makes the node's
-  // outputs: normed and, where a node reads it, the sum. prefix: of the names of these inputs. residual can be absent.
+  // Reads weight and bias of the norm from the inputs `first` and `first` + 1, both optional, and makes the node's first
+  // output, `normed`. prefix: of the names of these inputs. residual can be absent.
   ResidualNorm(const Call& call, const NormKind& kind, const Tensor& residual, int64_t rows, int64_t width,
                size_t first, const char* prefix)
       : kind_(kind),
@@ -33,17 +33,21 @@ class ResidualNorm {
         residual_(CheckedResidual(residual, rows, width)),
         weight_(Parameter(call, first, prefix, "weight", width)),
         bias_(Parameter(call, first + 1, prefix, "bias", width)),
-        normed_(static_cast<float*>(call.Output(0, {rows, width}))),
-        sum_(static_cast<float*>(call.Output(1, {rows, width}))) {}
+        rows_(rows),
+        normed_(static_cast<float*>(call.Output(0, {rows, width}))) {}
 
-  // Rows begin .. end - 1; x holds them from its beginning.
-  void Run(const Call& call, const float* x, int64_t begin, int64_t end) const {
+  // The output, which can hold x until Run.
+  float* normed() const { return normed_; }
+
+  // Makes the second output, the sum, where a node reads it: not before, since its memory can be that of earlier steps.
+  void Run(const Call& call, const float* x) const {
+    auto* sum = static_cast<float*>(call.Output(1, {rows_, width_}));
     const Kernels& kernels = ActiveKernels();
     const auto norm = kind_.is_layer ? kernels.layer_norm : kernels.rms_norm;
-    ForRows(call, end - begin, width_, [&](int64_t row) {
-      const int64_t at = (begin + row) * width_;
-      norm(x + row * width_, residual_ == nullptr ? nullptr : residual_ + at, weight_, bias_, kind_.epsilon, width_,
-           normed_ + at, sum_ == nullptr ? nullptr : sum_ + at);
+    ForRows(call, rows_, width_, [&](int64_t row) {
+      const int64_t at = row * width_;
+      norm(x + at, residual_ == nullptr ? nullptr : residual_ + at, weight_, bias_, kind_.epsilon, width_,
+           normed_ + at, sum == nullptr ? nullptr : sum + at);
     });
   }
 
@@ -67,8 +71,8 @@ class ResidualNorm {
   const float* residual_;
   const float* weight_;
   const float* bias_;
+  int64_t rows_;
   float* normed_;
-  float* sum_;
 };
 
 }  // namespace antiphon

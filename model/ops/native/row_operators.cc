@@ -102,7 +102,7 @@ class AddNorm {
     const Tensor x = call.Input(0, "x", 2);
     const Tensor residual = call.OptionalInput(1, "residual", 2);
     const ResidualNorm norm(call, kind_, residual, x.dims[0], x.dims[1], 2, "");
-    norm.Run(call, x.as<float>(), 0, x.dims[0]);
+    norm.Run(call, x.as<float>());
   }
 
  private:

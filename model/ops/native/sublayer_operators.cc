@@ -1,8 +1,8 @@
 // Whole sublayers as one operator each: products, attention or activation, residual sum and the next norm.
 //
-// Rows are processed in tiles whose activations stay in the second-level cache from one product to the next. With few
-// rows there is one tile, and each product divides its columns among the threads. Every row goes through the kernels of
-// the separate operators in their order, so the results are theirs, bit for bit.
+// Every row goes through the kernels of the separate operators in their order, so the results are theirs, bit for bit.
+// Products divide their work among the threads as separate operators do. Tiles of rows that one thread would take
+// through the whole sublayer were slower: their weights do not stay in the second-level cache (docs/DECISIONS.md).
 #include "operators.h"
 #include "packed_heads.h"
 #include "paged_rows.h"
@@ -13,12 +13,6 @@
 namespace antiphon {
 
 namespace {
-
-// Fewer rows would read the weights too often: they do not stay in that cache beside the activations (586 tokens of the
-// shipped model, one core of a Zen 5: feed-forward sublayers 6.6 ms with 64, 5.4 with 128, as with separate operators).
-constexpr int64_t kTileTokens = 128;
-// With longer sequences a tile of whole sequences would not fit the cache, and there would be too few tiles.
-constexpr int64_t kLongestTiled = 256;
 
 // x and residual, then the inputs of two weights, weight and bias of the norm, and others.
 template <typename Inputs, size_t Count>
@@ -39,26 +33,6 @@ struct At {
   static constexpr size_t kOthers = kNorm + 2;
 };
 
-// Calls body(call, first sequence, end) for neighbouring sequences whose tokens make a tile, or once for all.
-template <typename Body>
-void ForTiles(const Call& call, const Packing& packing, const Body& body) {
-  if (packing.tokens() == 0) return;
-  int64_t longest = 0;
-  for (int64_t b = 0; b < packing.sequences; ++b) longest = std::max(longest, packing.length(b));
-  if (packing.tokens() < 2 * kTileTokens || longest > kLongestTiled) {
-    body(call, 0, packing.sequences);
-    return;
-  }
-  const Scratch<int64_t> ends(static_cast<size_t>(packing.sequences));
-  size_t tiles = 0;
-  for (int64_t b = 0, begin = 0; b < packing.sequences; ++b) {
-    if (packing.end(b) - begin < kTileTokens && b + 1 < packing.sequences) continue;
-    ends[tiles++] = b + 1;
-    begin = packing.end(b);
-  }
-  call.Parallel(tiles, [&](size_t tile) { body(call.Alone(), tile == 0 ? 0 : ends[tile - 1], ends[tile]); });
-}
-
 // Products around the attention of a sublayer, its residual and its norm.
 template <typename Inputs>
 class AttentionProducts {
@@ -73,18 +47,18 @@ class AttentionProducts {
         second_(Inputs::Read(call, At<Inputs>::kSecondWeight, "out_", attended, x_.dims[1])),
         norm_(call, kind, call.Input(1, "residual", 2), x_.dims[0], x_.dims[1], At<Inputs>::kNorm, "norm_") {}
 
-  // Runs tokens begin .. end - 1; attend(projected rows, out) computes their attention.
+  // attend(projected rows, out) computes the attention.
   template <typename Attend>
-  void Run(const Call& call, int64_t begin, int64_t end, const Attend& attend) const {
-    const int64_t tokens = end - begin, width = x_.dims[1];
-    if (tokens == 0) return;
-    const int64_t widest = std::max(projected_, width);  // the second product takes the place of the first
-    const Scratch<float> room(static_cast<size_t>(tokens * (widest + attended_)));
-    float *projected = room.data(), *out = projected + tokens * widest;
-    Multiply(call, x_.as<float>() + begin * width, tokens, width, first_, Activation::kNone, projected);
-    attend(projected, out);
-    Multiply(call, out, tokens, attended_, second_, Activation::kNone, projected);
-    norm_.Run(call, projected, begin, end);
+  void Run(const Call& call, const Attend& attend) const {
+    const int64_t tokens = x_.dims[0], width = x_.dims[1];
+    if (tokens > 0) {
+      const Scratch<float> room(static_cast<size_t>(tokens * (projected_ + attended_)));
+      float *projected = room.data(), *out = projected + tokens * projected_;
+      Multiply(call, x_.as<float>(), tokens, width, first_, Activation::kNone, projected);
+      attend(projected, out);
+      Multiply(call, out, tokens, attended_, second_, Activation::kNone, norm_.normed());
+    }
+    norm_.Run(call, norm_.normed());
   }
 
  private:
@@ -118,39 +92,22 @@ class FeedForwardSublayer {
     const auto inner = Inputs::Read(call, At<Inputs>::kFirstWeight, "inner_", width, inner_width_);
     const auto outer = Inputs::Read(call, At<Inputs>::kSecondWeight, "outer_", outer_inputs, width);
     const ResidualNorm norm(call, norm_, call.Input(1, "residual", 2), rows, width, At<Inputs>::kNorm, "norm_");
-    ForRowTiles(call, rows, [&](const Call& team, int64_t begin, int64_t end) {
-      const int64_t count = end - begin;
-      const Scratch<float> states(static_cast<size_t>(count * inner_width_));
-      const Scratch<float> update(static_cast<size_t>(count * width));
-      const Activation first = is_gated_ ? Activation::kNone : activation_;
-      Multiply(team, x.as<float>() + begin * width, count, width, inner, first, states.data());
-      if (is_gated_) Gate(team, count, states.data());
-      Multiply(team, states.data(), count, outer_inputs, outer, Activation::kNone, update.data());
-      norm.Run(team, update.data(), begin, end);
-    });
+    if (rows > 0) {
+      const Scratch<float> states(static_cast<size_t>(rows * inner_width_));
+      Multiply(call, x.as<float>(), rows, width, inner, is_gated_ ? Activation::kNone : activation_, states.data());
+      if (is_gated_) Gate(call, rows, states.data());
+      Multiply(call, states.data(), rows, outer_inputs, outer, Activation::kNone, norm.normed());
+    }
+    norm.Run(call, norm.normed());
   }
 
  private:
-  template <typename Body>
-  static void ForRowTiles(const Call& call, int64_t rows, const Body& body) {
-    if (rows == 0) return;
-    if (rows < 2 * kTileTokens) {
-      body(call, 0, rows);
-      return;
-    }
-    const int64_t tiles = RoundUp(rows, kTileTokens) / kTileTokens;
-    call.Parallel(static_cast<size_t>(tiles), [&](size_t tile) {
-      const int64_t begin = static_cast<int64_t>(tile) * kTileTokens;
-      body(call.Alone(), begin, std::min(begin + kTileTokens, rows));
-    });
-  }
-
   // Rows [inner_width_] become rows [inner_width_ / 2], one after another from the beginning. A row's result never
   // reaches the inputs of a later row, and is written behind what its own gate has read.
-  void Gate(const Call& team, int64_t rows, float* states) const {
+  void Gate(const Call& call, int64_t rows, float* states) const {
     const int64_t half = inner_width_ / 2;
     const Kernels& kernels = ActiveKernels();
-    ForRows(team, rows, inner_width_, [&](int64_t row) {
+    ForRows(call, rows, inner_width_, [&](int64_t row) {
       float* gate = states + row * inner_width_;
       kernels.gate(gate, gate + half, activation_, half, gate);
     });
@@ -189,12 +146,8 @@ class PackedAttentionSublayer {
     const Packing packing = CheckedPacking(call.Input(At<Inputs>::kOthers, "offsets", 1), x.dims[0]);
     const Biases biases(call, At<Inputs>::kOthers + 1, At<Inputs>::kOthers + 2, heads_);
     const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
-    ForTiles(call, packing, [&](const Call& team, int64_t first, int64_t end) {
-      const auto attend = [&](const float* qkv, float* out) {
-        PackedHeads(qkv, packing.Slice(first, end), heads_, width, scale_, causal_)
-            .Attend(team, &biases, RelativeTables(), out);
-      };
-      products.Run(team, packing.begin(first), packing.begin(end), attend);
+    products.Run(call, [&](const float* qkv, float* out) {
+      PackedHeads(qkv, packing, heads_, width, scale_, causal_).Attend(call, &biases, RelativeTables(), out);
     });
   }
 
@@ -239,16 +192,13 @@ class PagedSelfAttentionSublayer {
     const RotaryTable rotary(call.OptionalInput(table, "rotary_table", 2), "rotary_table", width);
     if (rotary) rotary.Check(rows.positions(), tokens);
     const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
-    ForTiles(call, rows.packing(), [&](const Call& team, int64_t first, int64_t end) {
-      const int64_t begin = rows.packing().begin(first), count = rows.packing().begin(end) - begin;
-      products.Run(team, begin, begin + count, [&](float* qkv, float* out) {
-        if (rotary) {
-          ForRows(team, count, projected_, [&](int64_t token) {
-            rotary.Rotate(rows.positions()[begin + token], heads_, qkv + token * projected_);
-          });
-        }
-        rows.Attend(team, first, end, qkv, out);
-      });
+    products.Run(call, [&](float* qkv, float* out) {
+      if (rotary) {
+        ForRows(call, tokens, projected_, [&](int64_t token) {
+          rotary.Rotate(rows.positions()[token], heads_, qkv + token * projected_);
+        });
+      }
+      rows.Attend(call, qkv, out);
     });
   }
 
@@ -288,12 +238,7 @@ class PagedCrossAttentionSublayer {
     const int64_t tokens = call.Input(0, "x", 2).dims[0];
     const CrossRows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
     const AttentionProducts<Inputs> products(call, norm_, "query_", projected_, projected_);
-    ForTiles(call, rows.packing(), [&](const Call& team, int64_t first, int64_t end) {
-      const int64_t begin = rows.packing().begin(first);
-      products.Run(team, begin, rows.packing().begin(end), [&](const float* query, float* out) {
-        rows.Attend(team, first, end, query, out);
-      });
-    });
+    products.Run(call, [&](const float* query, float* out) { rows.Attend(call, query, out); });
   }
 
   NormKind norm_;

@@ -1,7 +1,7 @@
 """Whole sublayers as one operator each: products, attention or activation, residual sum and the norm after it.
 
-A native kernel takes a tile of rows through the whole sublayer while its activations are in the cache, in one parallel
-region. Each reference calls the separate operators, whose kernels compute the same bits.
+The native kernels save nodes and tensors. Each reference calls the separate operators, whose kernels compute the same
+bits.
 
 Axes: N packed tokens, M model width; F outputs of the first product of a feed-forward layer, G inputs of the second
 one, which is F / 2 with a gate; B sources, R rows, X and Y widths of block tables, H heads, D head width, P positions.
