@@ -27,6 +27,8 @@ _NUM_STEPS = 12
 _NUM_TRIES = 3
 # More lanes must be faster by this factor: each one costs memory.
 _LEAST_GAIN = 1.05
+# More lanes than this would take turns at the interpreter, and each one costs memory.
+_MOST_LANES = 8
 
 
 def open_lanes(
@@ -62,12 +64,23 @@ def open_lanes(
     return tuple(runners)
 
 
-def fastest_num_lanes(bundle: Bundle, *, max_rows: int, threads: int, precision: Precision | None = None) -> int:
-    """Return the number of lanes, a divisor of threads, that decodes max_rows rows fastest. Takes a second or two."""
-    if threads == 1 or bundle.manifest.model.architecture == "encoder":
-        return 1
-    best, best_rate = 1, 0.0
-    for num_lanes in (count for count in range(1, threads + 1) if threads % count == 0):
+def possible_lanes(bundle: Bundle, threads: int) -> list[int]:
+    """Return the numbers of lanes that divide the threads; an encoder-only model has one lane."""
+    most = 1 if bundle.manifest.model.architecture == "encoder" else min(threads, _MOST_LANES)
+    return [count for count in range(1, most + 1) if threads % count == 0]
+
+
+def fastest_num_lanes(
+    bundle: Bundle, candidates: Sequence[int], *, max_rows: int, threads: int, precision: Precision | None = None
+) -> int:
+    """Return the number of lanes that decodes max_rows rows fastest. Takes a second or two, unless there is no choice.
+
+    candidates: rising.
+    """
+    if len(candidates) == 1:
+        return candidates[0]
+    best, best_rate = candidates[0], 0.0
+    for num_lanes in candidates:
         runners = open_lanes(bundle, num_lanes=num_lanes, max_rows=max_rows, threads=threads, precision=precision)
         for runner in runners:
             warm_up(runner)

@@ -23,7 +23,7 @@ from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
-from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes
+from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
 from antiphon.service.server.models.machine import check_memory
@@ -55,7 +55,7 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        need = need_of(bundle, bundle.graph_set(plan.precision), plan.limits)
+        need = need_of(bundle, bundle.graph_set(plan.precision), plan.limits, max(_possible_lanes(bundle, plan)))
         shared.budget.take(name, need)
         try:
             check_memory(shared.budget.held, shared.machine_bytes)
@@ -69,8 +69,9 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
 
 def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
     tokenizer = _tokenizer(bundle)
-    limits = replace(plan.limits, encode_budget=_encode_budget(bundle, plan))
+    _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
     runner, *further = runners = _runners(bundle, plan)
+    limits = replace(plan.limits, encode_budget=_encode_budget(bundle, plan, len(runners)))
     for one in runners:
         _warm_up(bundle, one, plan)
     description = _described(bundle, runner, tokenizer, limits, plan)
@@ -149,18 +150,28 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
 def _runners(bundle: Bundle, plan: ModelPlan) -> tuple[AnyRunner, ...]:
     """Return the runner of each lane."""
     _check_blocks(bundle, plan)
-    rows, threads, lanes = plan.limits.max_num_seqs, plan.threads, plan.lanes
-    if lanes == "auto":
-        lanes = fastest_num_lanes(bundle, max_rows=rows, threads=threads, precision=plan.precision)
+    rows, threads, precision = plan.limits.max_num_seqs, plan.threads, plan.precision
+    lanes = fastest_num_lanes(
+        bundle, _possible_lanes(bundle, plan), max_rows=rows, threads=threads, precision=precision
+    )
     return open_lanes(
         bundle,
         num_lanes=lanes,
-        max_rows=plan.limits.max_num_seqs,
-        threads=plan.threads,
-        precision=plan.precision,
+        max_rows=rows,
+        threads=threads,
+        precision=precision,
         num_blocks=plan.limits.kv_cache_blocks,
         workspace_limit_bytes=plan.limits.workspace_limit_bytes,
     )
+
+
+def _possible_lanes(bundle: Bundle, plan: ModelPlan) -> list[int]:
+    """Return the numbers of lanes to choose from: one if it is set, else those for which no source is too long."""
+    if plan.lanes != "auto":
+        return [plan.lanes]
+    longest = bundle.manifest.model.max_source_len
+    budgets = {count: _encode_budget(bundle, plan, count) for count in possible_lanes(bundle, plan.threads)}
+    return [count for count, budget in budgets.items() if count == 1 or budget is None or budget.fits(longest, longest)]
 
 
 def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
@@ -174,10 +185,10 @@ def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
         )
 
 
-def _encode_budget(bundle: Bundle, plan: ModelPlan) -> EncodeBudget | None:
-    """Return the memory budget of encoding. Raises StartupError if no source fits it."""
-    budget = encode_budget(bundle, bundle.graph_set(plan.precision), plan.limits)
-    if budget is not None and not budget.fits(1, 1):
+def _encode_budget(bundle: Bundle, plan: ModelPlan, num_lanes: int) -> EncodeBudget | None:
+    """Return the memory budget of encoding in one of several lanes. Raises StartupError if no source fits it."""
+    budget = encode_budget(bundle, bundle.graph_set(plan.precision), plan.limits, num_lanes)
+    if budget is not None and num_lanes == 1 and not budget.fits(1, 1):
         raise StartupError(
             f"workspace_limit_bytes is {plan.limits.workspace_limit_bytes}; it must be at least "
             f"{math.ceil(LIMIT_MARGIN * budget.predict(1, 1))}, what a source of one token is predicted to need"

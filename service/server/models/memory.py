@@ -88,8 +88,8 @@ class MemoryBudget:
             self._held.pop(name, None)
 
 
-def need_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> Need:
-    """Return the memory needed to serve these graphs of a bundle."""
+def need_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_lanes: int = 1) -> Need:
+    """Return the memory needed to serve these graphs of a bundle; every lane has a workspace of its own."""
     model = bundle.manifest.model
     fewest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
     num_blocks = block_bytes = 0
@@ -99,13 +99,13 @@ def need_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> Need:
     memory = ModelMemory(
         weight_bytes=_weight_bytes(bundle, graphs),
         cache_bytes=num_blocks * block_bytes,
-        workspace_bytes=_workspace_bytes(bundle, graphs, limits),
+        workspace_bytes=_workspace_bytes(bundle, graphs, limits, num_lanes),
     )
     return Need(memory=memory, num_blocks=num_blocks, block_bytes=block_bytes, fewest_blocks=fewest)
 
 
-def encode_budget(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> EncodeBudget | None:
-    """Return the memory budget of encoding by the bundle's fit; None if nothing was measured."""
+def encode_budget(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_lanes: int = 1) -> EncodeBudget | None:
+    """Return one lane's memory budget of encoding by the bundle's fit; None if nothing was measured."""
     fit = bundle.memory_fit(graphs)
     if fit is None:
         return None
@@ -113,7 +113,7 @@ def encode_budget(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> Enc
     def predict(num_tokens: int, longest: int) -> float:
         return fit.predict(1, min(num_tokens, max(RUN_TOKENS, longest)))  # packed, in parts
 
-    max_bytes = _workspace_bytes(bundle, graphs, limits)
+    max_bytes = _workspace_bytes(bundle, graphs, limits, num_lanes) // num_lanes
     if limits.workspace_limit_bytes is not None:
         max_bytes = int(max_bytes / LIMIT_MARGIN)
     return EncodeBudget(max_bytes=max_bytes, predict=predict)
@@ -138,15 +138,15 @@ def _find(path: Path, texts: Iterable[bytes]) -> list[bytes]:
         return [text for text in texts if content.find(text) >= 0]
 
 
-def _workspace_bytes(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> int:
-    """Return the limit if there is one, else the prediction of the bundle's profile for the largest encoder run."""
+def _workspace_bytes(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_lanes: int) -> int:
+    """Return the limit if there is one, else the prediction of the bundle's profile for the largest encoder runs."""
     if limits.workspace_limit_bytes is not None:
         return limits.workspace_limit_bytes
     fit, longest = bundle.memory_fit(graphs), bundle.manifest.model.max_source_len
     if fit is None:
-        return DEFAULT_WORKSPACE_BYTES
+        return DEFAULT_WORKSPACE_BYTES * num_lanes
     # Packed: only the tokens count.
-    return math.ceil(fit.predict(1, max(min(limits.max_num_batched_tokens, RUN_TOKENS), longest)))
+    return num_lanes * math.ceil(fit.predict(1, max(min(limits.max_num_batched_tokens, RUN_TOKENS), longest)))
 
 
 def _refusal(name: str, need: Need, free_bytes: int, limit_bytes: int) -> str:

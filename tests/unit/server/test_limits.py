@@ -45,7 +45,7 @@ def test_every_limit_is_a_setting_of_the_server_and_of_a_model() -> None:
     names = {field.name for field in dataclasses.fields(EngineLimits)} - {"encode_budget"}
     assert names == set(ALLOWED)
     assert names <= set(ServerConfig.model_fields)
-    assert set(ModelSettings.model_fields) == names | {"path", "precision", "threads"}
+    assert set(ModelSettings.model_fields) == names | {"path", "precision", "threads", "lanes"}
 
 
 def test_settings_take_defaults_and_allowed_values_from_the_limits() -> None:
