@@ -166,10 +166,13 @@ class RelativeBias(nn.Module):
         """
         if self.kind != "t5_relative":
             return None
-        bucket = relative_bucket(
+        return self.weight.detach()[self.buckets_by_distance(reach)].T.contiguous()
+
+    def buckets_by_distance(self, reach: int) -> Tensor:
+        """Return T5's bucket of each distance from -reach to reach, [2 * reach + 1] int64."""
+        return relative_bucket(
             torch.arange(-reach, reach + 1),
             bidirectional=self.bidirectional,
             buckets=self.buckets,
             max_distance=self.max_distance,
         )
-        return self.weight.detach()[bucket].T.contiguous()

@@ -74,14 +74,7 @@ def test_section_without_ctranslate2_reports_figures(
 
 def beside_ctranslate2(random_model: Path, *flags: str) -> tuple[str, ...]:
     """Return arguments to compare the bundle with CTranslate2. The first test converts it, the others reuse it."""
-    models = (
-        "--model",
-        "bundle",
-        "--checkpoint",
-        str(random_model / "checkpoint"),
-        "--work",
-        str(random_model.parent / "work"),
-    )
+    models = ("--model", "bundle", "--work", str(random_model.parent / "work"))
     return (str(random_model / "bundle"), *models, *flags)
 
 
@@ -118,10 +111,22 @@ def test_waits_and_memory_are_measured_beside_ctranslate2(
     assert all(finding["ctranslate2"] is not None for finding in findings)
 
 
-def test_bundle_is_skipped_with_a_message_when_its_checkpoint_is_not_given(bundle: Path) -> None:
-    ended = antiphon("bench", str(bundle), "--section", "decode", "--model", "bundle", *SMALL)
-    assert ended.returncode == 0, ended.stderr.decode()
-    assert b"CTranslate2 needs --checkpoint" in ended.stderr
+def test_bundle_is_compared_with_the_weights_of_a_checkpoint(
+    random_model: Path, tmp_path: Path, texts: tuple[str, ...]
+) -> None:
+    flags = ("--checkpoint", str(random_model / "checkpoint"), "--section", "encode", *texts)
+    (finding,) = findings_of(tmp_path, (str(random_model / "bundle"), "--model", "bundle", *flags))
+    assert finding["ctranslate2"] is not None
+
+
+def test_checkpoint_is_read_in_place_of_the_bundle_when_it_is_given(random_model: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(random_model / "checkpoint", damaged)
+    (damaged / "model.safetensors").write_bytes(b"")
+    flags = ("--model", "bundle", "--section", "encode", "--checkpoint", str(damaged))
+    ended = antiphon("bench", str(random_model / "bundle"), *flags, *SMALL)
+    assert ended.returncode == 2
+    assert f"the ctranslate2 model of {damaged} cannot be made".encode() in ended.stderr
 
 
 def test_random_model_is_reused_and_its_targets_never_end(random_model: Path, tmp_path: Path) -> None:

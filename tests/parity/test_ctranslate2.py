@@ -1,5 +1,6 @@
 """The PyTorch model compared with CTranslate2 with the same weights."""
 
+import dataclasses
 from pathlib import Path
 
 import ctranslate2
@@ -70,7 +71,10 @@ def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
 
 
-def test_conversion_refuses_models_that_ctranslate2_does_not_support(tmp_path: Path) -> None:
-    checkpoint = random_checkpoint(preset("tiny", vocab_size=300, positions="rope"), seed=1)
-    with pytest.raises(CheckpointError, match="positions='rope'"):
-        save_ctranslate2_model(checkpoint, tmp_path)
+@pytest.mark.parametrize(("field", "value"), [("positions", "rope"), ("activation", "tanh")])
+def test_conversion_refuses_models_that_ctranslate2_does_not_support(tmp_path: Path, field: str, value: str) -> None:
+    checkpoint = random_checkpoint(preset("tiny", vocab_size=300), seed=1)
+    other = dataclasses.replace(checkpoint, config=checkpoint.config.model_copy(update={field: value}))
+    with pytest.raises(CheckpointError, match=rf"^{field}='{value}' cannot be converted to CTranslate2; '.+ can$"):
+        save_ctranslate2_model(other, tmp_path)
+    assert not list(tmp_path.iterdir())

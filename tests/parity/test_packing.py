@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.export.weights.packing import DEPTH, PANEL, pack_float, pack_int8, unpack_float, unpack_int8
+from antiphon.model.export.weights.packing import (
+    DEPTH,
+    PANEL,
+    pack_float,
+    pack_int4,
+    pack_int8,
+    unpack_float,
+    unpack_int8,
+    unpack_weight,
+)
 from antiphon.model.export.weights.quantize import quantize_rows
+from antiphon.model.export.weights.quantize_groups import quantize_groups
 
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 150))
 
@@ -44,6 +54,23 @@ def test_int8_weights_are_equal_after_unpacking(sizes: tuple[int, int]) -> None:
     assert not whole[outputs:].any()
     assert not whole[:, inputs:].any()
     assert not packed.column_sums[outputs:].any()
+
+
+@given(SIZES)
+def test_unpacked_weight_equals_the_dequantised_weight(sizes: tuple[int, int]) -> None:
+    """Sizes are mostly no multiples of panel, depth and group, so that padding must be dropped."""
+    weight = matrix(sizes) * np.float32(0.37)
+    integers, scales = quantize_rows(weight)
+    eight, four = pack_int8(weight), pack_int4(weight)
+    parts: dict[Precision, tuple[list[NDArray[Any]], NDArray[np.float32]]] = {
+        "float32": ([pack_float(weight)], weight),
+        "int8": ([eight.integers, eight.scales, eight.column_sums], integers * scales[:, None]),
+        "int4": ([four.nibbles, four.ratios, four.scales, four.offsets], quantize_groups(weight).weight()),
+    }
+    for precision, (packed, expected) in parts.items():
+        unpacked = unpack_weight(packed, precision, *sizes)
+        assert unpacked.dtype == np.float32
+        np.testing.assert_array_equal(unpacked, expected)
 
 
 def test_int8_weights_have_the_order_of_the_kernels() -> None:

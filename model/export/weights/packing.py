@@ -1,4 +1,5 @@
-"""Layouts of weights for the native operators, and the pass that packs the weights of a graph, quantised or not.
+"""Layouts of weights for the native operators: packing and unpacking, and the pass that packs the weights of a graph,
+quantised or not.
 
 A panel holds 16 outputs side by side, so that one vector holds the weights of one input for 16 outputs:
 
@@ -17,8 +18,9 @@ Axes: O outputs (V of an embedding), K inputs (M of an embedding).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -115,6 +117,23 @@ def unpack_int8(integers: NDArray[np.int8], outputs: int, inputs: int) -> NDArra
     panels, groups = integers.shape[:2]
     rows = integers.swapaxes(1, 2).reshape(panels * PANEL, groups * _GROUP)
     return np.ascontiguousarray(rows[:outputs, :inputs])
+
+
+def unpack_weight(parts: Sequence[NDArray[Any]], precision: Precision, outputs: int, inputs: int) -> Floats:
+    """Return the weight [O, K] float32 that the parts of a packed weight represent: integer * scale of each number.
+
+    parts: inputs of the node in place of the weight, as in ops/operators/packed_weights.py; sums are not read.
+    """
+    if precision == "float32":
+        return unpack_float(parts[0], outputs)
+    scales: Floats
+    if precision == "int8":
+        integers, scales = unpack_int8(parts[0], outputs, inputs), parts[1]
+        return integers * scales[:outputs, None]
+    nibbles, ratios, scales = parts[:3]
+    of_groups = ratios.swapaxes(1, 2).reshape(-1, ratios.shape[1])[:outputs]  # [O, Kp / 32]
+    steps = (of_groups.astype(np.float32) * 16 * scales[:outputs, None]).repeat(GROUP, axis=1)
+    return unpack_int4(nibbles, outputs, inputs) * steps[:, :inputs]
 
 
 def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:

@@ -52,7 +52,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
-        help="float32 weights of BUNDLE, for CTranslate2; without them BUNDLE is not compared with CTranslate2",
+        help="float32 weights from which BUNDLE was exported, for CTranslate2 (default: the weights of BUNDLE itself)",
     )  # fmt: skip
     parser.add_argument(
         "--work", type=Path, metavar="DIR", help="keep generated models in DIR (default: generate them every time)"

@@ -1,11 +1,11 @@
 """Makes the models that a benchmark compares. Runs in its own process, so that the measuring process never loads torch.
 
     python -m antiphon.service.tools.bench.make_models random PRESET FOLDER
-    python -m antiphon.service.tools.bench.make_models ctranslate2 CHECKPOINT FOLDER
+    python -m antiphon.service.tools.bench.make_models ctranslate2 ORIGIN FOLDER
 
-`random` writes FOLDER/checkpoint and FOLDER/bundle; `ctranslate2` converts a checkpoint to CTranslate2 in int8. Both
-need torch; `ctranslate2` also needs CTranslate2. On an error, prints the reason to standard error in one line and exits
-with 2.
+`random` writes FOLDER/checkpoint and FOLDER/bundle; `ctranslate2` converts a checkpoint, or the weights of a bundle, to
+CTranslate2 in int8. Both need torch; `ctranslate2` also needs CTranslate2. On an error, prints the reason to standard
+error in one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from antiphon.model.bundle.manifest import BundleError
+from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.export.export import ExportError, export_bundle
 from antiphon.model.export.graphs.contrib_lowering import LoweringError
 from antiphon.model.export.verification.verify import VerificationError
+from antiphon.model.export.weights.unpacking import unpack_checkpoint
 from antiphon.model.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from antiphon.model.transformer.layers import DecoderLayer
 from antiphon.model.transformer.transformer import Transformer
@@ -103,10 +104,13 @@ def _make_random(preset_name: str, folder: Path) -> None:
         export_bundle(load_checkpoint(path), folder / "bundle", precisions=("int8",), name=f"random-{preset_name}")
 
 
-def _make_ctranslate2(checkpoint: str, folder: Path) -> None:
+def _make_ctranslate2(origin: str, folder: Path) -> None:
     from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model
 
-    save_ctranslate2_model(load_checkpoint(Path(checkpoint)), folder, quantization="int8")
+    path = Path(origin)
+    is_bundle = (path / MANIFEST_NAME).is_file()
+    checkpoint = unpack_checkpoint(load_bundle(path)) if is_bundle else load_checkpoint(path)
+    save_ctranslate2_model(checkpoint, folder, quantization="int8")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
+from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, load_bundle
 from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.service.runtime.runners import AnyRunner, open_runner
 from antiphon.service.runtime.warm_up import warm_up
+from antiphon.service.tools.bench.ctranslate2.convertible import obstacle
 from antiphon.service.tools.bench.ctranslate2.isa import choose_isa
 from antiphon.service.tools.bench.report import BenchError
 from antiphon.service.tools.bench.sources import Corpus, Ids, repeat, tokenize
@@ -91,7 +92,8 @@ class Setup:
 
     rows: numbers of rows to measure; None uses those of each section.
     seconds: length of one open-loop run. The number of sentences of other runs under load grows with it.
-    checkpoint: the bundle's weights in float32, for CTranslate2. preset: size of the random model.
+    checkpoint: the float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights.
+    preset: size of the random model.
     """
 
     bundle: Bundle
@@ -153,12 +155,14 @@ class Setup:
 
     @cached_property
     def _bundle_with_ctranslate2(self) -> Subject | None:
-        if self.checkpoint is None:
-            name = self.bundle.manifest.name
-            print(f"antiphon bench: {name} is skipped: CTranslate2 needs --checkpoint for it", file=sys.stderr)
+        manifest = self.bundle.manifest
+        if (reason := obstacle(manifest.model)) is not None:
+            print(f"antiphon bench: {manifest.name} is not compared with CTranslate2: {reason}", file=sys.stderr)
             return None
-        folder = self.work / f"ctranslate2-{_digest([self.checkpoint / 'model.safetensors'])}"
-        return self._add_ctranslate2(self.bundle_subject, self.checkpoint, folder)
+        origin = self.checkpoint or self.bundle.path
+        weights = origin / (MANIFEST_NAME if self.checkpoint is None else "model.safetensors")
+        folder = self.work / f"ctranslate2-{_digest([*_code_of_models(), weights])}"
+        return self._add_ctranslate2(self.bundle_subject, origin, folder)
 
     @cached_property
     def _random(self) -> Subject:
@@ -186,14 +190,12 @@ class Setup:
     @cached_property
     def random_folder(self) -> Path:
         """Return the folder of the random model. Its name contains a digest of the code that makes the model."""
-        code = Path(__file__).resolve().parents[3] / "model"
-        made_by = [path for path in sorted(code.rglob("*.py")) if not path.is_relative_to(code / "bundles")]
-        return self.work / f"random-{self.preset}-{_digest([*made_by, Path(__file__).with_name('make_models.py')])}"
+        return self.work / f"random-{self.preset}-{_digest(_code_of_models())}"
 
     @staticmethod
-    def _add_ctranslate2(subject: Subject, checkpoint: Path, folder: Path) -> Subject:
+    def _add_ctranslate2(subject: Subject, origin: Path, folder: Path) -> Subject:
         if not folder.is_dir():
-            _make("ctranslate2", str(checkpoint), folder)
+            _make("ctranslate2", str(origin), folder)
         return Subject(
             name=subject.name,
             bundle=subject.bundle,
@@ -202,6 +204,13 @@ class Setup:
             corpus=subject.corpus,
             max_new_tokens=subject.max_new_tokens,
         )
+
+
+def _code_of_models() -> list[Path]:
+    """Return the code that makes models; generated models of another version are not used again."""
+    model, here = Path(__file__).resolve().parents[3] / "model", Path(__file__).parent
+    code = [path for path in sorted(model.rglob("*.py")) if not path.is_relative_to(model / "bundles")]
+    return [*code, here / "make_models.py", *sorted((here / "ctranslate2").glob("*.py"))]
 
 
 def _make(kind: str, origin: str, folder: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -13,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.load.workload.texts import EVERYDAY
+from antiphon.model.bundle.manifest import load_bundle, write_manifest
+from antiphon.model.config import preset
 from antiphon.model.text.tokenizer import byte_bpe_format
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.service.tools.bench import command
+from antiphon.service.tools.bench.ctranslate2.convertible import obstacle
 from antiphon.service.tools.bench.ctranslate2.reference import (
     CTranslate2Settings,
     decode_candidates,
@@ -325,6 +330,33 @@ def test_command_names_the_argument_that_it_cannot_use(
     assert errors.startswith("antiphon bench: ")
     assert named in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_command_names_the_field_of_a_bundle_that_ctranslate2_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, with_checkpoint: bool
+) -> None:
+    folder = tmp_path / "rotary"
+    shutil.copytree(SHIPPED_BUNDLE, folder)
+    shipped = load_bundle(folder).manifest
+    rotary = shipped.model.model_copy(update={"positions": "rope"})
+    write_manifest(folder, shipped.model_copy(update={"model": rotary}))
+    (folder / "model.safetensors").touch()
+    flags = ("--checkpoint", str(folder)) if with_checkpoint else ()
+    assert run(str(folder), "--section", "encode", "decode", "--model", "bundle", "--threads", "1", *flags) == 0
+    written = capsys.readouterr()
+    message = (
+        "antiphon bench: en-de is not compared with CTranslate2: positions='rope' cannot be converted to CTranslate2; "
+        "'sinusoidal' and 'learned' and 't5_relative' can"
+    )
+    assert written.err.splitlines() == ["antiphon bench: encode", message, "antiphon bench: decode"]
+    assert written.out == ""
+
+
+def test_every_architecture_but_encoder_decoders_is_an_obstacle_to_ctranslate2() -> None:
+    assert obstacle(preset("tiny")) is None
+    decoder = preset("tiny", architecture="decoder", encoder_layers=0)
+    assert obstacle(decoder) == "architecture='decoder' cannot be converted to CTranslate2; 'encoder-decoder' can"
 
 
 def test_command_refuses_an_empty_file_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

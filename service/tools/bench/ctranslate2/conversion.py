@@ -16,20 +16,13 @@ from torch import Tensor, nn
 
 from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
 from antiphon.model.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
-
-_ACTIVATIONS = {
-    "relu": common_spec.Activation.RELU,
-    "gelu": common_spec.Activation.GELU,
-    "gelu_tanh": common_spec.Activation.GELUTanh,
-    "silu": common_spec.Activation.SWISH,
-}
+from antiphon.service.tools.bench.ctranslate2.convertible import ACTIVATIONS, obstacle
 
 
 def save_ctranslate2_model(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
     """Write a CTranslate2 model directory. quantization: None keeps float32; "int8" uses CTranslate2's quantisation.
 
-    Accepts encoder-decoders with absolute positions or T5's relative ones. Raises CheckpointError, which names the
-    field, for other models.
+    Raises CheckpointError, which names field and values, for a model that cannot be converted (convertible.py).
     """
     spec = ctranslate2_specification(checkpoint)
     spec.validate()
@@ -44,20 +37,13 @@ def ctranslate2_specification(checkpoint: Checkpoint) -> transformer_spec.Transf
     Raises CheckpointError as `save_ctranslate2_model` does.
     """
     config = checkpoint.config
-    taken: dict[str, tuple[object, ...]] = {
-        "architecture": ("encoder-decoder",), "positions": ("sinusoidal", "learned", "t5_relative"),
-    }  # fmt: skip
-    for field, values in taken.items():
-        if getattr(config, field) not in values:
-            convertible = " and ".join(map(repr, values))
-            raise CheckpointError(
-                f"{field}={getattr(config, field)!r} cannot be converted to CTranslate2; {convertible} can"
-            )
+    if (reason := obstacle(config)) is not None:
+        raise CheckpointError(reason)
     spec = transformer_spec.TransformerSpec.from_config(
         (config.encoder_layers, config.decoder_layers),
         config.num_heads,
         pre_norm=config.norm_placement == "pre",
-        activation=_ACTIVATIONS[config.activation],
+        activation=getattr(common_spec.Activation, ACTIVATIONS[config.activation]),
         layernorm_embedding=config.embedding_norm,
         relative_attention_bias=config.positions == "t5_relative",
         ffn_glu=config.gated,
