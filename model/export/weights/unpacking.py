@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -29,13 +29,11 @@ from antiphon.model.ops.operator import DOMAIN, Operator
 from antiphon.model.ops.operators.add_norm import ADD_NORM
 from antiphon.model.ops.operators.all_operators import OPERATORS
 from antiphon.model.ops.operators.embed import EMBED
-from antiphon.model.ops.operators.linear import LINEAR
-from antiphon.model.ops.operators.packed_attention import PACKED_ATTENTION
-from antiphon.model.ops.operators.paged_attention import PAGED_SELF_ATTENTION
-from antiphon.model.ops.operators.sample import SAMPLE
 from antiphon.model.text.tokenizer import open_tokenizer
 from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
 from antiphon.model.transformer.transformer import Stack, Transformer
+
+P = TypeVar("P")
 
 
 @torch.no_grad()
@@ -57,9 +55,8 @@ def unpack_checkpoint(bundle: Bundle, precision: Precision | None = None) -> Che
     assert model.decoder is not None
     encoder, decoder = (_NativeGraph(bundle.file(name)) for name in (graphs.encoder_file, graphs.decoder_file))
     cross = [block.cross_attention.kv for block in model.decoder.blocks if block.cross_attention is not None]
-    _fill(encoder, model.encoder, PACKED_ATTENTION, later_products=cross)
-    _fill(decoder, model.decoder, PAGED_SELF_ATTENTION)
-    _fill_product(decoder.nodes(SAMPLE, 1)[0], model.output)
+    _fill(encoder, model.encoder, cross)
+    _fill(decoder, model.decoder, [model.output])
     return Checkpoint(
         config=config,
         model=model,
@@ -72,7 +69,7 @@ def unpack_checkpoint(bundle: Bundle, precision: Precision | None = None) -> Che
 
 
 def _by_node_name() -> dict[str, tuple[Operator, Precision | None]]:
-    """Return the operator of each kind of node, with the precision of its packed weight if it has one."""
+    """Return the operator of each kind of node, with the precision of its packed weights if it has any."""
     found: dict[str, tuple[Operator, Precision | None]] = {}
     for operator in OPERATORS:
         found[operator.node_name] = (operator, None)
@@ -113,20 +110,19 @@ class _Node:
         """Copy the constant of an input to a parameter of the model."""
         self._copy(self.constant(name), target, name)
 
-    def copy_weight_to(self, target: Tensor) -> None:
-        """Copy the packed weight to a parameter [O, K] of the model."""
-        packed, precision = self.operator.weight, self.precision
-        assert packed is not None
-        assert precision is not None
-        parts = [self.constant(part.name) for part in packed.parts[precision]]
+    def copy_weight_to(self, target: Tensor, name: str) -> None:
+        """Copy the packed weight of this name to a parameter [O, K] of the model."""
+        (packed,) = (weight for weight in self.operator.weights if weight.name == name)
+        assert self.precision is not None
+        parts = [self.constant(part.name) for part in packed.inputs(self.precision)]
         outputs, inputs = target.shape
-        found = self.node.attributes[packed.sizes[0]].as_int()
+        found = self.node.attributes[packed.sizes[0]].as_int() if packed.sizes else outputs
         if found != outputs:
             raise CheckpointError(
                 f"{self.graph}: {self.node.name} has {packed.sizes[0]}={found}, the manifest's model has {outputs}"
             )
         arrays = [part for part in parts if part is not None]
-        self._copy(unpack_weight(arrays, precision, outputs, inputs), target, "weight")
+        self._copy(unpack_weight(arrays, self.precision, outputs, inputs), target, name)
 
     def _copy(self, array: NDArray[Any] | None, target: Tensor, name: str) -> None:
         shape = None if array is None else list(array.shape)
@@ -137,41 +133,86 @@ class _Node:
         target.copy_(torch.from_numpy(np.array(array)))  # a copy, because arrays of external data are read-only
 
 
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Weight and bias of a product or a norm among the inputs of a node. prefix: of their names."""
+
+    node: _Node
+    prefix: str
+
+    def copy_to_product(self, product: nn.Linear) -> None:
+        """Copy a packed weight, and the bias if the model has one."""
+        self.node.copy_weight_to(product.weight, f"{self.prefix}weight")
+        if product.bias is not None:
+            self.node.copy_to(product.bias, f"{self.prefix}bias")
+
+    def copy_to_norm(self, norm: nn.Module) -> None:
+        """Copy the parameters that the norm has."""
+        for name, parameter in norm.named_parameters():
+            self.node.copy_to(parameter, self.prefix + name)
+
+
 class _NativeGraph:
-    """Nodes of one native graph by operator, in the order of execution."""
+    """Nodes of one native graph in the order of execution: separate operators, and those for whole sublayers."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._nodes = [_Node(path, node) for node in ir.load(path).graph if node.domain == DOMAIN]
 
-    def nodes(self, operator: Operator, count: int) -> list[_Node]:
-        """Return the nodes of an operator, of which there must be `count`."""
-        found = [node for node in self._nodes if node.operator is operator]
-        if len(found) != count:
-            raise CheckpointError(
-                f"{self._path} has {len(found)} nodes {operator.node_name}, the manifest's model has {count}"
-            )
-        return found
+    def embedding(self) -> _Node:
+        """Return the node of the embedding, of which there must be one."""
+        return _checked(self.path, EMBED.node_name, [node for node in self._nodes if node.operator is EMBED], 1)[0]
+
+    def products(self, count: int) -> list[_Parameters]:
+        """Return the parameters of every product, of which there must be `count`; the output's are the last."""
+        found = [
+            _Parameters(node, weight.name.removesuffix("weight"))
+            for node in self._nodes
+            if node.operator is not EMBED
+            for weight in node.operator.weights
+        ]
+        return _checked(self.path, "products", found, count)
+
+    def norms(self, count: int) -> list[_Parameters]:
+        """Return the parameters of every norm, of which there must be `count`."""
+        prefixes = {ADD_NORM.name: ""} | {one.name: "norm_" for one in OPERATORS if _has_input(one, "norm_weight")}
+        found = [
+            _Parameters(node, prefixes[node.operator.name]) for node in self._nodes if node.operator.name in prefixes
+        ]
+        return _checked(self.path, "norms", found, count)
+
+    def biased(self) -> _Node:
+        """Return the first node with a bias by distance."""
+        return next(node for node in self._nodes if _has_input(node.operator, "bias_table"))
 
 
-def _fill(graph: _NativeGraph, stack: Stack, attention: Operator, *, later_products: Sequence[nn.Linear] = ()) -> None:
+def _has_input(operator: Operator, name: str) -> bool:
+    return any(given.name == name for given in operator.inputs)
+
+
+def _checked(path: Path, what: str, found: list[P], count: int) -> list[P]:
+    if len(found) != count:
+        raise CheckpointError(f"{path} has {len(found)} {what}, the manifest's model has {count}")
+    return found
+
+
+def _fill(graph: _NativeGraph, stack: Stack, later_products: Sequence[nn.Linear]) -> None:
     """Copy the numbers of a graph to encoder or decoder; `later_products` follow those of the layers."""
     layers = [layer for layer in stack.layers if isinstance(layer, EncoderLayer | DecoderLayer)]
-    (embed,) = graph.nodes(EMBED, 1)
-    embed.copy_weight_to(stack.embedding.weight)
+    embed = graph.embedding()
+    embed.copy_weight_to(stack.embedding.weight, "weight")
     if isinstance(stack.positions.table, nn.Parameter):
         assert stack.positions.vectors is not None
         stack.positions.table.zero_()
         embed.copy_to(stack.positions.vectors, "position_table")
     norms = list(_norms(stack, layers))
-    for node, norm in zip(graph.nodes(ADD_NORM, len(norms)), norms, strict=True):
-        for name, parameter in norm.named_parameters():
-            node.copy_to(parameter, name)
+    for place, norm in zip(graph.norms(len(norms)), norms, strict=True):
+        place.copy_to_norm(norm)
     products = [*(product for layer in layers for product in _products(layer)), *later_products]
-    for node, product in zip(graph.nodes(LINEAR, len(products)), products, strict=True):
-        _fill_product(node, product)
+    for place, product in zip(graph.products(len(products)), products, strict=True):
+        place.copy_to_product(product)
     if stack.relative_bias.kind == "t5_relative":
-        _fill_relative_bias(graph.nodes(attention, len(layers))[0], stack)
+        _fill_relative_bias(graph.biased(), stack)
 
 
 def _norms(stack: Stack, layers: Sequence[EncoderLayer | DecoderLayer]) -> Iterator[nn.Module]:
@@ -192,12 +233,6 @@ def _products(layer: EncoderLayer | DecoderLayer) -> Iterator[nn.Linear]:
     if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
         yield from (layer.cross_attention.query, layer.cross_attention.out)
     yield from (layer.feed_forward.inner, layer.feed_forward.outer)
-
-
-def _fill_product(node: _Node, product: nn.Linear) -> None:
-    node.copy_weight_to(product.weight)
-    if product.bias is not None:
-        node.copy_to(product.bias, "bias")
 
 
 def _fill_relative_bias(node: _Node, stack: Stack) -> None:
