@@ -8,6 +8,7 @@ import math
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import BundleError, load_bundle
@@ -81,6 +82,10 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
         "--threads", type=_positive, default=usable_cores(), metavar="N", help="CPU threads (default: all cores)"
     )
     parser.add_argument(
+        "--lanes", type=_lanes, default="auto", metavar="N",
+        help="lanes of the engine, each with its part of the threads; auto: the fastest number (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--repeat", type=_positive, default=5, metavar="N", help="measured runs of each side (default: %(default)s)"
     )
     parser.add_argument(
@@ -146,6 +151,7 @@ def _setup(args: argparse.Namespace, scratch: Path) -> Setup:
         preset=args.preset,
         rows=tuple(dict.fromkeys(args.rows)) if args.rows else None,
         threads=args.threads,
+        lanes=args.lanes,
         repeat=args.repeat,
         seconds=args.seconds,
     )
@@ -177,6 +183,10 @@ def _write(flag: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{flag} {path} cannot be written: {error}") from None
+
+
+def _lanes(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else _positive(text)
 
 
 def _positive(text: str) -> int:

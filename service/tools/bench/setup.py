@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, load_bundle
 from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.service.runtime.runners import AnyRunner, open_runner
 from antiphon.service.runtime.warm_up import warm_up
 from antiphon.service.tools.bench.ctranslate2.convertible import obstacle
@@ -91,6 +93,7 @@ class Setup:
     """Options of one benchmark. work: folder that keeps the generated models.
 
     rows: numbers of rows to measure; None uses those of each section.
+    lanes: lanes of the engine; "auto" takes the fastest number for the rows of a section.
     seconds: length of one open-loop run. The number of sentences of other runs under load grows with it.
     checkpoint: the float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights.
     preset: size of the random model.
@@ -104,6 +107,7 @@ class Setup:
     preset: str = "base"
     rows: tuple[int, ...] | None = None
     threads: int
+    lanes: int | Literal["auto"] = "auto"
     repeat: int
     seconds: float = 8.0
 
@@ -117,10 +121,20 @@ class Setup:
         return max(64, round(_SENTENCES_PER_S * self.seconds))
 
     def runner(self, subject: Subject, rows: int) -> AnyRunner:
-        """Open a model's graphs with caches for `rows` rows, and warm them up."""
+        """Open a model's graphs with caches for `rows` rows and all threads, and warm them up."""
         runner = open_runner(subject.bundle, max_rows=rows, threads=self.threads)
         warm_up(runner)
         return runner
+
+    def runners(self, subject: Subject, rows: int) -> tuple[AnyRunner, ...]:
+        """Open the runners of an engine's lanes, with caches for `rows` rows, and warm them up."""
+        possible = possible_lanes(subject.bundle, self.threads) if self.lanes == "auto" else [self.lanes]
+        candidates = [count for count in possible if count <= rows]
+        lanes = fastest_num_lanes(subject.bundle, candidates, max_rows=rows, threads=self.threads)
+        runners = open_lanes(subject.bundle, num_lanes=lanes, max_rows=rows, threads=self.threads)
+        for runner in runners:
+            warm_up(runner)
+        return runners
 
     def subjects(self) -> list[Subject]:
         """Return the chosen models, without their CTranslate2 models."""

@@ -30,13 +30,15 @@ A = TypeVar("A")
 class Offline:
     """Running engine and an event loop, as in a server. Leaving the context stops both.
 
-    rows: maximum number of sequences that run together.
+    runners: one for each lane of the engine. rows: maximum number of sequences that run together.
     """
 
-    def __init__(self, runner: Runner, *, rows: int) -> None:
+    def __init__(self, *runners: Runner, rows: int) -> None:
+        first, *further = runners
         limits = EngineLimits.for_offline_work(rows)
-        self._eos_id = runner.eos_id
-        self._engine = Engine(runner, limits, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
+        self._eos_id = first.eos_id
+        metrics = Metrics(MetricFamilies(CollectorRegistry()), "offline")
+        self._engine = Engine(first, limits, metrics, further=further)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(

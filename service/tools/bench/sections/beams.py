@@ -32,16 +32,16 @@ def beams(setup: Setup) -> list[Finding]:
 
 
 def _of(subject: Subject, setup: Setup) -> list[Finding]:
-    runner = setup.runner(subject, WIDTH * CONCURRENCY)
+    runners = setup.runners(subject, WIDTH * CONCURRENCY)
     sources, limit = subject.sources(num_requests(subject, CONCURRENCY)), subject.max_new_tokens
     reference = CTranslate2Reference(subject.ctranslate2_folder)
     settings = reference.best(_candidates(setup.threads), prompts_of(sources), limit)
-    with Offline(runner, rows=WIDTH * CONCURRENCY) as offline:
+    with Offline(*runners, rows=WIDTH * CONCURRENCY) as offline:
         greedy = partial(offline.translate, sources, concurrency=CONCURRENCY, max_new_tokens=limit)
         paced = partial(greedy, beam_width=WIDTH)
         searched = partial(paced, concurrency=len(sources))
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        targets = [[index for index in target if index != runner.eos_id] for target in searched()]
+        targets = [[index for index in target if index != runners[0].eos_id] for target in searched()]
         equal = share_equal(targets, theirs()[1])
         against_ctranslate2 = alternate(lambda: timed(searched), lambda: theirs()[0], setup.repeat)
         against_greedy = alternate(lambda: timed(paced), lambda: timed(greedy), setup.repeat)

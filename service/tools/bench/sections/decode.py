@@ -34,10 +34,12 @@ def decode(setup: Setup) -> list[Finding]:
     findings = []
     for subject in setup.with_ctranslate2():
         rows = setup.rows or ROWS
-        reference, runner = CTranslate2Reference(subject.ctranslate2_folder), setup.runner(subject, max(rows))
-        findings += [found for count in rows for found in _at_rows(subject, runner, reference, count, setup)]
+        reference = CTranslate2Reference(subject.ctranslate2_folder)
+        for count in rows:
+            runners = setup.runners(subject, count)
+            findings += _at_rows(subject, runners, reference, count, setup)
         if subject.corpus is not None and subject.corpus.references is not None:
-            findings.append(_quality(subject, runner, reference, max(rows), setup.threads))
+            findings.append(_quality(subject, runners, reference, rows[-1], setup.threads))
     return findings
 
 
@@ -62,14 +64,14 @@ def num_requests(subject: Subject, rows: int) -> int:
 
 
 def _at_rows(
-    subject: Subject, runner: Runner, reference: CTranslate2Reference, rows: int, setup: Setup
+    subject: Subject, runners: Sequence[Runner], reference: CTranslate2Reference, rows: int, setup: Setup
 ) -> list[Finding]:
     sources, limit = subject.sources(num_requests(subject, rows)), subject.max_new_tokens
     settings = settings_for(subject, reference, rows, setup.threads)
-    with Offline(runner, rows=rows) as offline:
+    with Offline(*runners, rows=rows) as offline:
         ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=limit)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        equal = _share_equal(subject, ours(), theirs()[1], runner.eos_id)
+        equal = _share_equal(subject, ours(), theirs()[1], runners[0].eos_id)
         pairs = alternate(lambda: timed(ours), lambda: theirs()[0], setup.repeat)
     case = Case(
         name="decode", case=_case(subject), rows=rows, against=str(settings), is_ctranslate2=True, equal_outputs=equal
@@ -92,13 +94,15 @@ def _case(subject: Subject) -> str:
     return f"{subject.name}, " + (f"{subject.max_new_tokens} tokens each" if subject.is_endless else "sentences")
 
 
-def _quality(subject: Subject, runner: Runner, reference: CTranslate2Reference, rows: int, threads: int) -> Finding:
+def _quality(
+    subject: Subject, runners: Sequence[Runner], reference: CTranslate2Reference, rows: int, threads: int
+) -> Finding:
     """Measure BLEU of both sides; each source is translated once."""
     corpus = subject.corpus
     assert corpus is not None
     sources, limit = subject.sources(len(corpus.texts)), subject.bundle.manifest.model.max_target_len
     settings = settings_for(subject, reference, rows, threads)
-    with Offline(runner, rows=rows) as offline:
+    with Offline(*runners, rows=rows) as offline:
         ours = offline.translate(sources, concurrency=len(sources), max_new_tokens=limit)
     _, theirs = reference.translate(prompts_of(sources), settings, limit)
     scores = [bleu([subject.tokenizer.decode(target) for target in targets], corpus) for targets in (ours, theirs)]
@@ -108,6 +112,6 @@ def _quality(subject: Subject, runner: Runner, reference: CTranslate2Reference, 
         rows=rows,
         against=str(settings),
         is_ctranslate2=True,
-        equal_outputs=_share_equal(subject, ours, theirs, runner.eos_id),
+        equal_outputs=_share_equal(subject, ours, theirs, runners[0].eos_id),
     )
     return case.finding([(scores[0], scores[1])], "BLEU", digits=2)

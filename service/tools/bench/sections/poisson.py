@@ -76,8 +76,7 @@ def poisson(setup: Setup) -> list[Finding]:
 
 def _poisson_subject(subject: Subject, setup: Setup) -> list[Finding]:
     work, reference = _work(subject, setup.num_sentences), CTranslate2Reference(subject.ctranslate2_folder)
-    runner = setup.runner(subject, ROWS)
-    with Offline(runner, rows=ROWS) as offline:
+    with Offline(*setup.runners(subject, ROWS), rows=ROWS) as offline:
         translate = partial(
             offline.translate, work.sources, concurrency=len(work.sources), max_new_tokens=work.max_new_tokens
         )

@@ -72,7 +72,7 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
     sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
     asked: Sequence[Source] = sources if subject.is_endless else subject.texts(setup.num_sentences)
     with (
-        Offline(setup.runner(subject, STREAMS), rows=STREAMS) as offline,
+        Offline(*setup.runners(subject, STREAMS), rows=STREAMS) as offline,
         BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server,
     ):
         alone = partial(offline.translate, sources, concurrency=STREAMS, max_new_tokens=limit)
