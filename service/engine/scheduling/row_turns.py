@@ -103,7 +103,7 @@ class RowTurns:
         if not self._queue and not self._pending:
             self._num_unserved = 0
             return
-        wants = self._wants() if self._shares.is_uneven else []
+        wants = self._wants() if self._is_contended and self._shares.is_uneven else []
         if not wants or not self._is_short(wants):
             self._num_unserved = 0
             return
@@ -210,6 +210,13 @@ class RowTurns:
                 num_blocks=self._reservations.num_blocks,
             )
         return self._known
+
+    @property
+    def _is_contended(self) -> bool:
+        """True if more than one caller holds or wants rows: the answer of `_shares`, which costs more."""
+        callers = self._queue.clients | self._favoured.keys()
+        held = {group.request.client for lane in self._lanes for group in lane._groups()}
+        return len(callers | held) > 1
 
     def _groups(self) -> Iterator[SequenceGroup]:
         """Return the groups that hold rows or blocks; a group can come several times."""
