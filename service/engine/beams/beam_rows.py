@@ -105,7 +105,9 @@ class BeamRows:
         sinks: list[TokenSink] = []
         items: list[Item] = []
         for shape in self._shapes.values():
-            for running in shape.running:
+            known = np.array([running.num_streamed for running in shape.running], np.int64)
+            for slot in np.flatnonzero(shape.searches.agree_on_next(known)).tolist():
+                running = shape.running[slot]
                 if not running.group.request.is_streamed or running.group.request.params.num_logprobs is not None:
                     continue
                 prefix = shape.searches.common_prefix(running.search, running.num_streamed)

@@ -159,6 +159,19 @@ class BeamSearches:
         self._remember(parents, ids, logprobs.ravel()[best.ravel()[going]])
         return Moves(parents, ids, [self.searches[slot] for slot in self._ended_slots(is_last)])
 
+    def agree_on_next(self, known: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for every search whether its live beams share the token at an index; known [G]: the indices.
+
+        Most searches do not at most steps, and `common_prefix` is then not needed.
+        """
+        count = len(self.searches)
+        slots = np.arange(count)
+        tokens = self._token_ids[slots[:, None], np.arange(self.width), known[:, None]]
+        is_alive = self._scores[:count] > _DEAD / 2
+        shared = tokens[slots, is_alive.argmax(axis=1)]
+        is_same: NDArray[np.bool_] = ((tokens == shared[:, None]) | ~is_alive).all(axis=1)
+        return is_same & is_alive.any(axis=1) & (known < self._lengths[:count])
+
     def common_prefix(self, search: Search, known: int) -> tuple[int, ...]:
         """Return the tokens from index `known` on that all live beams and the best finished hypothesis share."""
         length = self._length(search)
