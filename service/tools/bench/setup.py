@@ -128,9 +128,10 @@ class Setup:
 
     def runners(self, subject: Subject, rows: int) -> tuple[AnyRunner, ...]:
         """Open the runners of an engine's lanes, with caches for `rows` rows, and warm them up."""
-        possible = possible_lanes(subject.bundle, self.threads) if self.lanes == "auto" else [self.lanes]
-        candidates = [count for count in possible if count <= rows]
-        lanes = fastest_num_lanes(subject.bundle, candidates, max_rows=rows, threads=self.threads)
+        lanes = self.lanes
+        if lanes == "auto":
+            candidates = [count for count in possible_lanes(subject.bundle, self.threads) if count <= rows]
+            lanes = fastest_num_lanes(subject.bundle, candidates, max_rows=rows, threads=self.threads)
         runners = open_lanes(subject.bundle, num_lanes=lanes, max_rows=rows, threads=self.threads)
         for runner in runners:
             warm_up(runner)
