@@ -309,7 +309,7 @@ def _explain_model(inner: list[str], origin: str, kind: str, value: object) -> s
         return (
             f"models (from {origin}) names {name!r}; a name is 1 to 64 letters, digits, dots, underscores and hyphens"
         )
-    where = ".".join(["models", name, *rest])
+    where = ".".join(["models", name, *rest[:1]])  # beyond the field there are only names of its possible types
     if kind == "missing":
         return f"{where} (from {origin}) is missing; it must be the directory of a bundle"
     if field not in known:

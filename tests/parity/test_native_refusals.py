@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.native_stepper import sampling_inputs
 from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
+from antiphon.model.ops.operator import NODE_PREFIXES
 from antiphon.model.ops.operators.all_operators import OPERATORS
 from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
 from tests.batches import SampleSettings, sampling_of
@@ -163,17 +166,70 @@ def quantized_sample() -> Call:
     return {"hidden": arrays.pop("hidden"), **weight, **{k: v for k, v in arrays.items() if k != "weight"}}, attributes
 
 
+def product(prefix: str, outputs: int, inputs: int, precision: str) -> Arrays:
+    """Return a packed weight and a bias under names with a prefix."""
+    weight = {**native_calls.packed_weight(normal(outputs, inputs), precision), "bias": normal(outputs)}
+    return {prefix + name: array for name, array in weight.items()}
+
+
+def states(tokens: int) -> Arrays:
+    return {"x": normal(tokens, 24), "residual": normal(tokens, 24)}
+
+
+NORM: Arrays = {"norm_weight": normal(24), "norm_bias": normal(24)}
+NORM_KIND = {"epsilon": 1e-5, "kind": "layer"}
+
+
+def feed_forward_sublayer(precision: str) -> Call:
+    products = {**product("inner_", 20, 24, precision), **product("outer_", 24, 10, precision)}
+    attributes = dict(activation="relu", gated=1, inner_width=20, **NORM_KIND)
+    return {**states(3), **products, **NORM}, attributes
+
+
+def attention_sublayer(attention: Call, projected: str, precision: str) -> Call:
+    """Return the sublayer around a call of an attention operator."""
+    (first, *others), attributes = attention
+    given = attention[0][first]
+    assert given is not None
+    width = given.shape[1]
+    attended = width // 3 if projected == "qkv" else width
+    products = {
+        **product(f"{projected}_", width, 24, precision), **product("out_", 24, attended, precision),
+    }  # fmt: skip
+    arrays = {**states(len(given)), **products, **NORM, **{name: attention[0][name] for name in others}}
+    return arrays, {**attributes, **NORM_KIND, f"{projected}_width": width}
+
+
+def paged_self_sublayer(precision: str) -> Call:
+    arrays, attributes = attention_sublayer(paged_self_attention(), "qkv", precision)
+    width = attributes["qkv_width"] // (3 * attributes["num_heads"])
+    return {**arrays, "rotary_table": normal(20, width)}, attributes
+
+
+SUBLAYERS: dict[str, Callable[[str], Call]] = {
+    "FeedForwardSublayer": feed_forward_sublayer,
+    "PackedAttentionSublayer": lambda precision: attention_sublayer(packed_attention(), "qkv", precision),
+    "PagedSelfAttentionSublayer": paged_self_sublayer,
+    "PagedCrossAttentionSublayer": lambda precision: attention_sublayer(paged_cross_attention(), "query", precision),
+}
+
+
 def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.float32]]:
     """Return one invalid logits processor after a valid one."""
     return {"edit_values": np.array([(0, 1, 0), (bias, penalty, shift)], np.float32)}
 
 
-CALLS = {
+CALLS: dict[str, Callable[[], Call]] = {
     "Embed": embed, "QuantizedEmbed": quantized_embed, "Linear": linear, "QuantizedLinear": quantized_linear,
     "NibbleLinear": nibble_linear, "Gate": gate, "AddNorm": add_norm, "Rotary": rotary,
     "PackedAttention": packed_attention, "DisentangledAttention": disentangled_attention,
     "PagedSelfAttention": paged_self_attention, "PagedCrossAttention": paged_cross_attention,
     "PagedWrite": paged_write, "Sample": sample, "QuantizedSample": quantized_sample,
+    **{
+        prefix + name: partial(make, precision)
+        for name, make in SUBLAYERS.items()
+        for precision, prefix in NODE_PREFIXES.items()
+    },
 }  # fmt: skip
 
 # Operator, change (new value of an input or attribute), required text of the message.
@@ -301,6 +357,31 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Sample", {"bias": normal(19)}, "bias dimension 0 is 19.* must be 20"),
     ("QuantizedSample", {"bias": normal(21)}, "bias dimension 0 is 21.* must be 20"),
 ]
+
+
+BAD_SUBLAYERS: list[tuple[str, dict[str, Any], str]] = [
+    ("FeedForwardSublayer", {"inner_width": 36}, "inner_weight dimension 0 is 2; it must be 3"),
+    ("FeedForwardSublayer", {"inner_width": 19}, "inner_width is 19"),
+    ("FeedForwardSublayer", {"inner_bias": normal(9)}, "inner_bias dimension 0 is 9"),
+    ("FeedForwardSublayer", {"outer_bias": normal(25)}, "outer_bias dimension 0 is 25"),
+    ("FeedForwardSublayer", {"residual": normal(2, 24)}, "residual is 2"),
+    ("FeedForwardSublayer", {"norm_weight": normal(9)}, "norm_weight is 9"),
+    ("FeedForwardSublayer", {"kind": "batch"}, "kind is batch"),
+    ("FeedForwardSublayer", {"activation": "swish"}, "activation is swish"),
+    ("PackedAttentionSublayer", {"qkv_width": 49}, "qkv_width is 49"),
+    ("PackedAttentionSublayer", {"qkv_bias": normal(1)}, "qkv_bias dimension 0 is 1"),
+    ("PackedAttentionSublayer", {"out_bias": normal(1)}, "out_bias dimension 0 is 1"),
+    ("PackedAttentionSublayer", {"offsets": ramp([2, 2])}, "offsets is 4"),
+    ("PackedAttentionSublayer", {"norm_bias": normal(7)}, "norm_bias is 7"),
+    ("PagedSelfAttentionSublayer", {"positions": ints(19, -1)}, "positions is -1"),
+    ("PagedSelfAttentionSublayer", {"layer": 2}, "layer is 2"),
+    ("PagedSelfAttentionSublayer", {"rotary_table": normal(20, 6)}, "width of rotary_table is 6"),
+    ("PagedSelfAttentionSublayer", {"rotary_table": normal(19, 8)}, "positions is 19; it must be 0 to 18"),
+    ("PagedCrossAttentionSublayer", {"query_width": 15}, "query_width is 15"),
+    ("PagedCrossAttentionSublayer", {"source_lens": ints(0, 1)}, "source_lens is 0"),
+    ("PagedCrossAttentionSublayer", {"residual": normal(2, 7)}, "residual is 7"),
+]
+BAD += [(prefix + name, changes, text) for prefix in NODE_PREFIXES.values() for name, changes, text in BAD_SUBLAYERS]
 
 
 def run_changed(op_type: str, changes: dict[str, Any]) -> None:
