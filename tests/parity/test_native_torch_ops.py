@@ -21,6 +21,12 @@ from antiphon.model.ops.operators.paged_attention import paged_cross_attention, 
 from antiphon.model.ops.operators.paged_write import paged_write
 from antiphon.model.ops.operators.rotary import rotary
 from antiphon.model.ops.operators.sample import SAMPLE, sample
+from antiphon.model.ops.operators.sublayers import (
+    feed_forward_sublayer,
+    packed_attention_sublayer,
+    paged_cross_attention_sublayer,
+    paged_self_attention_sublayer,
+)
 from antiphon.model.ops.torch_registration import torch_operator
 from tests.batches import SampleSettings, sampling_of
 
@@ -41,6 +47,9 @@ def pool() -> Tensor:
 
 
 TABLES = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
+STATES = (normal(3, 8), normal(3, 8) * 2)
+PRODUCTS = (normal(48, 8), normal(48), normal(8, 16), None)
+NORM = (normal(8), None)
 CALLS: dict[str, Call] = {
     "embed": (embed, (torch.tensor([1, 3]), ints(0, 1), normal(6, 8), normal(4, 8)), dict(scale=2.0)),
     "linear": (linear, (normal(3, 8), normal(5, 8), normal(5)), dict(activation="gelu")),
@@ -66,6 +75,26 @@ CALLS: dict[str, Call] = {
         paged_cross_attention,
         (normal(3, 16), pool(), TABLES, ints(0, 2, 3), ints(20, 4)),
         dict(num_heads=HEADS, scale=0.5, layer=0),
+    ),
+    "feed_forward_sublayer": (
+        feed_forward_sublayer,
+        (*STATES, normal(20, 8), normal(20), normal(8, 10), None, *NORM),
+        dict(activation="silu", gated=True, epsilon=1e-5, kind="layer"),
+    ),
+    "packed_attention_sublayer": (
+        packed_attention_sublayer,
+        (*STATES, *PRODUCTS, *NORM, ints(0, 1, 3), normal(HEADS, 3), None),
+        dict(num_heads=HEADS, scale=0.5, causal=False, epsilon=1e-5, kind="layer"),
+    ),
+    "paged_self_attention_sublayer": (
+        paged_self_attention_sublayer,
+        (*STATES, *PRODUCTS, *NORM, pool(), TABLES, ints(0, 2, 3), ints(15, 16, 0), None, None, normal(17, WIDTH)),
+        dict(num_heads=HEADS, scale=0.5, layer=1, epsilon=1e-5, kind="rms"),
+    ),
+    "paged_cross_attention_sublayer": (
+        paged_cross_attention_sublayer,
+        (*STATES, normal(16, 8), None, normal(8, 16), None, *NORM, pool(), TABLES, ints(0, 2, 3), ints(20, 4)),
+        dict(num_heads=HEADS, scale=0.5, layer=0, epsilon=1e-5, kind="layer"),
     ),
     "paged_write": (
         paged_write,
