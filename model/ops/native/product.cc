@@ -18,6 +18,9 @@ constexpr size_t kMaxTasks = 32;
 constexpr int64_t kRowBlock = 64;
 constexpr int64_t kCachedWeightBytes = 3 << 19;
 
+// Panels of a task: a multiple of those that the kernels compute at once.
+constexpr int64_t kTaskPanels = 4;
+
 constexpr int64_t kMaxInputs = 65536;  // 65536 * 255 * 127 still fits the 32-bit sums
 
 void CheckDims(const Tensor& tensor, const std::string& prefix, const char* name,
@@ -77,7 +80,7 @@ void MultiplyQuantized(const Call& call, const float* x, int64_t rows, int64_t i
   QuantizeRows(call, quantize, x, inputs, padded, buffer.rows());
   const double macs = static_cast<double>(rows) * static_cast<double>(panels * kPanel * padded);
   const size_t tasks = TasksFor(std::max(macs / kQuantizedMacsPerNs, static_cast<double>(weight_bytes) / kBytesPerNs));
-  Share(call, panels, 2, tasks, [&](int64_t begin, int64_t end) {
+  Share(call, panels, kTaskPanels, tasks, [&](int64_t begin, int64_t end) {
     product(buffer.rows(), weight, activation, begin, end, out + begin * kPanel, weight.outputs);
   });
 }
@@ -151,7 +154,7 @@ void Multiply(const Call& call, const float* x, int64_t rows, int64_t, const Flo
     return;
   }
   const size_t tasks = TasksFor(std::max(macs / kFloatMacsPerNs, bytes / kBytesPerNs));
-  Share(call, panels, 4, tasks, [&](int64_t begin, int64_t end) {
+  Share(call, panels, kTaskPanels, tasks, [&](int64_t begin, int64_t end) {
     kernels.float_product(x, rows, weight, activation, begin, end, out + begin * kPanel, weight.outputs);
   });
 }
