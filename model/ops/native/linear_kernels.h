@@ -324,12 +324,36 @@ ANTIPHON_INLINE void QuantizedTile(const QuantizedRows& rows, int64_t row, const
   }
 }
 
+// Weights of the next columns, fetched into the second-level cache in equal parts, one part after each tile of the
+// present columns. Cold weights otherwise stop the first tile of every column (shipped model, 60 rows, one core of a
+// Zen 5: a decoder step with cold caches 1.41 -> 1.25 ms, with warm ones 0.94 ms either way).
+class Prefetch {
+ public:
+  Prefetch(const int8_t* from, int64_t bytes, int64_t parts)
+      : next_(from), end_(from + bytes), part_(RoundUp((bytes + parts - 1) / parts, kLine)) {}
+
+  ANTIPHON_INLINE void FetchPart() {
+    const int8_t* end = end_ - next_ < part_ ? end_ : next_ + part_;
+    for (; next_ < end; next_ += kLine) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;  // bytes
+  const int8_t* next_;
+  const int8_t* end_;
+  int64_t part_;
+};
+
 template <Activation kind, int Panels>
 ANTIPHON_INLINE void QuantizedColumns(const QuantizedRows& rows, const QuantizedWeight& weight, int64_t panel,
-                                      float* out, int64_t stride) {
+                                      int64_t end, float* out, int64_t stride) {
+  const int64_t after = panel + Panels, num_next = end - after < Panels ? end - after : Panels;
+  const int64_t panel_bytes = weight.padded_inputs * kPanel, num_tiles = (rows.rows + kDotRows - 1) / kDotRows;
+  Prefetch next(weight.data + after * panel_bytes, num_next * panel_bytes, num_tiles);
   int64_t row = 0;
   for (; rows.rows - row >= kDotRows; row += kDotRows) {
     QuantizedTile<kind, kDotRows, Panels>(rows, row, weight, panel, out + row * stride, stride);
+    next.FetchPart();
   }
   if constexpr (kDotRows == 4) {
     if (rows.rows - row >= 2) {
@@ -348,10 +372,10 @@ void QuantizedProduct(const QuantizedRows& rows, const QuantizedWeight& weight, 
     constexpr Activation kind = decltype(constant)::value;
     int64_t panel = begin;
     for (; rows.rows > 1 && end - panel >= kDotPanels; panel += kDotPanels) {
-      QuantizedColumns<kind, kDotPanels>(rows, weight, panel, out + (panel - begin) * kPanel, stride);
+      QuantizedColumns<kind, kDotPanels>(rows, weight, panel, end, out + (panel - begin) * kPanel, stride);
     }
     for (; panel < end; ++panel) {
-      QuantizedColumns<kind, 1>(rows, weight, panel, out + (panel - begin) * kPanel, stride);
+      QuantizedColumns<kind, 1>(rows, weight, panel, end, out + (panel - begin) * kPanel, stride);
     }
   });
 }
