@@ -20,6 +20,7 @@ JOBS ?= 2
 
 PROTOS := $(shell find protos -name '*.proto')
 NATIVE := $(wildcard model/ops/native/*)
+ENGINE := $(shell find service/engine -name '*.py')
 
 # Tests of training data run if the data is beside the checkout, and are skipped otherwise.
 ifeq ($(origin ANTIPHON_DATA),undefined)
@@ -102,7 +103,7 @@ lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler'
 	@PYTHONPATH=protos $(BIN)/lint-imports
 	@$(BIN)/mypy
 
-stubs: $(VENV)/.installed ## Generate the protobuf stubs and compile the native library again.
+stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native library and the engine again.
 	@CXX="$(CXX)" $(BIN)/python hatch_build.py
 
 wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it, in dist/.
@@ -137,7 +138,8 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/deploy.lock $(ARGS)
 
 clean: ## Remove .venv and all build results.
-	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so
+	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so protos/*.so
+	find service/engine -name '*.so' -delete
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.
@@ -186,10 +188,10 @@ $(VENV)/.serve-tools: requirements/serve.lock $(VENV)/.created
 	@$(PIP) install --no-deps --require-hashes -r requirements/serve.lock
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml hatch_build.py $(PROTOS) $(NATIVE) $(VENV)/.serve-tools
+$(VENV)/.installed: pyproject.toml hatch_build.py $(PROTOS) $(NATIVE) $(ENGINE) $(VENV)/.serve-tools
 	@command -v $(firstword $(CXX)) >/dev/null || { echo \
 		"antiphon needs a C++ compiler, but $(firstword $(CXX)) was not found. Install g++ or try make CXX=clang++" >&2; exit 1; }
-	@echo "==> stubs, native library and console script"
+	@echo "==> stubs, native library, compiled engine and console script"
 	@CXX="$(CXX)" $(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No test fails because of the time that an example takes, since the machine can be busy.
@@ -18,3 +20,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # On processors of other makers than Intel, CTranslate2 uses oneDNN, whose int8 products saturate at 16 bits with AVX2
 # and without VNNI, which makes it useless as a reference. The products of MKL do not saturate.
 os.environ.setdefault("CT2_USE_MKL", "1")
+
+
+def pytest_sessionstart() -> None:
+    """Stop if a compiled module of the engine is older than its source, which would then not be tested."""
+    engine = Path(__file__).parent.parent / "service" / "engine"
+    for compiled in engine.rglob("*.so"):
+        source = compiled.with_name(compiled.name.split(".")[0] + ".py")
+        if not source.exists() or source.stat().st_mtime > compiled.stat().st_mtime:
+            pytest.exit(f"{compiled.relative_to(engine.parent.parent)} is older than its source: make stubs", 2)

@@ -9,8 +9,7 @@ effects.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from antiphon.service.domain.limits import EncodeBudget, EngineLimits
 
@@ -47,8 +46,7 @@ class Waiting(Protocol):
 W = TypeVar("W", bound=Waiting)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch(Generic[W]):
+class Batch(NamedTuple, Generic[W]):
     """Sequences that join at one step, in order of arrival.
 
     num_deferred: consecutive steps, this one included, in which free rows stayed empty to be filled together later.

@@ -6,7 +6,6 @@ knows no step, no queue and no clock.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -33,6 +32,7 @@ class Shares:
         for group in groups:
             self.note(group, group.num_held_rows, len(group.blocks))
         self._callers = {*callers, *self.rows, *self.blocks}
+        self._totals = num_rows, num_blocks
         self._num_rows = max(1, num_rows // max(1, len(self._callers)))
         self._num_blocks = num_blocks // max(1, len(self._callers))
         self._max_fixed_rows = num_rows - num_rows // FIXED_RESERVE
@@ -65,8 +65,7 @@ class Shares:
 
         is_within: groups pass only where their caller stays within its share.
         """
-        then = copy.copy(self)
-        then.rows, then.blocks, then._fixed_rows = self.rows.copy(), self.blocks.copy(), self._fixed_rows.copy()
+        then = self._copy()
 
         def may_join(group: SequenceGroup) -> bool:
             has_room = not is_within or then.has_room(group, group.num_first_rows, group.num_blocks)
@@ -77,6 +76,12 @@ class Shares:
             return True
 
         return may_join
+
+    def _copy(self) -> Shares:
+        num_rows, num_blocks = self._totals
+        then = Shares((), self._callers, num_rows=num_rows, num_blocks=num_blocks)
+        then.rows, then.blocks, then._fixed_rows = self.rows.copy(), self.blocks.copy(), self._fixed_rows.copy()
+        return then
 
     def row_room(self, client: str) -> int:
         """Return the number of rows that a caller may still take within its share."""

@@ -49,8 +49,8 @@ class Bench:
         self.runner = runner
         self.runners = (runner, *further)
         self.registry = CollectorRegistry()
-        metrics = Metrics(MetricFamilies(self.registry), "fake")
-        self.engine = Engine(runner, limits or limits_for(runner), metrics, further=further)
+        self.metrics = Metrics(MetricFamilies(self.registry), "fake")
+        self.engine = Engine(runner, limits or limits_for(runner), self.metrics, further=further)
 
     def submit(
         self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None

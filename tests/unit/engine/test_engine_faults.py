@@ -72,20 +72,18 @@ async def test_engine_reports_an_error_to_every_waiting_caller_when_it_is_draine
 
 
 async def test_engine_reports_an_error_to_every_waiting_caller_when_its_cleanup_fails_too(
-    bench: Bench, gate: Gate
+    bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = bench.submit("a", source_of(target_len=9))
     await arrive(gate)
-    stepper = bench.engine._lanes[0].stepper
-    assert stepper is not None
 
     def die(*args: object) -> None:
         raise RuntimeError("a bug")
 
-    stepper._drops.drop_expired = die  # type: ignore[method-assign]
-    end_all = stepper.end_all
-    stepper.end_all = die  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(bench.metrics, "decoded", die)
+    monkeypatch.setattr(bench.metrics, "occupied", die)
     gate.open()
     assert isinstance((await read(stream))[-1].error, EngineFault)
     await asyncio.to_thread(bench.engine._lanes[0].thread.join, TIMEOUT_S)
-    end_all(lambda: EngineFault("for the fixture, which sees that every block is free"))
+    monkeypatch.undo()
+    bench.engine._lanes[0].stepper.end_all(lambda: EngineFault("for the fixture, which sees that every block is free"))

@@ -101,11 +101,17 @@ async def test_beam_search_of_all_rows_runs_in_one_lane(two: Bench) -> None:
     assert found[0] == found[1]
 
 
-async def test_fault_of_one_lane_ends_the_requests_of_all(two: Bench, gates: list[Gate]) -> None:
+async def test_fault_of_one_lane_ends_the_requests_of_all(
+    two: Bench, gates: list[Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*args: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
     streams = [two.submit(name, source_of(target_len=20)) for name in ("a", "b")]
     for gate in gates:
         await arrive(gate)
-    two.engine._lanes[0].stepper._decoding.decode = None  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(two.metrics, "decoded", die)
     answers = [asyncio.create_task(read(stream)) for stream in streams]
     gates[0].open()
     await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
