@@ -15,6 +15,7 @@ from antiphon.service.engine.scheduling.preemption import Preemption
 from antiphon.service.engine.sequences.stream import Publisher
 from antiphon.service.engine.step.decoding import Decoding, StepTokens
 from antiphon.service.engine.step.drops import Drops
+from antiphon.service.engine.step.empty_rows import EmptyRows
 from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.joining import Joining
 from antiphon.service.engine.step.occupancy import Occupancy
@@ -44,6 +45,7 @@ class Stepper:
             wait=self._joining.wait_again,
         )
         self._occupancy = Occupancy(parts, state)
+        self._empty_rows = EmptyRows(parts, state)
         self._publisher = Publisher()
         self.num_failed = 0
 
@@ -76,7 +78,9 @@ class Stepper:
         state.turns.make_room(self._preemption.pause)
         num_before = len(state.rows)
         self._joining.fill_rows()
+        self._empty_rows.note()
         tokens = self._decoding.decode(num_before)
+        self._empty_rows.note()
         self._occupancy.report()
         self._publish(tokens)
         self.num_failed = self.num_failed + 1 if self._endings.has_failed and not tokens.has_decoded else 0

@@ -192,6 +192,10 @@ class Metrics:
         else:
             self._count(self._families.cancellations, "streaming", cause.value)
 
+    def rows_stood_empty(self, row_seconds: float) -> None:
+        """Add the time for which rows stood empty while requests waited: rows times seconds."""
+        self._empty_row_seconds.inc(row_seconds)
+
     def occupied(self, num_running: int, cache: CacheUse) -> None:
         """Report the number of running sequences and the use of the cache."""
         self._running.set(num_running)
@@ -247,6 +251,7 @@ class Metrics:
         self._padding_tokens = families.padding_tokens.labels(name)
         self._encode_batch_size = families.encode_batch_size.labels(name)
         self._decode_batch_size = families.decode_batch_size.labels(name)
+        self._empty_row_seconds = families.empty_row_seconds.labels(name)
         self._cache_usage = families.kv_cache_usage.labels(name)
         self._cache_parts = {
             use: (families.kv_cache_blocks.labels(name, use), families.kv_cache_bytes.labels(name, use))

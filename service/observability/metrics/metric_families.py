@@ -208,6 +208,9 @@ class MetricFamilies:
         self.decode_batch_size = self._of_model.histogram(
             "decode_batch_size", "Rows in a decoder step: a beam or a sample each.", ROW_BUCKETS
         )
+        self.empty_row_seconds = self._of_model.counter(
+            "empty_row_seconds", "Time for which rows stood empty while requests waited: rows times seconds."
+        )
 
     def _cache(self) -> None:
         self.kv_cache_usage = self._of_model.gauge("kv_cache_usage_ratio", "Share of the cache blocks in use, 0 to 1.")

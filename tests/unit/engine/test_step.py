@@ -334,3 +334,17 @@ def _check_outputs(bench: Bench) -> None:
     assert finished > 0
     counted = [bench.sample("request_success_total", finished_reason=reason) or 0 for reason in ("stop", "length")]
     assert sum(counted) == finished
+
+
+def test_time_of_empty_rows_counts_only_while_requests_wait(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, max_rows=4)
+    bench.runner.before_decode = lambda num_rows: bench.clock.advance(1.0)
+    for name in ("a", "b", "c"):
+        bench.add(name, source_of(target_len=9, length=10))  # a step may encode only one of them
+    bench.step()
+    assert bench.sample("empty_row_seconds_total") == 3
+    bench.clock.advance(0.5)
+    bench.step()
+    assert bench.sample("empty_row_seconds_total") == 3 + 3 * 0.5 + 2
+    bench.finish()
+    assert bench.sample("empty_row_seconds_total") == 3 + 3 * 0.5 + 2

@@ -259,6 +259,6 @@ async def test_ended_call_is_freed_without_garbage_collection() -> None:
     gc.disable()
     try:
         del call, stream
-        assert not [one for one in gc.get_objects() if isinstance(one, OutputStream) and one.request_id == name]
+        assert not [one for one in gc.get_objects() if type(one) is OutputStream and one.request_id == name]
     finally:
         gc.enable()

@@ -28,6 +28,7 @@ from antiphon.service.tools.bench.ctranslate2.reference import (
 )
 from antiphon.service.tools.bench.drivers.arrivals import offer
 from antiphon.service.tools.bench.drivers.batcher import Batcher, BatcherConfig
+from antiphon.service.tools.bench.drivers.null_runner import NullRunner
 from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.drivers.static import translate_static
 from antiphon.service.tools.bench.node_profile import summary
@@ -42,6 +43,7 @@ from antiphon.service.tools.bench.report import (
     table,
     to_json,
 )
+from antiphon.service.tools.bench.sections.host import HostTime, measure, split
 from antiphon.service.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
 from antiphon.service.tools.bench.timing import alternate
 from tests.fakes import EOS_ID, FakeRunner, source_of
@@ -382,3 +384,26 @@ def test_command_refuses_flags_out_of_range(flags: list[str], capsys: pytest.Cap
         run(*flags)
     assert caught.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("beam_width", [1, 3])
+def test_runner_that_computes_nothing_gives_targets_of_one_length(beam_width: int) -> None:
+    runner = NullRunner(max_rows=6, target_len=5)
+    with Offline(runner, rows=6) as offline:
+        targets = offline.translate([[4, 2]] * 9, concurrency=9, max_new_tokens=20, beam_width=beam_width)
+    assert {len(target) for target in targets} == {5}
+
+
+@pytest.mark.parametrize("beam_width", [1, 4])
+def test_host_time_counts_requests_and_at_least_the_steps_that_full_rows_need(beam_width: int) -> None:
+    measured = measure(rows=8, beam_width=beam_width, target_len=6)
+    assert measured.num_requests * beam_width == 8 * 32
+    assert measured.num_steps >= measured.num_requests * beam_width * 6 / 8
+    assert measured.engine_s > 0
+    assert measured.loop_s > 0
+
+
+def test_host_time_is_split_into_requests_and_steps() -> None:
+    short = HostTime(num_requests=10, num_steps=20, engine_s=10 * 5e-6 + 20 * 3e-6, loop_s=0.0)
+    long = HostTime(num_requests=10, num_steps=70, engine_s=10 * 5e-6 + 70 * 3e-6, loop_s=0.0)
+    assert split(short, long) == pytest.approx((5.0, 3.0))

@@ -12,6 +12,7 @@ from antiphon.service.tools.bench.report import Finding
 from antiphon.service.tools.bench.sections.beams import beams
 from antiphon.service.tools.bench.sections.decode import decode
 from antiphon.service.tools.bench.sections.encode import encode
+from antiphon.service.tools.bench.sections.host import host
 from antiphon.service.tools.bench.sections.memory import memory
 from antiphon.service.tools.bench.sections.poisson import poisson
 from antiphon.service.tools.bench.sections.sampling import sampling
@@ -27,5 +28,6 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "memory": memory,
     "grpc_overhead": grpc_overhead,
     "engine": engine,
+    "host": host,
     "startup": startup,
 }
