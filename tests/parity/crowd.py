@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
 from typing import cast
 
 from prometheus_client import CollectorRegistry
@@ -42,9 +45,14 @@ class Watcher:
 
 
 class Crowd:
-    """Single steps of an engine over a runner. No other test uses the runner's pool at the same time."""
+    """Single steps of an engine over a runner. No other test uses the runner's pool at the same time.
 
-    def __init__(self, runner: NativeRunner, loop: asyncio.AbstractEventLoop) -> None:
+    further: runners of further lanes over the same pool. The lanes step in turn.
+    """
+
+    def __init__(
+        self, runner: NativeRunner, loop: asyncio.AbstractEventLoop, further: Sequence[NativeRunner] = ()
+    ) -> None:
         self.loop = loop
         self.live: dict[str, SequenceGroup] = {}
         self.groups: dict[str, SequenceGroup] = {}
@@ -55,18 +63,18 @@ class Crowd:
         self.queue = RequestQueue(limits)
         self.limits = limits_of(runner, limits)
         self.registry = CollectorRegistry()
-        self.stepper = Stepper(
-            StepParts(
-                runner=cast(Runner, self.watcher),
-                queue=self.queue,
-                pool=self.pool,
-                limits=limits,
-                metrics=Metrics(MetricFamilies(self.registry), "fake"),
-                live=self.live,
-                clock=FakeClock(),
-                cancellations=self.cancellations,
-            )
+        parts = StepParts(
+            runner=cast(Runner, self.watcher),
+            queue=self.queue,
+            pool=self.pool,
+            limits=limits,
+            metrics=Metrics(MetricFamilies(self.registry), "fake"),
+            live=self.live,
+            clock=FakeClock(),
+            cancellations=self.cancellations,
         )
+        self._steppers = [Stepper(parts), *(Stepper(replace(parts, runner=one)) for one in further)]
+        self._turns = cycle(self._steppers)
 
     def add(self, request: Request) -> None:
         group = admit(request, OutputStream(request.request_id, loop=self.loop), self.limits)
@@ -76,7 +84,7 @@ class Crowd:
     def step(self, *cancelled: str) -> None:
         for request_id in cancelled:
             self.cancellations.put(request_id, CancelCause.CLIENT)
-        self.stepper.step()
+        next(self._turns).step()
         assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
 
     @property
@@ -84,7 +92,7 @@ class Crowd:
         return int(self.registry.get_sample_value("antiphon_preemptions_total", {"model_name": "fake"}) or 0)
 
     def finish(self) -> None:
-        while self.stepper.has_work:
+        while any(stepper.has_work for stepper in self._steppers):
             self.step()
         assert self.pool.num_free == self.pool.num_blocks
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,9 @@ def run_mix(
     loop: asyncio.AbstractEventLoop,
     count: int,
     draw: Callable[[random.Random, str, NativeRunner], Request] = random_request,
+    further: Sequence[NativeRunner] = (),
 ) -> Crowd:
-    crowd = Crowd(runner, loop)
+    crowd = Crowd(runner, loop, further)
     pace = dice.choice([0.1, 0.4, 1.5])  # steps between arrivals, so that batches are large or small
     for index in range(count):
         with contextlib.suppress(InvalidArgument):  # more beams do not fit into a small pool
@@ -175,6 +176,23 @@ def test_requests_of_a_random_mix_are_bit_identical_to_each_alone(
         check_against_alone(crowd, alone)
         num_mixed_steps += crowd.watcher.num_mixed_steps
     assert num_mixed_steps > ROUNDS  # prefixes were fed in steps with other rows' tokens
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_requests_of_a_random_mix_over_lanes_are_bit_identical_to_each_alone(
+    bundle: Bundle, loop: asyncio.AbstractEventLoop, is_tight: bool
+) -> None:
+    alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1)
+    num_blocks = alone.num_blocks // MAX_WIDTH * 4 if is_tight else None
+    first = NativeRunner(bundle, max_rows=MAX_ROWS, threads=1, num_blocks=num_blocks)
+    second = NativeRunner(bundle, max_rows=MAX_ROWS, threads=2, cache=first.cache)
+    num_preemptions = 0
+    for seed in range(ROUNDS):
+        draw = long_request if is_tight else random_request
+        crowd = run_mix(first, random.Random(seed), loop, NUM_REQUESTS // 2, draw, further=[second])
+        check_against_alone(crowd, alone)
+        num_preemptions += crowd.num_preemptions
+    assert (num_preemptions > 0) == is_tight
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
