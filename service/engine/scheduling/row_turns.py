@@ -103,7 +103,7 @@ class RowTurns:
         if not self._queue and not self._pending:
             self._num_unserved = 0
             return
-        wants = self._wants() if self._is_contended and self._shares.is_uneven else []
+        wants = self._wants() if self.is_contended and self._shares.is_uneven else []
         if not wants or not self._is_short(wants):
             self._num_unserved = 0
             return
@@ -125,7 +125,7 @@ class RowTurns:
     def joined(self, group: SequenceGroup) -> None:
         """Record that a group received its first rows and blocks. Its rows start once its source is encoded."""
         self._encoding[group.request_id] = group
-        self._note(group, group.num_first_rows, len(group.blocks))
+        self._note(group, len(group.starting), len(group.blocks))
 
     def started(self, group: SequenceGroup) -> None:
         """Record that the rows of a group that joined have started; its pending outputs wait for rows."""
@@ -212,7 +212,7 @@ class RowTurns:
         return self._known
 
     @property
-    def _is_contended(self) -> bool:
+    def is_contended(self) -> bool:
         """True if more than one caller holds or wants rows: the answer of `_shares`, which costs more."""
         callers = self._queue.clients | self._favoured.keys()
         held = {group.request.client for lane in self._lanes for group in lane._groups()}

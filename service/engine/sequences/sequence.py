@@ -188,11 +188,11 @@ class SequenceGroup:
         num_produced = 0 if first is None else len(first.produced)
         return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids) + num_produced
 
-    def take_first_rows(self) -> None:
-        """Divide the unfinished sequences into those that start now and those that wait for rows."""
+    def take_first_rows(self, num_rows: int) -> None:
+        """Divide the unfinished sequences into the first num_rows, which start now, and those that wait for rows."""
         unfinished = [sequence for sequence in self.sequences if not sequence.is_finished]
-        self.starting = tuple(unfinished[: self.num_first_rows])
-        self.pending = unfinished[self.num_first_rows :]
+        self.starting = tuple(unfinished[:num_rows])
+        self.pending = unfinished[num_rows:]
 
     @property
     def expires_s(self) -> float:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from antiphon.service.domain.request import Readout
+from antiphon.service.engine.scheduling.early import early_groups, may_encode_early
 from antiphon.service.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, schedule
 from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState, sequences_of
 from antiphon.service.engine.step.drops import Drops
@@ -45,23 +46,40 @@ class Joining:
         parts, state = self._parts, self._state
         if not parts.queue or not (num_free := state.turns.num_free):
             return
+        is_early = may_encode_early(parts.runner, parts.limits, len(parts.queue), is_contended=state.turns.is_contended)
         batch = schedule(
             state.turns.candidates(),
             num_running=parts.limits.max_num_seqs - num_free,
             num_free_blocks=state.reservations.num_admissible_blocks,
             limits=parts.limits,
             num_lanes=len(parts.lanes.states),
-            num_deferred=MAX_DEFERRED_STEPS if state.turns.has_taken else self._num_deferred,
+            num_deferred=MAX_DEFERRED_STEPS if state.turns.has_taken or is_early else self._num_deferred,
         )
         self._num_deferred = batch.num_deferred
         if batch.joining:
             now_s = parts.clock()
             for group in batch.joining:
                 self._reserve(group, now_s)
-            self._start(batch.joining)
+            early = self._reserve_early(batch.joining, now_s) if is_early else ()
+            self._start((*batch.joining, *early))
 
-    def _reserve(self, group: SequenceGroup, now_s: float) -> None:
-        """Take a group out of the queue, and blocks for it out of the pool."""
+    def _reserve_early(self, joining: tuple[SequenceGroup, ...], now_s: float) -> tuple[SequenceGroup, ...]:
+        """Take further groups out of the queue, to be encoded with those that join, and to wait for rows after that."""
+        parts = self._parts
+        groups = early_groups(
+            parts.queue,
+            joining,
+            limits=parts.limits,
+            num_lanes=len(parts.lanes.states),
+            num_free_blocks=self._state.reservations.num_admissible_blocks,
+            num_blocks=self._state.reservations.num_blocks,
+        )
+        for group in groups:
+            self._reserve(group, now_s, is_early=True)
+        return groups
+
+    def _reserve(self, group: SequenceGroup, now_s: float, *, is_early: bool = False) -> None:
+        """Take a group out of the queue, and blocks for it out of the pool; no rows if it is early."""
         parts, state = self._parts, self._state
         parts.queue.take(group.request_id, now_s)
         group.state, group.lane = SequenceState.ENCODING, state.index
@@ -70,7 +88,7 @@ class Joining:
             group.ticket, group.admitted_s = next(parts.tickets), now_s
             group.sequences = sequences_of(group, parts.runner.bos_id, parts.runner.eos_id)
             parts.metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
-        group.take_first_rows()
+        group.take_first_rows(0 if is_early else group.num_first_rows)
         state.reservations.take(group)
         state.turns.joined(group)
 

@@ -15,7 +15,7 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, QueueFull
 from antiphon.service.domain.request import FinishReason, SamplingParams
 from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
-from tests.fakes import source_of
+from tests.fakes import changed, request_of, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 
 
@@ -348,3 +348,38 @@ def test_time_of_empty_rows_counts_only_while_requests_wait(loop: asyncio.Abstra
     assert bench.sample("empty_row_seconds_total") == 3 + 3 * 0.5 + 2
     bench.finish()
     assert bench.sample("empty_row_seconds_total") == 3 + 3 * 0.5 + 2
+
+
+def test_sources_are_encoded_early_while_many_requests_wait(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, max_rows=4)
+    runs: list[int] = []
+    bench.runner.before_encode = lambda sources: runs.append(len(sources))
+    groups = [bench.add(str(index), source_of(target_len=3, length=2, variant=index)) for index in range(12)]
+    bench.step()
+    assert runs == [6]  # four rows, and half as many early sources
+    assert [group.state for group in groups[4:7]] == [
+        SequenceState.RUNNING,
+        SequenceState.RUNNING,
+        SequenceState.WAITING,
+    ]
+    assert [group.num_held_rows for group in groups[:6]] == [1, 1, 1, 1, 0, 0]
+    bench.step(groups[4].request_id)
+    assert groups[4].state is SequenceState.FINISHED
+    assert not groups[4].blocks
+    bench.finish()
+    assert sum(runs) == len(groups)
+    for group in (*groups[:4], *groups[5:]):
+        output = bench.output(group)
+        assert (output.token_ids, output.finish_reason) == expected(bench, group)
+
+
+def test_sources_are_not_encoded_early_for_one_of_several_callers(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, max_rows=4)
+    runs: list[int] = []
+    bench.runner.before_encode = lambda sources: runs.append(len(sources))
+    for index in range(12):
+        made = request_of(str(index), source_of(target_len=3, length=2, variant=index), arrival_s=bench.clock())
+        bench.ask(changed(made, client=f"caller {index % 2}"))
+    bench.step()
+    assert runs == [4]
+    bench.finish()
