@@ -111,13 +111,8 @@ struct Product {
   // Outputs of up to 16 rows of one panel from their sums.
   template <Activation kind>
   ANTIPHON_INLINE void Emit(const int32_t* sums, int64_t row, int64_t panel, const Dequantizer<kind>& outputs) const {
-    const int64_t end = row + kTileRows < rows.rows ? row + kTileRows : rows.rows;
-    float* to = out + row * stride + (panel - begin) * kPanel;
-    for (int64_t r = row; r < end; ++r, sums += kPanel, to += stride) {
-      I32 loaded;
-      memcpy(&loaded, sums, sizeof(loaded));
-      outputs.Emit(loaded, rows, r, to);
-    }
+    const int64_t left = rows.rows - row, height = left < kTileRows ? left : kTileRows;
+    outputs.Emit(sums, kPanel, rows, row, height, out + row * stride + (panel - begin) * kPanel, stride);
   }
 
   ANTIPHON_INLINE Operands At(int64_t row, int64_t panel) const {
