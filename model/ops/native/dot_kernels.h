@@ -77,6 +77,60 @@ ANTIPHON_INLINE void StoreHalf(int32_t* to, __m256i half) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
 }
 
+#if defined(__AVXVNNI__)
+
+constexpr int kDotRows = 6, kDotPanels = 2, kWideDotRows = 3;
+
+// Half a panel, eight columns, fills a register (one core of a Zen 5: 230 billion multiply-adds a second, with the
+// instructions of AVX2 85).
+template <int Rows, int Panels>
+__attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  constexpr int kHalves = 2 * Panels;
+  __m256i chains[Rows][kHalves];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+    for (int h = 0; h < kHalves; ++h) chains[r][h] = _mm256_setzero_si256();
+  }
+  for (int64_t k = 0; k < padded; k += 4) {
+    __m256i weights[kHalves];
+#pragma GCC unroll 16
+    for (int h = 0; h < kHalves; ++h) weights[h] = LoadHalf(columns + (h / 2 * padded + k) * kPanel + h % 2 * 32);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const __m256i inputs = _mm256_set1_epi32(Four(rows + r * padded + k));
+#pragma GCC unroll 16
+      for (int h = 0; h < kHalves; ++h) chains[r][h] = _mm256_dpbusd_avx_epi32(chains[r][h], inputs, weights[h]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+    for (int h = 0; h < kHalves; ++h) StoreHalf(sums + r * Panels * kPanel + 8 * h, chains[r][h]);
+  }
+}
+
+template <>
+inline void DotTile<1, 1>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+  __m256i chains[4][2] = {};
+  for (int64_t k = 0; k < padded; k += 16) {
+#pragma GCC unroll 4
+    for (int chain = 0; chain < 4; ++chain) {
+      const __m256i inputs = _mm256_set1_epi32(Four(row + k + 4 * chain));
+      const int8_t* weights = columns + (k + 4 * chain) * kPanel;
+      chains[chain][0] = _mm256_dpbusd_avx_epi32(chains[chain][0], inputs, LoadHalf(weights));
+      chains[chain][1] = _mm256_dpbusd_avx_epi32(chains[chain][1], inputs, LoadHalf(weights + 32));
+    }
+  }
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    const __m256i first = _mm256_add_epi32(chains[0][h], chains[1][h]);
+    StoreHalf(sums + 8 * h, _mm256_add_epi32(first, _mm256_add_epi32(chains[2][h], chains[3][h])));
+  }
+}
+
+#else
+
 constexpr int kDotRows = 6, kDotPanels = 1, kWideDotRows = 6;
 
 // Multiplied in 16 bits, since sums of two 8-bit products would saturate. Weights with even and odd numbers are widened
@@ -149,6 +203,7 @@ inline void DotTile<1, 1>(const uint8_t* row, const int8_t* columns, int64_t pad
   StoreHalf(sums + 8, totals[1]);
 }
 
+#endif  // AVX-VNNI
 #else
 
 constexpr int kDotRows = 1, kDotPanels = 1, kWideDotRows = 1;

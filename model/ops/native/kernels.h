@@ -226,11 +226,13 @@ struct Kernels {
 };
 
 const Kernels& PortableKernels();
-const Kernels& Avx2Kernels();    // x86 with AVX2, FMA and F16C
-const Kernels& Avx512Kernels();  // AVX-512 F, BW, DQ, VL and VNNI
-const Kernels& AmxKernels();     // those of AVX-512, int8 products in AMX tiles
+const Kernels& Avx2Kernels();     // x86 with AVX2, FMA and F16C
+const Kernels& AvxVnniKernels();  // those of AVX2, integer products by AVX-VNNI
+const Kernels& Avx512Kernels();   // AVX-512 F, BW, DQ, VL and VNNI
+const Kernels& AmxKernels();      // those of AVX-512, int8 products in AMX tiles
 
-// The fastest table that this processor can run, or the one that ANTIPHON_CPU (portable, avx2, avx512, amx) names.
+// The fastest table that this processor can run, or the one that ANTIPHON_CPU (portable, avx2, avxvnni, avx512, amx)
+// names.
 // Throws std::runtime_error for another name, or for a table that the processor cannot run.
 const Kernels& ActiveKernels();
 

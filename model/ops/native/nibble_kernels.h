@@ -95,6 +95,24 @@ __attribute__((noinline)) void NibbleTile(const NibbleOperands& in, float* sums)
 
 constexpr int kNibbleRows = 4, kNibblePanels = 1;
 
+#if defined(__AVXVNNI__)
+
+constexpr int kGroupUnroll = 4;
+
+// Weights in the upper nibbles of bytes.
+ANTIPHON_INLINE __m256i LowWeights(__m256i both) {
+  return _mm256_and_si256(_mm256_slli_epi16(both, 4), _mm256_set1_epi8(static_cast<char>(0xf0)));
+}
+ANTIPHON_INLINE __m256i HighWeights(__m256i both) {
+  return _mm256_and_si256(both, _mm256_set1_epi8(static_cast<char>(0xf0)));
+}
+ANTIPHON_INLINE __m256i AddProducts(__m256i sums, __m256i inputs, __m256i weights) {
+  return _mm256_dpbusd_avx_epi32(sums, inputs, weights);
+}
+ANTIPHON_INLINE __m256i GroupSums(__m256i sums) { return sums; }
+
+#else
+
 constexpr int kGroupUnroll = 1;  // more would move loads forward until the sums lose their registers: 128 -> 105
 
 // Weights as bytes with a sign.
@@ -110,6 +128,8 @@ ANTIPHON_INLINE __m256i AddProducts(__m256i sums, __m256i inputs, __m256i weight
   return _mm256_add_epi16(sums, _mm256_maddubs_epi16(inputs, weights));
 }
 ANTIPHON_INLINE __m256i GroupSums(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(16)); }
+
+#endif
 
 template <int Rows, int Panels>
 __attribute__((noinline)) void NibbleTile(const NibbleOperands& in, float* sums) {
