@@ -1,8 +1,9 @@
 // Exact integer sums of int8 products, for tiles of rows and panels. Included by one file per instruction set; simd.h
 // lists the rules for such files.
 //
-// DotTile<Rows, Panels> writes sums [Rows][Panels][16]. Each load of weights or activations feeds several products,
-// since loads are the bottleneck of one row and one panel. Sums are exact, so their order does not matter.
+// DotTile<Rows, Panels, fetches> writes sums [Rows][Panels][16]. Each load of weights or activations feeds several
+// products, since loads are the bottleneck of one row and one panel. Sums are exact, so their order does not matter.
+// fetches: the tile fetches the weights of the next panels while it multiplies.
 //
 // A tile has up to kDotRows rows of one panel, or up to kWideDotRows rows of kDotPanels panels. Its sums, the weights
 // and one vector of activations fit into the registers.
@@ -21,12 +22,21 @@ ANTIPHON_INLINE int32_t Four(const uint8_t* from) {
   return four;
 }
 
+constexpr int kFetchRows = 3;  // least height of a tile that fetches
+
+// Fetches the weights of the next panels for four inputs into the second-level cache.
+template <int Panels>
+ANTIPHON_INLINE void FetchNext(const int8_t* columns, int64_t padded, int64_t k) {
+#pragma GCC unroll 4
+  for (int p = 0; p < Panels; ++p) __builtin_prefetch(columns + ((Panels + p) * padded + k) * kPanel, 0, 2);
+}
+
 #if defined(__AVX512VNNI__)
 
 constexpr int kDotRows = 6, kDotPanels = 4, kWideDotRows = 6;
 
 // One core of a Zen 5, of 522 billion multiply-adds a second: inlined 345, as a function 455.
-template <int Rows, int Panels>
+template <int Rows, int Panels, bool fetches>
 __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
   __m512i chains[Rows][Panels];
 #pragma GCC unroll 16
@@ -38,6 +48,7 @@ __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* column
     __m512i weights[Panels];
 #pragma GCC unroll 16
     for (int p = 0; p < Panels; ++p) weights[p] = _mm512_loadu_si512(columns + (p * padded + k) * kPanel);
+    if constexpr (fetches) FetchNext<Panels>(columns, padded, k);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const __m512i inputs = _mm512_set1_epi32(Four(rows + r * padded + k));
@@ -55,7 +66,7 @@ __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* column
 // One row and one panel: memory is the bottleneck, and is read in order. Four chains of additions hide the latency of
 // an instruction.
 template <>
-inline void DotTile<1, 1>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
   __m512i chains[4] = {};
   for (int64_t k = 0; k < padded; k += 16) {
 #pragma GCC unroll 4
@@ -83,7 +94,7 @@ constexpr int kDotRows = 6, kDotPanels = 2, kWideDotRows = 3;
 
 // Half a panel, eight columns, fills a register (one core of a Zen 5: 230 billion multiply-adds a second, with the
 // instructions of AVX2 85).
-template <int Rows, int Panels>
+template <int Rows, int Panels, bool fetches>
 __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
   constexpr int kHalves = 2 * Panels;
   __m256i chains[Rows][kHalves];
@@ -96,6 +107,7 @@ __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* column
     __m256i weights[kHalves];
 #pragma GCC unroll 16
     for (int h = 0; h < kHalves; ++h) weights[h] = LoadHalf(columns + (h / 2 * padded + k) * kPanel + h % 2 * 32);
+    if constexpr (fetches) FetchNext<Panels>(columns, padded, k);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const __m256i inputs = _mm256_set1_epi32(Four(rows + r * padded + k));
@@ -111,7 +123,7 @@ __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* column
 }
 
 template <>
-inline void DotTile<1, 1>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
   __m256i chains[4][2] = {};
   for (int64_t k = 0; k < padded; k += 16) {
 #pragma GCC unroll 4
@@ -136,7 +148,7 @@ constexpr int kDotRows = 6, kDotPanels = 1, kWideDotRows = 6;
 // Multiplied in 16 bits, since sums of two 8-bit products would saturate. Weights with even and odd numbers are widened
 // by shifts, once for all rows of the tile (one core of a Zen 5: one row at a time 60 billion multiply-adds a second,
 // six rows 85).
-template <int Rows, int Panels>
+template <int Rows, int Panels, bool fetches>
 __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
   static_assert(Panels == 1, "one panel has as many sums as there are registers");
   const __m256i low_bytes = _mm256_set1_epi16(0xff);
@@ -144,6 +156,7 @@ __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* column
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) chains[r][0] = chains[r][1] = _mm256_setzero_si256();
   for (int64_t k = 0; k < padded; k += 4) {
+    if constexpr (fetches) FetchNext<Panels>(columns, padded, k);
     __m256i even[2], odd[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
@@ -172,7 +185,7 @@ __attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* column
 // One row: widened weights would serve only once. Instead, each activation is split into two numbers of 4 bits, whose
 // products can be added in 16 bits: eight sums of two products are at most 8 * 2 * 15 * 128 = 30720.
 template <>
-inline void DotTile<1, 1>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
   constexpr int kSteps = 8;
   const __m256i low_bits = _mm256_set1_epi8(15);
   __m256i totals[2] = {};
@@ -208,7 +221,7 @@ inline void DotTile<1, 1>(const uint8_t* row, const int8_t* columns, int64_t pad
 
 constexpr int kDotRows = 1, kDotPanels = 1, kWideDotRows = 1;
 
-template <int Rows, int Panels>
+template <int Rows, int Panels, bool fetches>
 ANTIPHON_INLINE void DotTile(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
   static_assert(Rows == 1 && Panels == 1, "one at a time");
   int32_t totals[kPanel] = {};

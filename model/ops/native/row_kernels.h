@@ -114,7 +114,7 @@ LogitSummary Summarize(const float* logits, int64_t columns, bool with_sum) {
     where = Select(v > largest, Iota() + static_cast<int32_t>(k), where);
     largest = Max(v, largest);
   });
-  LogitSummary summary{Largest(largest), 0, 0.0f, IsAny(invalid)};
+  LogitSummary summary{Largest(largest), 0, 0.0f, Bits(invalid) != 0};
   summary.index = Smallest(Select(largest == summary.largest, where, I32{} + INT32_MAX));
   if (with_sum) {
     F32 sum = {};

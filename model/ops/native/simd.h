@@ -167,10 +167,12 @@ ANTIPHON_INLINE I32 Load(const int32_t* from) { return LoadAs<I32>(from); }
 ANTIPHON_INLINE void Store(float* to, const F32& v) { StoreAll(to, v); }
 ANTIPHON_INLINE void Store(int32_t* to, const I32& v) { StoreAll(to, v); }
 
-// Lane numbers 0 .. 15.
+// Lane numbers 0 .. 15. Written lane by lane: the compiler computes with them, which it cannot do with a table.
 ANTIPHON_INLINE I32 Iota() {
-  static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return Load(kNumbers);
+  I32 numbers{};
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes; ++lane) numbers.parts[lane / I32::kPartLanes][lane % I32::kPartLanes] = lane;
+  return numbers;
 }
 
 // The first `count` (1 to 16) of sixteen; the others are 0 and not read.
@@ -248,9 +250,6 @@ ANTIPHON_INLINE float Largest(const F32& v) {
 ANTIPHON_INLINE int32_t Smallest(const I32& v) {
   return Reduce(v, [](auto low, auto high) ANTIPHON_BODY { return high < low ? high : low; });
 }
-ANTIPHON_INLINE bool IsAny(const I32& v) {
-  return Reduce(v, [](auto low, auto high) ANTIPHON_BODY { return low | high; }) != 0;
-}
 
 // A bit for each lane of a mask.
 ANTIPHON_INLINE uint32_t Bits(const I32& mask) {
@@ -260,7 +259,7 @@ ANTIPHON_INLINE uint32_t Bits(const I32& mask) {
   const uint32_t low = static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask.parts[0])));
   return low | static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask.parts[1]))) << 8;
 #else
-  if (!IsAny(mask)) return 0;
+  if (Reduce(mask, [](auto low, auto high) ANTIPHON_BODY { return low | high; }) == 0) return 0;
   uint32_t bits = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (mask[lane] != 0) bits |= 1u << lane;
