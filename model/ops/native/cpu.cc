@@ -77,6 +77,16 @@ const Kernels& Choose() {
 
 }  // namespace
 
+const Kernels* KernelsNamed(const char* name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  for (const Candidate& candidate : kCandidates) {
+    if (std::string(name) == candidate.name) return candidate.is_supported() ? &candidate.table() : nullptr;
+  }
+  return nullptr;
+}
+
 const Kernels& ActiveKernels() {
   static const Kernels& chosen = Choose();
   return chosen;

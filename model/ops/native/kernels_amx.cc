@@ -179,6 +179,27 @@ void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Acti
   _tile_release();
 }
 
+// Sums of zeros, without loads.
+int64_t BareTiles(int64_t rounds) {
+  Configure(kTileRows);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_release();
+  return rounds * 4 * kTileRows * kPanel * kDepth;
+}
+
 }  // namespace
 
 const Kernels& AmxKernels() {
@@ -186,6 +207,7 @@ const Kernels& AmxKernels() {
     Kernels built = MakeTable("amx");
     built.quantize = QuantizeTiles;
     built.quantized_product = TiledProduct;
+    built.bare_dot = BareTiles;
     return built;
   }();
   return table;

@@ -8,12 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "export.h"
 #include "kernels.h"
 #include "operators.h"
 #include "ort_abi.h"
 #include "workspace.h"
-
-#define ANTIPHON_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace antiphon {
 
@@ -149,7 +148,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 5; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 6; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
