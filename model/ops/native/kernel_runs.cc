@@ -94,6 +94,7 @@ class Int8Weight {
         column_sums_(shape.Panels() * kPanel),
         weight_{data_.data(), scales_.data(), column_sums_.data(), nullptr, shape.Padded(), shape.outputs} {
     FillIntegers(data_.data(), shape.Panels() * kPanel * shape.Padded());
+    FillFloats(scales_.data(), shape.Panels() * kPanel);  // the search of the largest logit depends on its place
   }
   const QuantizedWeight& get() const { return weight_; }
 
