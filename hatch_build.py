@@ -37,6 +37,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 INSTRUCTION_SETS = {
     "kernels_avx2.cc": _AVX2,
+    "kernels_avxvnni.cc": (*_AVX2, "-mavxvnni"),
     "kernels_avx512.cc": _AVX512,
     "kernels_amx.cc": (*_AVX512, "-mamx-tile", "-mamx-int8"),
 }

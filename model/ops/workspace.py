@@ -17,7 +17,7 @@ from typing import Any
 
 LIBRARY = Path(__file__).with_name("_native.so")
 # Version of the native library, the same as antiphon_native_version in native/register.cc: raise both together.
-NATIVE_VERSION = 5
+NATIVE_VERSION = 6
 
 _HANDLE = ctypes.c_void_p  # of an allocator; None is the process's own
 _BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"
@@ -62,9 +62,8 @@ class Workspace:
     def __init__(self, library: Path = LIBRARY, *, is_own: bool = False) -> None:
         self.library = library
         self._highest_bytes = 0
+        self._native = native_library(library)
         try:
-            self._native = ctypes.CDLL(str(library))
-            _check_version(self._native)
             self._stats = _function(self._native, "stats", _HANDLE, ctypes.POINTER(_NativeStats))
             self._set_limit = _function(self._native, "set_limit", _HANDLE, ctypes.c_uint64)
             self._reset_peak = _function(self._native, "reset_peak", _HANDLE)
@@ -73,8 +72,8 @@ class Workspace:
             self._handle = _function(self._native, "create", returns=_HANDLE)() if is_own else None
             if is_own:
                 weakref.finalize(self, _function(self._native, "close", _HANDLE), self._handle)
-        except (OSError, AttributeError) as error:
-            raise WorkspaceError(f"{library} cannot be used: {error}; {_BUILD_IT}") from None
+        except AttributeError as error:
+            raise _unusable(library, error) from None
 
     def enter(self) -> int | None:
         """Make this thread's sessions allocate here; returns the previous allocator, for `leave`.
@@ -133,6 +132,20 @@ class Workspace:
             return
         self.trim()
         self._set_limit(self._handle, self.stats().reserved_bytes + budget_bytes)
+
+
+def native_library(library: Path = LIBRARY) -> ctypes.CDLL:
+    """Load the native library. Raises WorkspaceError if it is missing or belongs to another version of this package."""
+    try:
+        native = ctypes.CDLL(str(library))
+        _check_version(native)
+    except OSError as error:
+        raise _unusable(library, error) from None
+    return native
+
+
+def _unusable(library: Path, error: Exception) -> WorkspaceError:
+    return WorkspaceError(f"{library} cannot be used: {error}; {_BUILD_IT}")
 
 
 def _check_version(native: ctypes.CDLL) -> None:

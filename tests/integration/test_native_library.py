@@ -93,14 +93,14 @@ def test_workspace_reports_why_the_library_refuses_an_onnx_runtime() -> None:
         Workspace().attach(Options())
 
 
-@pytest.mark.parametrize("wanted", ["avx2", "avx512", "amx"])
+@pytest.mark.parametrize("wanted", ["avx2", "avxvnni", "avx512", "amx"])
 def test_kernels_that_the_processor_lacks_are_refused(tmp_path: Path, wanted: str) -> None:
     """Return the choice of kernels on a processor with the base instruction set only."""
     if os.uname().machine != "x86_64":
         pytest.skip("other processors have one choice")
     tables = "\n".join(
         f"const Kernels& {name}Kernels() {{ static const Kernels table{{}}; return table; }}"
-        for name in ("Portable", "Avx2", "Avx512", "Amx")
+        for name in ("Portable", "Avx2", "AvxVnni", "Avx512", "Amx")
     )
     source = f"""
 #include <cstdio>
@@ -114,3 +114,34 @@ int main() {{
     for asked, answer in ((wanted, f"ANTIPHON_CPU is {wanted}, which this processor lacks\n"), ("portable", "")):
         done = subprocess.run([program], env={"ANTIPHON_CPU": asked}, capture_output=True, text=True, check=True)
         assert done.stdout == answer
+
+
+def has_avx_vnni() -> bool:
+    return " avx_vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+
+
+def test_fastest_kernels_of_a_processor_are_chosen(tmp_path: Path) -> None:
+    """Return the choice on processors with some of this processor's instruction sets."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("other processors have one choice")
+    names = {"Portable": "portable", "Avx2": "avx2", "AvxVnni": "avxvnni", "Avx512": "avx512", "Amx": "amx"}
+    tables = "\n".join(
+        f'const Kernels& {prefix}Kernels() {{ static Kernels table{{}}; table.name = "{name}"; return table; }}'
+        for prefix, name in names.items()
+    )
+    source = f"""
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+static bool Has(const char* name) {{ return std::strstr(std::getenv("HAS"), name) != nullptr; }}
+#define __builtin_cpu_supports(name) Has(name)
+#include "{NATIVE}/cpu.cc"
+namespace antiphon {{ {tables} }}
+int main() {{ std::puts(antiphon::ActiveKernels().name); }}"""
+    program = compiled(source, tmp_path / "choice", f"-I{NATIVE}")
+    avx2, avx512 = "avx2 fma f16c", "avx512f avx512bw avx512dq avx512vl avx512vnni"
+    with_avx2 = "avxvnni" if has_avx_vnni() else "avx2"
+    choices = {"": "portable", "avx2 fma": "portable", avx2: with_avx2, f"{avx2} {avx512}": "avx512"}
+    for has, expected in choices.items():
+        done = subprocess.run([program], env={"HAS": has}, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{expected}\n", has

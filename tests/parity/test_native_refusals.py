@@ -461,7 +461,7 @@ def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) ->
         assert (roomy[[0, -1]] == guard).all()
 
 
-@pytest.mark.parametrize("kernels", ["portable", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("kernels", ["portable", "avx2", "avxvnni", "avx512", "amx"])
 def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
     """Run the operators' tests again in a process with kernels that this processor would not choose."""
     asked = {**os.environ, "ANTIPHON_CPU": kernels}
@@ -471,7 +471,7 @@ def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
     tried = subprocess.run([sys.executable, "-c", probe], env=asked, cwd=root, capture_output=True, text=True)
     if tried.returncode and "ANTIPHON_CPU" in tried.stderr:
         pytest.skip(tried.stderr.strip().splitlines()[-1])
-    files = [here / f"test_native_{name}.py" for name in ("ops", "nibbles", "sample")]
+    files = [here / f"test_native_{name}.py" for name in ("ops", "nibbles", "sample", "tiles")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *files], env=asked, cwd=root, capture_output=True, text=True
     )

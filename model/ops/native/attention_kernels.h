@@ -7,9 +7,20 @@
 
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace antiphon {
 namespace {
+
+// Keys whose scores are computed at once, and sixteens of a head's width whose values are mixed at once for how many
+// queries: as many sums as fit into the registers.
+#if defined(__AVX512F__)
+constexpr int kScoreKeys = 8, kMixVectors = 4, kMixQueries = 6;
+#elif defined(__AVX2__)
+constexpr int kScoreKeys = 6, kMixVectors = 1, kMixQueries = 6;
+#else
+constexpr int kScoreKeys = 3, kMixVectors = 1, kMixQueries = 3;
+#endif
 
 ANTIPHON_INLINE float BiasOf(const ScoreBias& bias, int64_t distance) {
   float value = 0.0f;
@@ -40,12 +51,25 @@ ANTIPHON_INLINE void PackQueries(const PackedHead& head, int64_t first, float* t
 template <int Keys>
 ANTIPHON_INLINE void ScoreKeys(const PackedHead& head, int64_t key, const float* tile, float* scores) {
   const float* from = head.key + key * head.kv_stride;
-  F32 sums[Keys] = {};
+  F32 sums[Keys];
+#pragma GCC unroll 16
+  for (int k = 0; k < Keys; ++k) sums[k] = F32{};
   for (int64_t d = 0; d < head.width; ++d) {
     const F32 queries = Load(tile + d * kLanes);
+#pragma GCC unroll 16
     for (int k = 0; k < Keys; ++k) sums[k] = Fma(queries, Splat(from[k * head.kv_stride + d]), sums[k]);
   }
+#pragma GCC unroll 16
   for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, sums[k]);
+}
+
+// Scores of the tile's queries for `keys` keys: [keys][16].
+ANTIPHON_INLINE void ScoreAll(const PackedHead& head, int64_t keys, const float* tile, float* scores) {
+  ForTiles(keys, kScoreKeys, [&](int64_t key, int count) {
+    WithHeight<kScoreKeys>(count, [&](auto constant) {
+      ScoreKeys<decltype(constant)::value>(head, key, tile, scores);
+    });
+  });
 }
 
 ANTIPHON_INLINE int64_t RowOf(const RelativeScores& relative, int64_t distance) {
@@ -74,10 +98,7 @@ ANTIPHON_INLINE void ScorePositions(const PackedHead& head, int64_t from, int64_
   PackedHead rows = head;
   rows.key = head.relative.keys + from * head.relative.stride;
   rows.kv_stride = head.relative.stride;
-  float* scores = head.relative.scores;
-  int64_t row = 0;
-  for (; count - row >= 8; row += 8) ScoreKeys<8>(rows, row, tile, scores);
-  for (; row < count; ++row) ScoreKeys<1>(rows, row, tile, scores);
+  ScoreAll(rows, count, tile, head.relative.scores);
 }
 
 // Adds the products of `Keys` keys with position queries to their scores; the queries are first .. first + 15.
@@ -86,12 +107,16 @@ ANTIPHON_INLINE void AddPositionQueries(const PackedHead& head, int64_t first, i
   const RelativeScores& relative = head.relative;
   const float* from = head.key + key * head.kv_stride;
   const float* queries = relative.queries + (first - key - relative.lowest);
-  F32 sums[Keys] = {};
+  F32 sums[Keys];
+#pragma GCC unroll 16
+  for (int k = 0; k < Keys; ++k) sums[k] = F32{};
   for (int64_t d = 0; d < head.width; ++d) {
+#pragma GCC unroll 16
     for (int k = 0; k < Keys; ++k) {
       sums[k] = Fma(Load(queries + d * relative.columns - k), Splat(from[k * head.kv_stride + d]), sums[k]);
     }
   }
+#pragma GCC unroll 16
   for (int k = 0; k < Keys; ++k) Store(scores + (key + k) * kLanes, Load(scores + (key + k) * kLanes) + sums[k]);
 }
 
@@ -119,9 +144,11 @@ ANTIPHON_INLINE void AddPositions(const PackedHead& head, int64_t first, int64_t
     }
   }
   if (relative.queries != nullptr) {
-    int64_t key = 0;
-    for (; keys - key >= 8; key += 8) AddPositionQueries<8>(head, first, key, scores);
-    for (; key < keys; ++key) AddPositionQueries<1>(head, first, key, scores);
+    ForTiles(keys, kScoreKeys, [&](int64_t key, int height) {
+      WithHeight<kScoreKeys>(height, [&](auto constant) {
+        AddPositionQueries<decltype(constant)::value>(head, first, key, scores);
+      });
+    });
   }
 }
 
@@ -133,8 +160,8 @@ ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key,
     scores += Load(added);
   }
   if (head.causal) {
-    const I32 earliest = Iota() * 0 + static_cast<int32_t>(key - first);  // lanes below it precede the key
-    scores = Iota() < earliest ? Splat(-kInfinity) : scores;
+    const auto earliest = static_cast<int32_t>(key - first);  // lanes below it precede the key
+    scores = Select(Iota() < earliest, Splat(-kInfinity), scores);
   }
   return scores;
 }
@@ -161,54 +188,68 @@ ANTIPHON_INLINE F32 SoftmaxLanes(const PackedHead& head, int64_t first, int64_t 
 
 // out[lane][d ..] of `Queries` lanes and `Vectors` vectors of head width; `part` floats of the last vector.
 template <int Queries, int Vectors>
-ANTIPHON_INLINE void MixValues(const PackedHead& head, int64_t keys, const float* scores, F32 inverse, int64_t first,
-                               int64_t lane, int64_t d, int part) {
-  F32 sums[Queries][Vectors] = {};
+ANTIPHON_INLINE void MixValues(const PackedHead& head, int64_t keys, const float* scores, const float* inverse,
+                               int64_t first, int64_t lane, int64_t d, int part) {
+  F32 sums[Queries][Vectors];
+#pragma GCC unroll 16
+  for (int q = 0; q < Queries; ++q) {
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) sums[q][v] = F32{};
+  }
   for (int64_t key = 0; key < keys; ++key) {
     const float* from = head.value + key * head.kv_stride + d;
     F32 values[Vectors];
+#pragma GCC unroll 16
     for (int v = 0; v < Vectors - 1; ++v) values[v] = Load(from + v * kLanes);
     values[Vectors - 1] = LoadPart(from + (Vectors - 1) * kLanes, part);
+#pragma GCC unroll 16
     for (int q = 0; q < Queries; ++q) {
       const F32 weight = Splat(scores[key * kLanes + lane + q]);
+#pragma GCC unroll 16
       for (int v = 0; v < Vectors; ++v) sums[q][v] = Fma(weight, values[v], sums[q][v]);
     }
   }
+#pragma GCC unroll 16
   for (int q = 0; q < Queries; ++q) {
     float* to = head.out + (first + lane + q) * head.out_stride + d;
-    for (int v = 0; v < Vectors - 1; ++v) Store(to + v * kLanes, sums[q][v] * inverse[lane + q]);
-    StorePart(to + (Vectors - 1) * kLanes, sums[q][Vectors - 1] * inverse[lane + q], part);
+    const float factor = inverse[lane + q];
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors - 1; ++v) Store(to + v * kLanes, sums[q][v] * factor);
+    StorePart(to + (Vectors - 1) * kLanes, sums[q][Vectors - 1] * factor, part);
   }
 }
 
-template <int Queries>
-ANTIPHON_INLINE void MixRow(const PackedHead& head, int64_t keys, const float* scores, F32 inverse, int64_t first,
-                            int64_t lane) {
-  int64_t d = 0;
-  for (; head.width - d >= 4 * kLanes; d += 4 * kLanes) {
-    MixValues<Queries, 4>(head, keys, scores, inverse, first, lane, d, kLanes);
-  }
-  for (; d < head.width; d += kLanes) {
-    const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);
-    MixValues<Queries, 1>(head, keys, scores, inverse, first, lane, d, part);
-  }
+// Outputs of `count` queries in columns d .. of the head, as many as `Vectors` vectors have; returns the next column.
+template <int Vectors>
+ANTIPHON_INLINE int64_t MixColumns(const PackedHead& head, int64_t keys, const float* scores, const float* inverse,
+                                   int64_t first, int64_t count, int64_t d) {
+  const int64_t left = head.width - d - (Vectors - 1) * kLanes;
+  const int part = static_cast<int>(left < kLanes ? left : kLanes);
+  ForTiles(count, kMixQueries, [&](int64_t lane, int height) {
+    WithHeight<kMixQueries>(height, [&](auto constant) {
+      MixValues<decltype(constant)::value, Vectors>(head, keys, scores, inverse, first, lane, d, part);
+    });
+  });
+  return d + Vectors * kLanes;
 }
 
 void PackedAttention(const PackedHead& head, int64_t first, float* scores, float* tile) {
   const int64_t count = head.length - first < kQueryTile ? head.length - first : kQueryTile;
   const int64_t keys = head.causal ? first + count : head.length;
   PackQueries(head, first, tile);
-  int64_t key = 0;
-  for (; keys - key >= 8; key += 8) ScoreKeys<8>(head, key, tile, scores);
-  for (; keys - key >= 2; key += 2) ScoreKeys<2>(head, key, tile, scores);
-  for (; key < keys; ++key) ScoreKeys<1>(head, key, tile, scores);
+  ScoreAll(head, keys, tile, scores);
   if (head.relative.rows != nullptr) AddPositions(head, first, count, keys, tile, scores);
-  const F32 inverse = SoftmaxLanes(head, first, keys, scores);
-  int64_t lane = 0;
-  for (; count - lane >= 6; lane += 6) MixRow<6>(head, keys, scores, inverse, first, lane);
-  for (; count - lane >= 4; lane += 4) MixRow<4>(head, keys, scores, inverse, first, lane);
-  for (; count - lane >= 2; lane += 2) MixRow<2>(head, keys, scores, inverse, first, lane);
-  for (; lane < count; ++lane) MixRow<1>(head, keys, scores, inverse, first, lane);
+  float inverse[kLanes];
+  Store(inverse, SoftmaxLanes(head, first, keys, scores));
+  for (int64_t d = 0; d < head.width;) {
+    if (kMixVectors >= 4 && head.width - d >= 4 * kLanes) {
+      d = MixColumns<4>(head, keys, scores, inverse, first, count, d);
+    } else if (kMixVectors >= 2 && head.width - d >= 2 * kLanes) {
+      d = MixColumns<2>(head, keys, scores, inverse, first, count, d);
+    } else {
+      d = MixColumns<1>(head, keys, scores, inverse, first, count, d);
+    }
+  }
 }
 
 // One row of head values, from `width` floats.
@@ -283,25 +324,35 @@ ANTIPHON_INLINE F32 BlockBias(const ScoreBias& bias, int64_t first, int64_t posi
   return Load(added);
 }
 
+// Adds the values of one position, times its weight.
+template <typename Element, int Vectors>
+ANTIPHON_INLINE void MixPosition(const PagedHead<Element>& head, const Element* values, float weight,
+                                 F32 (&sums)[Vectors]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < Vectors; v += 2) PrefetchNextHead(values + v * kLanes, head.width);
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; ++v) sums[v] = Fma(Splat(weight), LoadElements(values + v * kLanes), sums[v]);
+}
+
 // out[d ..] of `Vectors` vectors; even and odd positions are added in two independent chains.
 template <typename Element, int Vectors>
 ANTIPHON_INLINE void MixPages(const PagedHead<Element>& head, int64_t length, int64_t padded, const float* weights,
                               float inverse, int64_t d, int part, float* out) {
-  F32 sums[2][Vectors] = {};
+  F32 even[Vectors], odd[Vectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; ++v) even[v] = odd[v] = F32{};
   for (int64_t first = 0; first < length; first += kBlockSize) {
     const Element* values = head.blocks[first / kBlockSize] + head.offset + head.values + d;
     const int64_t count = length - first < kBlockSize ? length - first : kBlockSize;
-    for (int64_t lane = 0; lane < count; ++lane) {
-      const F32 weight = Splat(weights[first + lane]);
-      for (int v = 0; v < Vectors; v += 2) PrefetchNextHead(values + lane * padded + v * kLanes, head.width);
-      for (int v = 0; v < Vectors; ++v) {
-        F32& sum = sums[lane & 1][v];
-        sum = Fma(weight, LoadElements(values + lane * padded + v * kLanes), sum);
-      }
+    int64_t lane = 0;
+    for (; count - lane >= 2; lane += 2) {
+      MixPosition(head, values + lane * padded, weights[first + lane], even);
+      MixPosition(head, values + (lane + 1) * padded, weights[first + lane + 1], odd);
     }
+    if (lane < count) MixPosition(head, values + lane * padded, weights[first + lane], even);
   }
   for (int v = 0; v < Vectors; ++v) {
-    const F32 mixed = (sums[0][v] + sums[1][v]) * inverse;
+    const F32 mixed = (even[v] + odd[v]) * inverse;
     StorePart(out + d + v * kLanes, mixed, v == Vectors - 1 ? part : kLanes);
   }
 }
@@ -314,7 +365,9 @@ void PagedAttend(const PagedHead<Element>& head, const float* query, int64_t len
     F32 score = ScoreBlock<Element>(head.blocks[first / kBlockSize] + head.offset, query, head.width) * head.scale;
     if (HasBias(bias)) score += BlockBias(bias, first, position);
     // Positions that were never written can hold any value, also NaN.
-    if (length - first < kBlockSize) score = Iota() < static_cast<int32_t>(length - first) ? score : Splat(-kInfinity);
+    if (length - first < kBlockSize) {
+      score = Select(Iota() < static_cast<int32_t>(length - first), score, Splat(-kInfinity));
+    }
     Store(scores + first, score);
     largest = Max(score, largest);
   }
@@ -330,6 +383,9 @@ void PagedAttend(const PagedHead<Element>& head, const float* query, int64_t len
   int64_t d = 0;
   for (; head.width - d >= 4 * kLanes; d += 4 * kLanes) {
     MixPages<Element, 4>(head, length, padded, scores, inverse, d, kLanes, out);
+  }
+  for (; head.width - d >= 2 * kLanes; d += 2 * kLanes) {
+    MixPages<Element, 2>(head, length, padded, scores, inverse, d, kLanes, out);
   }
   for (; d < head.width; d += kLanes) {
     const int part = static_cast<int>(head.width - d < kLanes ? head.width - d : kLanes);

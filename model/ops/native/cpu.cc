@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -27,6 +28,12 @@ bool HasAvx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
+// Leaf 7, subleaf 1, EAX bit 4 (Intel's Software Developer's Manual, volume 2A, CPUID).
+bool HasAvxVnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return HasAvx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1u) != 0;
+}
+
 bool HasAvx512() {
   return HasAvx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -44,6 +51,7 @@ bool HasAmx() {
 constexpr Candidate kCandidates[] = {
     {"amx", HasAmx, AmxKernels},
     {"avx512", HasAvx512, Avx512Kernels},
+    {"avxvnni", HasAvxVnni, AvxVnniKernels},
     {"avx2", HasAvx2, Avx2Kernels},
     {"portable", Always, PortableKernels},
 };
@@ -68,6 +76,16 @@ const Kernels& Choose() {
 }
 
 }  // namespace
+
+const Kernels* KernelsNamed(const char* name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  for (const Candidate& candidate : kCandidates) {
+    if (std::string(name) == candidate.name) return candidate.is_supported() ? &candidate.table() : nullptr;
+  }
+  return nullptr;
+}
 
 const Kernels& ActiveKernels() {
   static const Kernels& chosen = Choose();

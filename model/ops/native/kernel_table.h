@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_kernels.h"
+#include "bare_kernels.h"
 #include "kernels.h"
 #include "linear_kernels.h"
 #include "nibble_kernels.h"
@@ -37,6 +38,10 @@ constexpr Kernels MakeTable(const char* name) {
   table.measure_weights = MeasureWeights;
   table.keep_likely = KeepLikely;
   table.keep_near = KeepNear;
+  table.bare_dot = BareDot;
+  table.bare_nibble = BareNibble;
+  table.bare_fma = BareFma;
+  table.bare_read = BareRead;
   return table;
 }
 

@@ -111,13 +111,8 @@ struct Product {
   // Outputs of up to 16 rows of one panel from their sums.
   template <Activation kind>
   ANTIPHON_INLINE void Emit(const int32_t* sums, int64_t row, int64_t panel, const Dequantizer<kind>& outputs) const {
-    const int64_t end = row + kTileRows < rows.rows ? row + kTileRows : rows.rows;
-    float* to = out + row * stride + (panel - begin) * kPanel;
-    for (int64_t r = row; r < end; ++r, sums += kPanel, to += stride) {
-      I32 loaded;
-      memcpy(&loaded, sums, sizeof(loaded));
-      outputs.Emit(loaded, rows, r, to);
-    }
+    const int64_t left = rows.rows - row, height = left < kTileRows ? left : kTileRows;
+    outputs.Emit(sums, kPanel, rows, row, height, out + row * stride + (panel - begin) * kPanel, stride);
   }
 
   ANTIPHON_INLINE Operands At(int64_t row, int64_t panel) const {
@@ -184,6 +179,27 @@ void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Acti
   _tile_release();
 }
 
+// Sums of zeros, without loads.
+int64_t BareTiles(int64_t rounds) {
+  Configure(kTileRows);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_release();
+  return rounds * 4 * kTileRows * kPanel * kDepth;
+}
+
 }  // namespace
 
 const Kernels& AmxKernels() {
@@ -191,6 +207,7 @@ const Kernels& AmxKernels() {
     Kernels built = MakeTable("amx");
     built.quantize = QuantizeTiles;
     built.quantized_product = TiledProduct;
+    built.bare_dot = BareTiles;
     return built;
   }();
   return table;

@@ -8,12 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "export.h"
 #include "kernels.h"
 #include "operators.h"
 #include "ort_abi.h"
 #include "workspace.h"
-
-#define ANTIPHON_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace antiphon {
 
@@ -149,7 +148,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 5; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 6; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
@@ -161,7 +160,7 @@ ANTIPHON_EXPORT const char* antiphon_operators() {
   return signatures->c_str();
 }
 
-// The kernels this process runs: amx, avx512, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
+// The kernels this process runs: amx, avx512, avxvnni, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
 ANTIPHON_EXPORT const char* antiphon_kernels() {
   try {
     return antiphon::ActiveKernels().name;

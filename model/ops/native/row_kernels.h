@@ -20,7 +20,7 @@ ANTIPHON_INLINE void Vectors(int64_t width, const Body& body) {
 // Stores x + residual in `sum`, or, where that is null, in `normed` until the norm overwrites it; returns the address.
 ANTIPHON_INLINE float* AddResidual(const float* x, const float* residual, int64_t width, float* normed, float* sum) {
   float* to = sum != nullptr ? sum : normed;
-  Vectors(width, [&](int64_t k, int part) {
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
     const F32 v = LoadPart(x + k, part);
     StorePart(to + k, residual != nullptr ? v + LoadPart(residual + k, part) : v, part);
   });
@@ -29,7 +29,7 @@ ANTIPHON_INLINE float* AddResidual(const float* x, const float* residual, int64_
 
 ANTIPHON_INLINE void ScaleAndShift(const float* from, float mean, float factor, const float* weight, const float* bias,
                                    int64_t width, float* to) {
-  Vectors(width, [&](int64_t k, int part) {
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
     F32 v = (LoadPart(from + k, part) - mean) * factor;
     if (weight != nullptr) v *= LoadPart(weight + k, part);
     if (bias != nullptr) v += LoadPart(bias + k, part);
@@ -43,11 +43,11 @@ void LayerNorm(const float* x, const float* residual, const float* weight, const
                int64_t width, float* normed, float* sum) {
   const float* added = AddResidual(x, residual, width, normed, sum);
   F32 total = {}, squares = {};
-  Vectors(width, [&](int64_t k, int part) { total += LoadPart(added + k, part); });
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY { total += LoadPart(added + k, part); });
   const float mean = Sum(total) / static_cast<float>(width);
-  Vectors(width, [&](int64_t k, int part) {
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
     const F32 v = LoadPart(added + k, part) - mean;
-    squares += part == kLanes ? v * v : (Iota() < part ? v * v : F32{});
+    squares += part == kLanes ? v * v : Select(Iota() < part, v * v, F32{});
   });
   const float factor = InverseRoot(Sum(squares) / static_cast<float>(width), epsilon);
   ScaleAndShift(added, mean, factor, weight, bias, width, normed);
@@ -57,7 +57,7 @@ void RmsNorm(const float* x, const float* residual, const float* weight, const f
              int64_t width, float* normed, float* sum) {
   const float* added = AddResidual(x, residual, width, normed, sum);
   F32 squares = {};
-  Vectors(width, [&](int64_t k, int part) {
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
     const F32 v = LoadPart(added + k, part);
     squares += v * v;
   });
@@ -67,7 +67,7 @@ void RmsNorm(const float* x, const float* residual, const float* weight, const f
 
 void GateRow(const float* gate, const float* linear, Activation activation, int64_t width, float* out) {
   WithActivation(activation, [&](auto constant) {
-    Vectors(width, [&](int64_t k, int part) {
+    Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
       const F32 opened = Activate<decltype(constant)::value>(LoadPart(gate + k, part));
       StorePart(out + k, opened * LoadPart(linear + k, part), part);
     });
@@ -75,7 +75,7 @@ void GateRow(const float* gate, const float* linear, Activation activation, int6
 }
 
 ANTIPHON_INLINE void ScaleAndPlace(float* row, int64_t width, float scale, const float* position) {
-  Vectors(width, [&](int64_t k, int part) {
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
     F32 v = LoadPart(row + k, part) * scale;
     if (position != nullptr) v += LoadPart(position + k, part);
     StorePart(row + k, v, part);
@@ -107,20 +107,20 @@ void Rotate(float* vector, const float* table, int64_t width) {
 LogitSummary Summarize(const float* logits, int64_t columns, bool with_sum) {
   F32 largest = Splat(-kInfinity);
   I32 where = {}, invalid = {};
-  Vectors(columns, [&](int64_t k, int part) {
+  Vectors(columns, [&](int64_t k, int part) ANTIPHON_BODY {
     const F32 loaded = LoadPart(logits + k, part);
-    const F32 v = part == kLanes ? loaded : (Iota() < part ? loaded : Splat(-kInfinity));
+    const F32 v = part == kLanes ? loaded : Select(Iota() < part, loaded, Splat(-kInfinity));
     invalid |= v != v;
-    where = v > largest ? Iota() + static_cast<int32_t>(k) : where;
+    where = Select(v > largest, Iota() + static_cast<int32_t>(k), where);
     largest = Max(v, largest);
   });
-  LogitSummary summary{Largest(largest), 0, 0.0f, IsAny(invalid)};
-  summary.index = Smallest(largest == summary.largest ? where : I32{} + INT32_MAX);
+  LogitSummary summary{Largest(largest), 0, 0.0f, Bits(invalid) != 0};
+  summary.index = Smallest(Select(largest == summary.largest, where, I32{} + INT32_MAX));
   if (with_sum) {
     F32 sum = {};
-    Vectors(columns, [&](int64_t k, int part) {
+    Vectors(columns, [&](int64_t k, int part) ANTIPHON_BODY {
       const F32 weight = Exp(LoadPart(logits + k, part) - summary.largest);
-      sum += part == kLanes ? weight : (Iota() < part ? weight : F32{});
+      sum += part == kLanes ? weight : Select(Iota() < part, weight, F32{});
     });
     summary.sum = Sum(sum);
   }
@@ -128,25 +128,17 @@ LogitSummary Summarize(const float* logits, int64_t columns, bool with_sum) {
 }
 
 void Boltzmann(const float* logits, int64_t columns, float largest, float inverse_temperature, float* weights) {
-  Vectors(columns, [&](int64_t k, int part) {
+  Vectors(columns, [&](int64_t k, int part) ANTIPHON_BODY {
     StorePart(weights + k, Exp((LoadPart(logits + k, part) - largest) * inverse_temperature), part);
   });
 }
 
 int64_t AtLeast(const float* logits, int64_t columns, float threshold, int32_t* indices, int64_t room) {
   int64_t count = 0;
-  Vectors(columns, [&](int64_t k, int part) {
+  Vectors(columns, [&](int64_t k, int part) ANTIPHON_BODY {
     const F32 v = LoadPart(logits + k, part);
     const I32 passed = part == kLanes ? (v >= threshold) : (Iota() < part) & (v >= threshold);
-#if defined(__AVX512F__)
-    uint32_t bits = _mm512_movepi32_mask(reinterpret_cast<__m512i>(passed));
-#else
-    uint32_t bits = 0;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      if (passed[lane] != 0) bits |= 1u << lane;
-    }
-#endif
-    for (; bits != 0; bits &= bits - 1) {
+    for (uint32_t bits = Bits(passed); bits != 0; bits &= bits - 1) {
       if (count < room) indices[count] = static_cast<int32_t>(k) + __builtin_ctz(bits);
       ++count;
     }

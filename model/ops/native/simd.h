@@ -1,10 +1,16 @@
-// Vectors of sixteen floats, for the instruction set that this translation unit is compiled for.
+// Vectors of sixteen numbers, for the instruction set that this translation unit is compiled for.
 //
-// The compiler's vector extensions provide the width; intrinsics are used only where the compiler would not find an
-// instruction. Rules for this file and all that include it: everything is in an unnamed namespace and uses no standard
-// template, since these files are compiled with different flags and the linker must never use one file's copy in
-// another. Results
-// are bit-identical for equal inputs on one instruction set; compile with -ffp-contract=off, so that only Fma fuses.
+// The compiler's vector extensions provide the arithmetic; intrinsics are used only where the compiler would not find
+// an instruction. Rules for this file and all that include it: everything is in an unnamed namespace and uses no
+// standard template, since these files are compiled with different flags and the linker must never use one file's copy
+// in another. Results are bit-identical for equal inputs on one instruction set; compile with -ffp-contract=off, so
+// that only Fma fuses.
+//
+// GCC 12 keeps sums in memory in three cases, which the code avoids because they cost up to ten times the arithmetic:
+// - A vector is wider than a register. Vector is therefore an array of registers.
+// - A loop has more sums than there are registers. The sizes of tiles depend on the instruction set.
+// - An array of sums is used again after its loop. The inner loops of products are therefore functions of their own,
+//   which store their sums at the end.
 #pragma once
 
 #include <cstdint>
@@ -17,27 +23,168 @@
 namespace antiphon {
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+
 constexpr int kLanes = 16;
 constexpr float kInfinity = __builtin_inff();
 
-typedef float F32 __attribute__((vector_size(64)));
-typedef int32_t I32 __attribute__((vector_size(64)));
-typedef uint32_t U32 __attribute__((vector_size(64)));
-
 #define ANTIPHON_INLINE inline __attribute__((always_inline))
+#define ANTIPHON_BODY __attribute__((always_inline))  // of a lambda: GCC calls a long one that is used twice
 
-ANTIPHON_INLINE F32 Load(const float* from) {
-  F32 v;
-  memcpy(&v, from, sizeof(v));
-  return v;
+// `Count` numbers in as many registers as they need.
+template <typename Number, int Count>
+struct Vector {
+  typedef Number Part __attribute__((vector_size(kRegisterBytes)));
+  static constexpr int kPartLanes = kRegisterBytes / static_cast<int>(sizeof(Number));
+  static constexpr int kParts = Count / kPartLanes;
+
+  Part parts[kParts];
+
+  ANTIPHON_INLINE Number operator[](int lane) const { return parts[lane / kPartLanes][lane % kPartLanes]; }
+};
+
+typedef Vector<float, kLanes> F32;
+typedef Vector<int32_t, kLanes> I32;
+typedef Vector<uint32_t, kLanes> U32;
+
+// Returns the vector whose part i is body(i).
+template <typename Result, typename Body>
+ANTIPHON_INLINE Result EachPart(const Body& body) {
+  Result result;
+#pragma GCC unroll 8
+  for (int i = 0; i < Result::kParts; ++i) result.parts[i] = body(i);
+  return result;
 }
 
-ANTIPHON_INLINE void Store(float* to, F32 v) { memcpy(to, &v, sizeof(v)); }
+template <int Bytes>
+struct Integer;
+template <>
+struct Integer<4> {
+  typedef int32_t Type;
+};
+template <>
+struct Integer<8> {
+  typedef int64_t Type;
+};
+
+// Result of a comparison: all bits of a lane are set where it holds.
+template <typename Number, int Count>
+using Mask = Vector<typename Integer<sizeof(Number)>::Type, Count>;
+
+// Operators of two vectors, or of a vector and one number.
+#define ANTIPHON_OPERATOR(op, Result)                                                                                  \
+  template <typename Number, int Count>                                                                                \
+  ANTIPHON_INLINE Result<Number, Count> operator op(const Vector<Number, Count>& a, const Vector<Number, Count>& b) {  \
+    return EachPart<Result<Number, Count>>([&](int i) ANTIPHON_BODY { return a.parts[i] op b.parts[i]; });             \
+  }                                                                                                                    \
+  template <typename Number, int Count>                                                                                \
+  ANTIPHON_INLINE Result<Number, Count> operator op(const Vector<Number, Count>& a, Number b) {                        \
+    return EachPart<Result<Number, Count>>([&](int i) ANTIPHON_BODY { return a.parts[i] op b; });                      \
+  }                                                                                                                    \
+  template <typename Number, int Count>                                                                                \
+  ANTIPHON_INLINE Result<Number, Count> operator op(Number a, const Vector<Number, Count>& b) {                        \
+    return EachPart<Result<Number, Count>>([&](int i) ANTIPHON_BODY { return a op b.parts[i]; });                      \
+  }
+
+#define ANTIPHON_ARITHMETIC(op) ANTIPHON_OPERATOR(op, Vector)
+#define ANTIPHON_COMPARISON(op) ANTIPHON_OPERATOR(op, Mask)
+ANTIPHON_ARITHMETIC(+)
+ANTIPHON_ARITHMETIC(-)
+ANTIPHON_ARITHMETIC(*)
+ANTIPHON_ARITHMETIC(/)
+ANTIPHON_ARITHMETIC(&)
+ANTIPHON_ARITHMETIC(|)
+ANTIPHON_ARITHMETIC(<<)
+ANTIPHON_COMPARISON(<)
+ANTIPHON_COMPARISON(>)
+ANTIPHON_COMPARISON(<=)
+ANTIPHON_COMPARISON(>=)
+ANTIPHON_COMPARISON(==)
+ANTIPHON_COMPARISON(!=)
+
+template <typename Number, int Count>
+ANTIPHON_INLINE Vector<Number, Count> operator-(const Vector<Number, Count>& a) {
+  return EachPart<Vector<Number, Count>>([&](int i) ANTIPHON_BODY { return -a.parts[i]; });
+}
+
+template <typename Number, int Count, typename Other>
+ANTIPHON_INLINE void operator+=(Vector<Number, Count>& a, const Other& b) {
+  a = a + b;
+}
+template <typename Number, int Count, typename Other>
+ANTIPHON_INLINE void operator*=(Vector<Number, Count>& a, const Other& b) {
+  a = a * b;
+}
+template <typename Number, int Count>
+ANTIPHON_INLINE void operator|=(Vector<Number, Count>& a, const Vector<Number, Count>& b) {
+  a = a | b;
+}
+
+// Lanes of `a` where the mask is set, of `b` elsewhere.
+template <typename Number, int Count>
+ANTIPHON_INLINE Vector<Number, Count> Select(const Mask<Number, Count>& mask, const Vector<Number, Count>& a,
+                                             const Vector<Number, Count>& b) {
+  return EachPart<Vector<Number, Count>>([&](int i) ANTIPHON_BODY { return mask.parts[i] ? a.parts[i] : b.parts[i]; });
+}
+
+// The same bits as another type.
+template <typename To, typename From>
+ANTIPHON_INLINE To As(const From& from) {
+  return EachPart<To>([&](int i) ANTIPHON_BODY { return reinterpret_cast<typename To::Part>(from.parts[i]); });
+}
+// The same numbers as another type: rounded to the nearest float, or towards zero to an integer.
+template <typename To, typename From>
+ANTIPHON_INLINE To Converted(const From& from) {
+  return EachPart<To>([&](int i) ANTIPHON_BODY { return __builtin_convertvector(from.parts[i], typename To::Part); });
+}
+
+// Copies part by part: one copy of all parts would pass through memory.
+template <typename To>
+ANTIPHON_INLINE To LoadAs(const void* from) {
+  return EachPart<To>([&](int i) ANTIPHON_BODY {
+    typename To::Part part;
+    memcpy(&part, static_cast<const char*>(from) + i * kRegisterBytes, sizeof(part));
+    return part;
+  });
+}
+
+template <typename From>
+ANTIPHON_INLINE void StoreAll(void* to, const From& v) {
+#pragma GCC unroll 8
+  for (int i = 0; i < From::kParts; ++i) {
+    memcpy(static_cast<char*>(to) + i * kRegisterBytes, &v.parts[i], kRegisterBytes);
+  }
+}
+
+ANTIPHON_INLINE F32 Load(const float* from) { return LoadAs<F32>(from); }
+ANTIPHON_INLINE I32 Load(const int32_t* from) { return LoadAs<I32>(from); }
+ANTIPHON_INLINE void Store(float* to, const F32& v) { StoreAll(to, v); }
+ANTIPHON_INLINE void Store(int32_t* to, const I32& v) { StoreAll(to, v); }
+
+// Lane numbers 0 .. 15. Written lane by lane: the compiler computes with them, which it cannot do with a table.
+ANTIPHON_INLINE I32 Iota() {
+  I32 numbers{};
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes; ++lane) numbers.parts[lane / I32::kPartLanes][lane % I32::kPartLanes] = lane;
+  return numbers;
+}
 
 // The first `count` (1 to 16) of sixteen; the others are 0 and not read.
 ANTIPHON_INLINE F32 LoadPart(const float* from, int count) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<F32>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from));
+  return {{_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from)}};
+#elif defined(__AVX2__)
+  if (count == kLanes) return Load(from);  // the usual case
+  const I32 mask = Iota() < count;
+  return EachPart<F32>([&](int i) ANTIPHON_BODY {
+    return _mm256_maskload_ps(from + i * F32::kPartLanes, reinterpret_cast<__m256i>(mask.parts[i]));
+  });
 #else
   if (count == kLanes) return Load(from);  // the usual case; a copy of variable length is a function call
   F32 v = {};
@@ -46,75 +193,85 @@ ANTIPHON_INLINE F32 LoadPart(const float* from, int count) {
 #endif
 }
 
-ANTIPHON_INLINE void StorePart(float* to, F32 v, int count) {
+ANTIPHON_INLINE void StorePart(float* to, const F32& v, int count) {
 #if defined(__AVX512F__)
-  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), reinterpret_cast<__m512>(v));
+  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), v.parts[0]);
+#elif defined(__AVX2__)
+  if (count == kLanes) return Store(to, v);
+  const I32 mask = Iota() < count;
+  for (int i = 0; i < F32::kParts; ++i) {
+    _mm256_maskstore_ps(to + i * F32::kPartLanes, reinterpret_cast<__m256i>(mask.parts[i]), v.parts[i]);
+  }
 #else
   if (count == kLanes) return Store(to, v);
   memcpy(to, &v, static_cast<size_t>(count) * sizeof(float));
 #endif
 }
 
-// Written lane by lane, since adding x to zeros would turn -0 into 0.
-ANTIPHON_INLINE F32 Splat(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+// Subtracts zero, since adding x to zeros would turn -0 into 0.
+ANTIPHON_INLINE F32 Splat(float x) {
+  return EachPart<F32>([&](int) ANTIPHON_BODY { return x - F32::Part{}; });
+}
 
-ANTIPHON_INLINE F32 Fma(F32 a, F32 b, F32 c) {
+ANTIPHON_INLINE F32 Fma(const F32& a, const F32& b, const F32& c) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<F32>(
-      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+  return {{_mm512_fmadd_ps(a.parts[0], b.parts[0], c.parts[0])}};
 #elif defined(__FMA__)
-  union Halves {
-    F32 whole;
-    __m256 half[2];
-  } x{a}, y{b}, z{c};
-  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
-  return z.whole;
+  return EachPart<F32>([&](int i) ANTIPHON_BODY { return _mm256_fmadd_ps(a.parts[i], b.parts[i], c.parts[i]); });
 #else
   return a * b + c;
 #endif
 }
 
-ANTIPHON_INLINE F32 Max(F32 a, F32 b) { return a > b ? a : b; }
-ANTIPHON_INLINE F32 Min(F32 a, F32 b) { return a < b ? a : b; }
-ANTIPHON_INLINE F32 Abs(F32 a) { return reinterpret_cast<F32>(reinterpret_cast<U32>(a) & 0x7fffffffu); }
-ANTIPHON_INLINE F32 ToFloat(I32 v) { return __builtin_convertvector(v, F32); }
+ANTIPHON_INLINE F32 Max(const F32& a, const F32& b) { return Select(a > b, a, b); }
+ANTIPHON_INLINE F32 Min(const F32& a, const F32& b) { return Select(a < b, a, b); }
+ANTIPHON_INLINE F32 Abs(const F32& a) { return As<F32>(As<U32>(a) & 0x7fffffffu); }
 
-// Lane numbers 0 .. 15.
-ANTIPHON_INLINE I32 Iota() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-
-// Rotates v: lane i of the result is lane (i + step) mod 16 of v.
-ANTIPHON_INLINE F32 Rotated(F32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
-ANTIPHON_INLINE I32 Rotated(I32 v, int step) { return __builtin_shuffle(v, (Iota() + step) & (kLanes - 1)); }
-
-// Adds in a fixed order: the upper half to the lower half, until one lane is left.
-ANTIPHON_INLINE float Sum(F32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v += Rotated(v, half);
-  return v[0];
-}
-
-ANTIPHON_INLINE float Largest(F32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v = Max(Rotated(v, half), v);
-  return v[0];
-}
-
-ANTIPHON_INLINE int32_t Smallest(I32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    const I32 rotated = Rotated(v, half);
-    v = rotated < v ? rotated : v;
+// Combines the upper half of the lanes with the lower half, by combine(lower, upper), until one lane is left.
+template <typename Number, typename Combine>
+ANTIPHON_INLINE Number Reduce(Vector<Number, kLanes> v, const Combine& combine) {
+  typedef Vector<Number, kLanes> V;
+  for (int step = V::kParts / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) v.parts[i] = combine(v.parts[i], v.parts[i + step]);
   }
-  return v[0];
+  typename V::Part part = v.parts[0];
+  for (int half = V::kPartLanes / 2; half > 0; half /= 2) {
+    part = combine(part, __builtin_shuffle(part, (Iota().parts[0] + half) & (V::kPartLanes - 1)));
+  }
+  return part[0];
 }
 
-ANTIPHON_INLINE bool IsAny(I32 v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) v |= Rotated(v, half);
-  return v[0] != 0;
+ANTIPHON_INLINE float Sum(const F32& v) {
+  return Reduce(v, [](auto low, auto high) ANTIPHON_BODY { return low + high; });
+}
+ANTIPHON_INLINE float Largest(const F32& v) {
+  return Reduce(v, [](auto low, auto high) ANTIPHON_BODY { return high > low ? high : low; });
+}
+ANTIPHON_INLINE int32_t Smallest(const I32& v) {
+  return Reduce(v, [](auto low, auto high) ANTIPHON_BODY { return high < low ? high : low; });
+}
+
+// A bit for each lane of a mask.
+ANTIPHON_INLINE uint32_t Bits(const I32& mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask.parts[0]));
+#elif defined(__AVX2__)
+  const uint32_t low = static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask.parts[0])));
+  return low | static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask.parts[1]))) << 8;
+#else
+  if (Reduce(mask, [](auto low, auto high) ANTIPHON_BODY { return low | high; }) == 0) return 0;
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (mask[lane] != 0) bits |= 1u << lane;
+  }
+  return bits;
+#endif
 }
 
 // exp(x) to about 1 ulp for x <= 88; 0 below -87.33, -inf included; NaN stays NaN. Cephes' polynomial after
 // Cody-Waite reduction.
-ANTIPHON_INLINE F32 Exp(F32 x) {
-  const F32 clamped = x < -87.33f ? Splat(-87.33f) : (x > 88.0f ? Splat(88.0f) : x);
+ANTIPHON_INLINE F32 Exp(const F32& x) {
+  const F32 clamped = Select(x < -87.33f, Splat(-87.33f), Select(x > 88.0f, Splat(88.0f), x));
   const F32 shifted = Fma(clamped, Splat(1.44269504f), Splat(12582912.0f));  // 1.5 * 2^23: rounds
   const F32 n = shifted - 12582912.0f;
   F32 r = Fma(n, Splat(-0.693359375f), clamped);
@@ -127,35 +284,24 @@ ANTIPHON_INLINE F32 Exp(F32 x) {
   p = Fma(p, r, Splat(5.0000001201e-1f));
   p = Fma(p, r * r, r + 1.0f);
   // Multiplied, not added to the exponent's bits: NaN must stay NaN.
-  const U32 power = (reinterpret_cast<U32>(shifted) - (0x4b400000u - 127u)) << 23;
-  return x < -87.33f ? F32{} : p * reinterpret_cast<F32>(power);
+  const U32 power = (As<U32>(shifted) - (0x4b400000u - 127u)) << 23u;
+  return Select(x < -87.33f, F32{}, p * As<F32>(power));
 }
 
-ANTIPHON_INLINE float HalfToFloat(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t rest = half & 0x7fffu;
-  uint32_t bits;
-  if (rest >= 0x7c00u) {
-    bits = 0x7f800000u | (rest & 0x3ffu) << 13;  // infinity, NaN
-  } else if (rest >= 0x400u) {
-    bits = (rest << 13) + 0x38000000u;
-  } else {
-    const float small = static_cast<float>(rest) * 5.9604644775390625e-8f;  // subnormal: units of 2^-24
-    memcpy(&bits, &small, sizeof(bits));
-  }
-  bits |= sign;
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
+ANTIPHON_INLINE F32 HalvesToFloats(const U32& halves) {
+  const U32 rest = halves & 0x7fffu, sign = (halves & 0x8000u) << 16u, shifted = rest << 13u;
+  const I32 size = As<I32>(rest);
+  const F32 small = Converted<F32>(size) * 5.9604644775390625e-8f;  // subnormal: units of 2^-24
+  const F32 normal = As<F32>(shifted + 0x38000000u);
+  const F32 special = As<F32>(shifted | 0x7f800000u);  // infinity, NaN
+  const F32 magnitude = Select(size < 0x400, small, Select(size < 0x7c00, normal, special));
+  return As<F32>(As<U32>(magnitude) | sign);
 }
 
 // Rounds to the nearest, ties to even; a number that float16 cannot hold becomes its largest number, 65504.
 ANTIPHON_INLINE uint16_t FloatToHalf(float value) {
   if (value > 65504.0f) value = 65504.0f;
   if (value < -65504.0f) value = -65504.0f;
-#if defined(__F16C__)
-  return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#else
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
   const uint32_t sign = bits >> 16 & 0x8000u;
@@ -170,37 +316,44 @@ ANTIPHON_INLINE uint16_t FloatToHalf(float value) {
   }
   bits += 0xfffu + (bits >> 13 & 1u);
   return static_cast<uint16_t>(sign | ((bits - 0x38000000u) >> 13));
-#endif
 }
 
 // Elements of a cache: float as it is, uint16_t as float16.
 ANTIPHON_INLINE F32 LoadElements(const float* from) { return Load(from); }
 ANTIPHON_INLINE F32 LoadElements(const uint16_t* from) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<F32>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  return {{_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))}};
 #elif defined(__F16C__)
-  union Halves {
-    __m256 half[2];
-    F32 whole;
-  } v;
-  v.half[0] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  v.half[1] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8)));
-  return v.whole;
+  return EachPart<F32>([&](int i) ANTIPHON_BODY {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * F32::kPartLanes)));
+  });
 #else
-  float lanes[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = HalfToFloat(from[lane]);
-  return Load(lanes);
+  typedef uint16_t Halves __attribute__((vector_size(kRegisterBytes / 2)));
+  const U32 half = EachPart<U32>([&](int i) ANTIPHON_BODY {
+    Halves part;
+    memcpy(&part, from + i * U32::kPartLanes, sizeof(part));
+    return __builtin_convertvector(part, U32::Part);
+  });
+  return HalvesToFloats(half);
 #endif
 }
 
 // The first `count` of sixteen.
-ANTIPHON_INLINE void StoreElements(float* to, F32 v, int count) { StorePart(to, v, count); }
-ANTIPHON_INLINE void StoreElements(uint16_t* to, F32 v, int count) {
+ANTIPHON_INLINE void StoreElements(float* to, const F32& v, int count) { StorePart(to, v, count); }
+ANTIPHON_INLINE void StoreElements(uint16_t* to, const F32& v, int count) {
 #if defined(__AVX512F__)
   const F32 bounded = Min(Max(v, Splat(-65504.0f)), Splat(65504.0f));
-  const __m256i half =
-      _mm512_cvtps_ph(reinterpret_cast<__m512>(bounded), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i half = _mm512_cvtps_ph(bounded.parts[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1), half);
+#elif defined(__F16C__)
+  const F32 largest = Splat(65504.0f);
+  const F32 bounded = Select(v > largest, largest, Select(v < -largest, -largest, v));
+  uint16_t halves[kLanes];
+  for (int i = 0; i < F32::kParts; ++i) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(halves + i * F32::kPartLanes),
+                     _mm256_cvtps_ph(bounded.parts[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  memcpy(to, halves, static_cast<size_t>(count) * sizeof(*to));
 #else
   for (int lane = 0; lane < count; ++lane) to[lane] = FloatToHalf(v[lane]);
 #endif
@@ -208,16 +361,28 @@ ANTIPHON_INLINE void StoreElements(uint16_t* to, F32 v, int count) {
 
 // rows[i][j] <-> rows[j][i].
 ANTIPHON_INLINE void Transpose(F32 rows[kLanes]) {
-  const I32 lane = Iota();
+  constexpr int kPartLanes = F32::kPartLanes;
+#pragma GCC unroll 4
   for (int step = kLanes / 2; step > 0; step /= 2) {
-    const I32 is_high = (lane & step) != 0;
-    const I32 low_mask = is_high ? lane - step + kLanes : lane;
-    const I32 high_mask = is_high ? lane + kLanes : lane + step;
+#pragma GCC unroll 16
     for (int row = 0; row < kLanes; ++row) {
       if (row & step) continue;
       const F32 low = rows[row], high = rows[row + step];
-      rows[row] = __builtin_shuffle(low, high, low_mask);
-      rows[row + step] = __builtin_shuffle(low, high, high_mask);
+      if (step >= kPartLanes) {  // whole parts change their places
+        for (int i = 0; i < F32::kParts; ++i) {
+          const int other = step / kPartLanes;
+          rows[row].parts[i] = i & other ? high.parts[i - other] : low.parts[i];
+          rows[row + step].parts[i] = i & other ? high.parts[i] : low.parts[i + other];
+        }
+      } else {
+        const I32::Part lane = Iota().parts[0], is_high = (lane & step) != 0;
+        const I32::Part low_mask = is_high ? lane - step + kPartLanes : lane;
+        const I32::Part high_mask = is_high ? lane + kPartLanes : lane + step;
+        for (int i = 0; i < F32::kParts; ++i) {
+          rows[row].parts[i] = __builtin_shuffle(low.parts[i], high.parts[i], low_mask);
+          rows[row + step].parts[i] = __builtin_shuffle(low.parts[i], high.parts[i], high_mask);
+        }
+      }
     }
   }
 }

@@ -12,6 +12,7 @@ from typing import Literal
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import BundleError, load_bundle
+from antiphon.model.ops.kernel_runs import KernelError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.service.server.settings import SHIPPED_BUNDLE, usable_cores
@@ -76,7 +77,7 @@ def _add_sentences(parser: argparse.ArgumentParser) -> None:
 def _add_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=_positive, nargs="+", metavar="N",
-        help="rows of decode (default: 1 8 32 64 128) and of engine (default: 32)",
+        help="rows of decode (default: 1 8 32 64 128), of engine (default: 32) and of kernels (default: 1 8 32 64)",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=_positive, default=usable_cores(), metavar="N", help="CPU threads (default: all cores)"
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         _check_outputs(args)
         with tempfile.TemporaryDirectory(prefix="antiphon-bench-") as scratch:
             _measure(args, _setup(args, Path(scratch)))
-    except (BenchError, BundleError, TokenizerError, GraphError, WorkspaceError) as error:
+    except (BenchError, BundleError, TokenizerError, GraphError, WorkspaceError, KernelError) as error:
         print(f"antiphon bench: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BenchFailure as failure:

@@ -13,6 +13,7 @@ from antiphon.service.tools.bench.sections.beams import beams
 from antiphon.service.tools.bench.sections.decode import decode
 from antiphon.service.tools.bench.sections.encode import encode
 from antiphon.service.tools.bench.sections.host import host
+from antiphon.service.tools.bench.sections.kernels import kernels
 from antiphon.service.tools.bench.sections.memory import memory
 from antiphon.service.tools.bench.sections.poisson import poisson
 from antiphon.service.tools.bench.sections.sampling import sampling
@@ -30,4 +31,5 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "engine": engine,
     "host": host,
     "startup": startup,
+    "kernels": kernels,
 }

@@ -1,0 +1,240 @@
+// Exact integer sums of int8 products, for tiles of rows and panels. Included by one file per instruction set; simd.h
+// lists the rules for such files.
+//
+// DotTile<Rows, Panels, fetches> writes sums [Rows][Panels][16]. Each load of weights or activations feeds several
+// products, since loads are the bottleneck of one row and one panel. Sums are exact, so their order does not matter.
+// fetches: the tile fetches the weights of the next panels while it multiplies.
+//
+// A tile has up to kDotRows rows of one panel, or up to kWideDotRows rows of kDotPanels panels. Its sums, the weights
+// and one vector of activations fit into the registers.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace antiphon {
+namespace {
+
+// Four adjacent activations.
+ANTIPHON_INLINE int32_t Four(const uint8_t* from) {
+  int32_t four;
+  memcpy(&four, from, sizeof(four));
+  return four;
+}
+
+constexpr int kFetchRows = 3;  // least height of a tile that fetches
+
+// Fetches the weights of the next panels for four inputs into the second-level cache.
+template <int Panels>
+ANTIPHON_INLINE void FetchNext(const int8_t* columns, int64_t padded, int64_t k) {
+#pragma GCC unroll 4
+  for (int p = 0; p < Panels; ++p) __builtin_prefetch(columns + ((Panels + p) * padded + k) * kPanel, 0, 2);
+}
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kDotRows = 6, kDotPanels = 4, kWideDotRows = 6;
+
+// One core of a Zen 5, of 522 billion multiply-adds a second: inlined 345, as a function 455.
+template <int Rows, int Panels, bool fetches>
+__attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  __m512i chains[Rows][Panels];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+    for (int p = 0; p < Panels; ++p) chains[r][p] = _mm512_setzero_si512();
+  }
+  for (int64_t k = 0; k < padded; k += 4) {
+    __m512i weights[Panels];
+#pragma GCC unroll 16
+    for (int p = 0; p < Panels; ++p) weights[p] = _mm512_loadu_si512(columns + (p * padded + k) * kPanel);
+    if constexpr (fetches) FetchNext<Panels>(columns, padded, k);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const __m512i inputs = _mm512_set1_epi32(Four(rows + r * padded + k));
+#pragma GCC unroll 16
+      for (int p = 0; p < Panels; ++p) chains[r][p] = _mm512_dpbusd_epi32(chains[r][p], inputs, weights[p]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+    for (int p = 0; p < Panels; ++p) _mm512_storeu_si512(sums + (r * Panels + p) * kPanel, chains[r][p]);
+  }
+}
+
+// One row and one panel: memory is the bottleneck, and is read in order. Four chains of additions hide the latency of
+// an instruction.
+template <>
+inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+  __m512i chains[4] = {};
+  for (int64_t k = 0; k < padded; k += 16) {
+#pragma GCC unroll 4
+    for (int chain = 0; chain < 4; ++chain) {
+      const __m512i weights = _mm512_loadu_si512(columns + (k + 4 * chain) * kPanel);
+      chains[chain] = _mm512_dpbusd_epi32(chains[chain], _mm512_set1_epi32(Four(row + k + 4 * chain)), weights);
+    }
+  }
+  const __m512i halves[2] = {_mm512_add_epi32(chains[0], chains[1]), _mm512_add_epi32(chains[2], chains[3])};
+  _mm512_storeu_si512(sums, _mm512_add_epi32(halves[0], halves[1]));
+}
+
+#elif defined(__AVX2__)
+
+ANTIPHON_INLINE __m256i LoadHalf(const int8_t* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+ANTIPHON_INLINE void StoreHalf(int32_t* to, __m256i half) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+}
+
+#if defined(__AVXVNNI__)
+
+constexpr int kDotRows = 6, kDotPanels = 2, kWideDotRows = 3;
+
+// Half a panel, eight columns, fills a register (one core of a Zen 5: 230 billion multiply-adds a second, with the
+// instructions of AVX2 85).
+template <int Rows, int Panels, bool fetches>
+__attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  constexpr int kHalves = 2 * Panels;
+  __m256i chains[Rows][kHalves];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+    for (int h = 0; h < kHalves; ++h) chains[r][h] = _mm256_setzero_si256();
+  }
+  for (int64_t k = 0; k < padded; k += 4) {
+    __m256i weights[kHalves];
+#pragma GCC unroll 16
+    for (int h = 0; h < kHalves; ++h) weights[h] = LoadHalf(columns + (h / 2 * padded + k) * kPanel + h % 2 * 32);
+    if constexpr (fetches) FetchNext<Panels>(columns, padded, k);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const __m256i inputs = _mm256_set1_epi32(Four(rows + r * padded + k));
+#pragma GCC unroll 16
+      for (int h = 0; h < kHalves; ++h) chains[r][h] = _mm256_dpbusd_avx_epi32(chains[r][h], inputs, weights[h]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+    for (int h = 0; h < kHalves; ++h) StoreHalf(sums + r * Panels * kPanel + 8 * h, chains[r][h]);
+  }
+}
+
+template <>
+inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+  __m256i chains[4][2] = {};
+  for (int64_t k = 0; k < padded; k += 16) {
+#pragma GCC unroll 4
+    for (int chain = 0; chain < 4; ++chain) {
+      const __m256i inputs = _mm256_set1_epi32(Four(row + k + 4 * chain));
+      const int8_t* weights = columns + (k + 4 * chain) * kPanel;
+      chains[chain][0] = _mm256_dpbusd_avx_epi32(chains[chain][0], inputs, LoadHalf(weights));
+      chains[chain][1] = _mm256_dpbusd_avx_epi32(chains[chain][1], inputs, LoadHalf(weights + 32));
+    }
+  }
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    const __m256i first = _mm256_add_epi32(chains[0][h], chains[1][h]);
+    StoreHalf(sums + 8 * h, _mm256_add_epi32(first, _mm256_add_epi32(chains[2][h], chains[3][h])));
+  }
+}
+
+#else
+
+constexpr int kDotRows = 6, kDotPanels = 1, kWideDotRows = 6;
+
+// Multiplied in 16 bits, since sums of two 8-bit products would saturate. Weights with even and odd numbers are widened
+// by shifts, once for all rows of the tile (one core of a Zen 5: one row at a time 60 billion multiply-adds a second,
+// six rows 85).
+template <int Rows, int Panels, bool fetches>
+__attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  static_assert(Panels == 1, "one panel has as many sums as there are registers");
+  const __m256i low_bytes = _mm256_set1_epi16(0xff);
+  __m256i chains[Rows][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) chains[r][0] = chains[r][1] = _mm256_setzero_si256();
+  for (int64_t k = 0; k < padded; k += 4) {
+    if constexpr (fetches) FetchNext<Panels>(columns, padded, k);
+    __m256i even[2], odd[2];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256i weights = LoadHalf(columns + k * kPanel + 32 * h);
+      odd[h] = _mm256_srai_epi16(weights, 8);
+      even[h] = _mm256_srai_epi16(_mm256_slli_epi16(weights, 8), 8);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const __m256i inputs = _mm256_set1_epi32(Four(rows + r * padded + k));
+      const __m256i even_inputs = _mm256_and_si256(inputs, low_bytes), odd_inputs = _mm256_srli_epi16(inputs, 8);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        chains[r][h] = _mm256_add_epi32(chains[r][h], _mm256_madd_epi16(even[h], even_inputs));
+        chains[r][h] = _mm256_add_epi32(chains[r][h], _mm256_madd_epi16(odd[h], odd_inputs));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+    StoreHalf(sums + r * kPanel, chains[r][0]);
+    StoreHalf(sums + r * kPanel + 8, chains[r][1]);
+  }
+}
+
+// One row: widened weights would serve only once. Instead, each activation is split into two numbers of 4 bits, whose
+// products can be added in 16 bits: eight sums of two products are at most 8 * 2 * 15 * 128 = 30720.
+template <>
+inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+  constexpr int kSteps = 8;
+  const __m256i low_bits = _mm256_set1_epi8(15);
+  __m256i totals[2] = {};
+  for (int64_t k = 0; k < padded; k += 4 * kSteps) {
+    const __m256i inputs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k));
+    alignas(32) int32_t low_inputs[kSteps], high_inputs[kSteps];
+    StoreHalf(low_inputs, _mm256_and_si256(inputs, low_bits));
+    StoreHalf(high_inputs, _mm256_and_si256(_mm256_srli_epi16(inputs, 4), low_bits));
+    __m256i low[2] = {}, high[2] = {};
+#pragma GCC unroll 2
+    for (int step = 0; step < kSteps; ++step) {
+      const __m256i lows = _mm256_set1_epi32(low_inputs[step]), highs = _mm256_set1_epi32(high_inputs[step]);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        __m256i weights = LoadHalf(columns + (k + 4 * step) * kPanel + 32 * h);
+        asm("" : "+x"(weights));  // loaded once: loads are the bottleneck
+        low[h] = _mm256_add_epi16(low[h], _mm256_maddubs_epi16(lows, weights));
+        high[h] = _mm256_add_epi16(high[h], _mm256_maddubs_epi16(highs, weights));
+      }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      totals[h] = _mm256_add_epi32(totals[h], _mm256_madd_epi16(low[h], _mm256_set1_epi16(1)));
+      totals[h] = _mm256_add_epi32(totals[h], _mm256_madd_epi16(high[h], _mm256_set1_epi16(16)));
+    }
+  }
+  StoreHalf(sums, totals[0]);
+  StoreHalf(sums + 8, totals[1]);
+}
+
+#endif  // AVX-VNNI
+#else
+
+constexpr int kDotRows = 1, kDotPanels = 1, kWideDotRows = 1;
+
+template <int Rows, int Panels, bool fetches>
+ANTIPHON_INLINE void DotTile(const uint8_t* row, const int8_t* columns, int64_t padded, int32_t* sums) {
+  static_assert(Rows == 1 && Panels == 1, "one at a time");
+  int32_t totals[kPanel] = {};
+  for (int64_t k = 0; k < padded; k += 4) {
+    const int8_t* weights = columns + k * kPanel;
+    for (int64_t column = 0; column < kPanel; ++column) {
+      for (int64_t j = 0; j < 4; ++j) totals[column] += static_cast<int32_t>(row[k + j]) * weights[4 * column + j];
+    }
+  }
+  memcpy(sums, totals, sizeof(totals));
+}
+
+#endif
+
+}  // namespace
+}  // namespace antiphon
