@@ -24,7 +24,7 @@ BLOCK_RESERVE = 4
 
 
 def may_encode_early(runner: Runner, limits: EngineLimits, num_waiting: int, *, is_contended: bool) -> bool:
-    """Return whether sources may be encoded early: at least half as many requests wait as there are rows, of one caller.
+    """Return whether sources may be encoded early: half as many requests wait as there are rows, all of one caller.
 
     With few requests in the queue, early ones could wait in one lane while another lane has free rows.
     """
