@@ -57,6 +57,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("section", "cases"),
     [
         ("engine", {("tokens/s", True), ("tokens/CPU s", True)}),
+        ("growth", {("tokens/s", False)}),
         ("host", {("us of CPU", False)}),
         ("grpc_overhead", {("tokens/s", True)}),
         ("startup", {("s", False), ("MB", False)}),

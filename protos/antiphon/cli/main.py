@@ -243,6 +243,7 @@ the speed of a replica is a measurement; see docs/CAPACITY.md""",
 decode, encode, poisson, memory: against CTranslate2 (pip install ctranslate2) at its best settings, outputs compared
 grpc_overhead: a client with 64 streams against the engine alone
 engine: continuous batching against static batches with the same graphs
+growth: the engine by rows, for every division of the threads into lanes
 host: CPU time of the engine's own work, with a runner that computes nothing
 startup: time until ready, and resident memory
 kernels: rates of products and attention on one core, against a bare loop of the same instruction""",

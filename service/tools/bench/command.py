@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sentences(parser)
     _add_scale(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE as one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the decode section to FILE, as PNG")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the section decode, or else growth, to FILE, as PNG"
+    )
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write the time of each graph operator to FILE")
 
 
@@ -118,9 +120,10 @@ def _measure(args: argparse.Namespace, setup: Setup) -> None:
     if args.json is not None:
         _write("--json", args.json, to_json(findings, args.threads))
     if args.plot is not None:
-        from antiphon.service.tools.bench.plot import plot_decode
+        from antiphon.service.tools.bench.plot import plot_decode, plot_growth
 
-        plot_decode(args.plot, findings, machine(args.threads))
+        draw = plot_decode if "decode" in names else plot_growth
+        draw(args.plot, findings, machine(args.threads))
     if args.profile is not None:
         profiles = f"{machine(args.threads)}\n{profile_nodes(setup)}"
         print(profiles)
@@ -134,8 +137,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"--{flag} {path}: {path.absolute().parent} is not a directory")
     if args.plot is not None:
-        if args.section and "decode" not in args.section:
-            raise BenchError("--plot draws the decode section; add it to --section")
+        if args.section and not {"decode", "growth"}.intersection(args.section):
+            raise BenchError("--plot draws the section decode, or else growth; add one of them to --section")
         if importlib.util.find_spec("matplotlib") is None:
             raise BenchError("--plot needs matplotlib, which is not installed; run: pip install matplotlib")
     if args.work is not None and args.work.exists() and not args.work.is_dir():

@@ -32,6 +32,7 @@ from antiphon.service.tools.bench.drivers.null_runner import NullRunner
 from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.drivers.static import translate_static
 from antiphon.service.tools.bench.node_profile import summary
+from antiphon.service.tools.bench.plot import plot_growth
 from antiphon.service.tools.bench.report import (
     BenchError,
     BenchFailure,
@@ -43,6 +44,7 @@ from antiphon.service.tools.bench.report import (
     table,
     to_json,
 )
+from antiphon.service.tools.bench.sections.growth import divisions
 from antiphon.service.tools.bench.sections.host import HostTime, measure, split
 from antiphon.service.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
 from antiphon.service.tools.bench.timing import alternate
@@ -407,3 +409,25 @@ def test_host_time_is_split_into_requests_and_steps() -> None:
     short = HostTime(num_requests=10, num_steps=20, engine_s=10 * 5e-6 + 20 * 3e-6, loop_s=0.0)
     long = HostTime(num_requests=10, num_steps=70, engine_s=10 * 5e-6 + 70 * 3e-6, loop_s=0.0)
     assert split(short, long) == pytest.approx((5.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("threads", "expected"),
+    [
+        (1, [(1, 1)]),
+        (2, [(1, 1), (1, 2), (2, 2)]),
+        (6, [(1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 4), (1, 6), (2, 6), (6, 6)]),
+    ],
+)
+def test_growth_measures_every_division_of_powers_of_two(threads: int, expected: list[tuple[int, int]]) -> None:
+    assert divisions(threads) == expected
+
+
+def test_plot_of_growth_has_a_line_for_each_case(tmp_path: Path) -> None:
+    findings = [
+        Finding(name="growth", case=case, rows=rows, antiphon=100.0 * rows, unit="tokens/s")
+        for case in ("1 x 1 threads", "2 x 1 threads")
+        for rows in (1, 8)
+    ]
+    plot_growth(tmp_path / "growth.png", findings, "a machine")
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")

@@ -12,6 +12,7 @@ from antiphon.service.tools.bench.report import Finding
 from antiphon.service.tools.bench.sections.beams import beams
 from antiphon.service.tools.bench.sections.decode import decode
 from antiphon.service.tools.bench.sections.encode import encode
+from antiphon.service.tools.bench.sections.growth import growth
 from antiphon.service.tools.bench.sections.host import host
 from antiphon.service.tools.bench.sections.kernels import kernels
 from antiphon.service.tools.bench.sections.memory import memory
@@ -29,6 +30,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "memory": memory,
     "grpc_overhead": grpc_overhead,
     "engine": engine,
+    "growth": growth,
     "host": host,
     "startup": startup,
     "kernels": kernels,
