@@ -130,8 +130,8 @@ def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[s
 def compile_engine(root: Path) -> Path | None:
     """Compile the engine's modules in place, and return the library that they share; None if it cannot be compiled.
 
-    Does nothing if the library is newer than all modules. Without mypyc, or without the headers of Python, prints what
-    is missing, and removes earlier results. Raises BuildError if the compiler refuses a module.
+    Does nothing if the library is newer than all modules. If mypyc, the headers of Python or a C compiler that takes
+    the result are missing, prints what is missing, and removes earlier results.
     """
     library = root / PROTO_ROOT / f"{_ENGINE_LIBRARY}__mypyc{sysconfig.get_config_var('EXT_SUFFIX')}"
     sources = sorted(path for path in (root / ENGINE).rglob("*.py") if path.name != "__init__.py")
@@ -152,7 +152,11 @@ def compile_engine(root: Path) -> Path | None:
         for name, target in (own | {"model": root / "model", "service": root / "service"}).items():
             (package / name).symlink_to(target.resolve())
         names = [str("antiphon" / path.relative_to(root)) for path in sources]
-        _call([sys.executable, "-c", _COMPILE_ENGINE, *names], Path(temporary), "mypyc")
+        try:
+            _call([sys.executable, "-c", _COMPILE_ENGINE, *names], Path(temporary), "mypyc")
+        except BuildError as error:  # mypyc makes every warning of the C compiler an error
+            print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
+            return None
         built = Path(temporary) / "built"
         for path in (built / "antiphon").rglob("*.so"):
             shutil.copy(path, root / path.relative_to(built / "antiphon"))
