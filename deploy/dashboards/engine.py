@@ -42,7 +42,8 @@ def _queue() -> list[Panel]:
 
 BATCHES = About(
     title="Batches",
-    text="Means: rows of a decoder step, sources of an encoder run, tokens in a stream message. "
+    text="Means: rows of a decoder step, rows empty while requests wait, sources of an encoder run, tokens "
+    "in a stream message. "
     "Good: rows grow with the load, because all rows of a step share one read of the weights.",
     unit="none",
 )
@@ -67,6 +68,7 @@ def _steps() -> list[Panel]:
             BATCHES,
             {
                 "rows a step": mean("decode_batch_size"),
+                "empty rows": total(rate(of_model("empty_row_seconds_total"))),
                 "sources a run": mean("encode_batch_size"),
                 "tokens a message": f"{total(rate(of_model('generation_tokens_total')))} / {messages}",
             },
