@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -63,7 +63,19 @@ async def test_second_request_runs_while_the_step_of_the_first_is_held(two: Benc
     assert tokens_of(await read(held)) == two.runner.answer(source_of(target_len=3))[0]
 
 
-async def test_rows_are_divided_equally_among_lanes(two: Bench, gates: list[Gate]) -> None:
+async def test_rows_are_divided_equally_among_lanes_while_requests_wait(two: Bench, gates: list[Gate]) -> None:
+    decoded: list[list[int]] = [[] for _ in gates]
+
+    def watch(gate: Gate, rows: list[int]) -> Callable[[int], None]:
+        def note(num_rows: int) -> None:
+            gate(num_rows)
+            if two.engine.num_waiting:
+                rows.append(num_rows)
+
+        return note
+
+    for runner, gate, rows in zip(two.runners, gates, decoded, strict=True):
+        runner.before_decode = watch(gate, rows)
     streams = [two.submit(str(index), source_of(target_len=20, variant=index)) for index in range(3 * ROWS)]
     for gate in gates:
         await arrive(gate)
@@ -71,7 +83,7 @@ async def test_rows_are_divided_equally_among_lanes(two: Bench, gates: list[Gate
         gate.open()
     for stream in streams:
         await read(stream)
-    assert [max(runner.decoded_rows) for runner in two.runners] == [ROWS // 2, ROWS // 2]
+    assert list(map(max, decoded)) == [ROWS // 2, ROWS // 2]
 
 
 async def test_cancellation_reaches_the_lane_of_the_request(two: Bench, gates: list[Gate]) -> None:
