@@ -138,8 +138,8 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/deploy.lock $(ARGS)
 
 clean: ## Remove .venv and all build results.
-	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis model/ops/*.so protos/*.so
-	find service/engine -name '*.so' -delete
+	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find model/ops service/engine protos -name '*.so' -delete
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.

@@ -48,13 +48,16 @@ ENGINE = Path("service/engine")
 _NOT_COMPILED = ENGINE / "constraints"
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
+_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
+# Run by another interpreter, because mypyc compiles in the working directory. Arguments: name of the library, modules.
+# mypyc makes every warning of the C compiler an error.
 _COMPILE_ENGINE = """
 import sys
 from mypyc.build import mypycify
 from setuptools import Distribution
 
 options = ["--config-file=", "--ignore-missing-imports", "--python-version=%d.%d" % sys.version_info[:2]]
-modules = mypycify([*options, *sys.argv[1:]], opt_level="2", multi_file=True, group_name="antiphon_engine")
+modules = mypycify([*options, *sys.argv[2:]], opt_level="2", multi_file=True, group_name=sys.argv[1])
 build = Distribution({"name": "antiphon", "ext_modules": modules}).get_command_obj("build_ext")
 build.build_lib, build.build_temp, build.parallel = "built", "objects", True
 build.ensure_finalized()
@@ -67,7 +70,7 @@ class BuildError(Exception):
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Builds stubs and native library before hatchling collects the files of a wheel or an editable install."""
+    """Builds stubs, native library and engine before hatchling collects the files of a wheel or an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build in place. The wheel is one of this platform; of this version of Python if the engine is compiled."""
@@ -80,9 +83,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
         except BuildError as error:
             self.app.abort(f"antiphon: {error}")
         if library is not None or engine is not None:
-            python = f"cp{sys.version_info.major}{sys.version_info.minor}"
             build_data["pure_python"] = False
-            build_data["tag"] = f"{f'{python}-{python}' if engine else 'py3-none'}-{_platform_tag()}"
+            build_data["tag"] = f"{_python_tag() if engine is not None else 'py3-none'}-{_platform_tag()}"
         if engine is not None:
             build_data["force_include"][str(engine)] = engine.name
 
@@ -130,47 +132,57 @@ def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[s
 def compile_engine(root: Path) -> Path | None:
     """Compile the engine's modules in place, and return the library that they share; None if it cannot be compiled.
 
-    Does nothing if the library is newer than all modules. If mypyc, the headers of Python or a C compiler that takes
-    the result are missing, prints what is missing, and removes earlier results.
+    Does nothing if nothing has changed. If mypyc, the headers of Python or a C compiler that takes the result are
+    missing, removes earlier results and prints what is missing.
     """
-    library = root / PROTO_ROOT / f"{_ENGINE_LIBRARY}__mypyc{sysconfig.get_config_var('EXT_SUFFIX')}"
-    sources = sorted(path for path in (root / ENGINE).rglob("*.py") if path.name != "__init__.py")
+    sources = [path for path in sorted((root / ENGINE).rglob("*.py")) if path.name != "__init__.py"]
     sources = [path for path in sources if root / _NOT_COMPILED not in path.parents]
-    if not sources:
-        return None
-    if library.exists() and all(path.stat().st_mtime < library.stat().st_mtime for path in (*sources, Path(__file__))):
-        return library
+    library = root / PROTO_ROOT / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
+    if not sources or _is_compiled(sources, library, root):
+        return library if sources else None
     for old in (*(root / ENGINE).rglob("*.so"), *(root / PROTO_ROOT).glob(f"{_ENGINE_LIBRARY}*.so")):
         old.unlink()
-    if (missing := _missing_for_engine()) is not None:
-        print(f"antiphon: the engine is not compiled and costs more CPU time: {missing}", file=sys.stderr)
+    try:
+        _require_for_engine()
+        with tempfile.TemporaryDirectory() as folder:
+            _run_mypyc(sources, root, Path(folder))
+            for path in (Path(folder) / "built" / "antiphon").rglob("*.so"):
+                shutil.copy(path, root / path.relative_to(Path(folder) / "built" / "antiphon"))
+            shutil.copy(Path(folder) / "built" / library.name, library)  # last: it shows that all others are there
+    except BuildError as error:
+        print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
         return None
-    with tempfile.TemporaryDirectory() as temporary:
-        package = Path(temporary) / "antiphon"
-        package.mkdir()
-        own = {path.name: path for path in (root / PROTO_ROOT / "antiphon").iterdir()}
-        for name, target in (own | {"model": root / "model", "service": root / "service"}).items():
-            (package / name).symlink_to(target.resolve())
-        names = [str("antiphon" / path.relative_to(root)) for path in sources]
-        try:
-            _call([sys.executable, "-c", _COMPILE_ENGINE, *names], Path(temporary), "mypyc")
-        except BuildError as error:  # mypyc makes every warning of the C compiler an error
-            print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
-            return None
-        built = Path(temporary) / "built"
-        for path in (built / "antiphon").rglob("*.so"):
-            shutil.copy(path, root / path.relative_to(built / "antiphon"))
-        shutil.copy(built / library.name, library)
     return library
 
 
-def _missing_for_engine() -> str | None:
-    """Return what mypyc needs and this machine lacks; None if it lacks nothing."""
+def _is_compiled(sources: Sequence[Path], library: Path, root: Path) -> bool:
+    """Return whether the library is newer than all sources, and no module is left of a source that was removed."""
+    if not library.exists() or {_module(path) for path in sources} != set((root / ENGINE).rglob("*.so")):
+        return False
+    return all(path.stat().st_mtime < library.stat().st_mtime for path in (*sources, Path(__file__)))
+
+
+def _module(source: Path) -> Path:
+    return source.with_name(source.stem + _SUFFIX)
+
+
+def _run_mypyc(sources: Sequence[Path], root: Path, folder: Path) -> None:
+    """Compile into folder/built. The package is put together there, since a source distribution has no symlinks."""
+    package = folder / "antiphon"
+    package.mkdir()
+    parts = {path.name: path for path in (root / PROTO_ROOT / "antiphon").iterdir()}
+    for name, target in (parts | {"model": root / "model", "service": root / "service"}).items():
+        (package / name).symlink_to(target.resolve())
+    names = [str("antiphon" / path.relative_to(root)) for path in sources]
+    _call([sys.executable, "-c", _COMPILE_ENGINE, _ENGINE_LIBRARY, *names], folder, "mypyc")
+
+
+def _require_for_engine() -> None:
+    """Raise BuildError if mypyc, or something that it needs, is missing."""
     if importlib.util.find_spec("mypyc") is None or importlib.util.find_spec("setuptools") is None:
-        return "install mypy and setuptools"
+        raise BuildError("install mypy and setuptools")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "no Python.h; install python3-dev, or the headers of this Python"
-    return None
+        raise BuildError("no Python.h; install python3-dev, or the headers of this Python")
 
 
 def _compile(source: Path, compiler: Sequence[str], extra: Sequence[str], root: Path, objects: Path) -> str:
@@ -195,6 +207,11 @@ def _call(command: Sequence[str], root: Path, name: str) -> None:
     if done.returncode:
         print(done.stdout, end="", file=sys.stderr)
         raise BuildError(f"{name} failed with exit status {done.returncode}")
+
+
+def _python_tag() -> str:
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return f"{version}-{version}"
 
 
 def _platform_tag() -> str:

@@ -123,15 +123,16 @@ class Int4Weight {
   NibbleWeight weight_;
 };
 
-// Quantises rows and multiplies them by int8 weights.
-class Int8Run : public KernelRun {
+// Quantises rows and multiplies them by a weight.
+template <typename Weight, auto quantize, auto product>
+class ProductRun : public KernelRun {
  public:
-  Int8Run(const Kernels& kernels, const ProductShape& shape)
+  ProductRun(const Kernels& kernels, const ProductShape& shape)
       : kernels_(kernels), shape_(shape), activations_(shape), weight_(shape), out_(shape.rows * shape.outputs) {}
 
   void Once() override {
-    kernels_.quantized_product(activations_.Quantize(kernels_.quantize), weight_.get(), Activation::kNone, 0,
-                               shape_.Panels(), out_.data(), shape_.outputs);
+    (kernels_.*product)(activations_.Quantize(kernels_.*quantize), weight_.get(), Activation::kNone, 0,
+                        shape_.Panels(), out_.data(), shape_.outputs);
   }
   double work() const override { return shape_.MultiplyAdds(); }
 
@@ -139,29 +140,12 @@ class Int8Run : public KernelRun {
   const Kernels& kernels_;
   ProductShape shape_;
   Activations activations_;
-  Int8Weight weight_;
+  Weight weight_;
   Buffer<float> out_;
 };
 
-// The same with 4-bit weights.
-class Int4Run : public KernelRun {
- public:
-  Int4Run(const Kernels& kernels, const ProductShape& shape)
-      : kernels_(kernels), shape_(shape), activations_(shape), weight_(shape), out_(shape.rows * shape.outputs) {}
-
-  void Once() override {
-    kernels_.nibble_product(activations_.Quantize(kernels_.quantize_by_row), weight_.get(), Activation::kNone, 0,
-                            shape_.Panels(), out_.data(), shape_.outputs);
-  }
-  double work() const override { return shape_.MultiplyAdds(); }
-
- private:
-  const Kernels& kernels_;
-  ProductShape shape_;
-  Activations activations_;
-  Int4Weight weight_;
-  Buffer<float> out_;
-};
+using Int8Run = ProductRun<Int8Weight, &Kernels::quantize, &Kernels::quantized_product>;
+using Int4Run = ProductRun<Int4Weight, &Kernels::quantize_by_row, &Kernels::nibble_product>;
 
 // End of a step where every sample takes its likeliest token: int8 logits of a chunk of columns, and their summaries.
 class SampleRun : public KernelRun {

@@ -10,23 +10,25 @@ from __future__ import annotations
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Task
 from antiphon.service.engine.queue.request_queue import RequestQueue
+from antiphon.service.engine.scheduling.scheduler import fits_budget
 from antiphon.service.engine.sequences.sequence import SequenceGroup
 from antiphon.service.runtime.runner import Runner
 
 # Source tokens of a run up to which it takes early groups; all rows of the lane wait for the run. Shipped model, one
 # thread of a Zen 5: 9 ms.
 EARLY_TOKENS = 512
-# Early groups of a run are at most one for this number of the lane's rows: they have left the queue, whose order and
+# A run takes at most one early group for each two rows of the lane: early groups have left the queue, so its order and
 # limits no longer apply to them.
 EARLY_ROW_SHARE = 2
-# Blocks that stay free for the rows: one in this number.
+# One block in this number stays free for the rows.
 BLOCK_RESERVE = 4
 
 
 def may_encode_early(runner: Runner, limits: EngineLimits, num_waiting: int, *, is_contended: bool) -> bool:
-    """Return whether sources may be encoded early: half as many requests wait as there are rows, all of one caller.
+    """Return whether sources may be encoded early: requests of one caller wait for more than half of the rows.
 
-    With few requests in the queue, early ones could wait in one lane while another lane has free rows.
+    With few requests in the queue, early ones could wait in one lane while another lane has free rows. Between several
+    callers, the order of service would have to include requests that have left the queue.
     """
     return runner.has_encoder and runner.has_decoder and 2 * num_waiting > limits.max_num_seqs and not is_contended
 
@@ -53,8 +55,9 @@ def early_groups(
         longest = max(longest, group.source_len)
         num_free_blocks -= group.num_cross_blocks
         is_fitting = num_tokens <= max_tokens and num_free_blocks >= num_blocks // BLOCK_RESERVE
-        is_encodable = limits.encode_budget is None or limits.encode_budget.fits(num_tokens, longest)
-        if not (is_fitting and is_encodable and group.num_rows == 1 and group.request.task is Task.GENERATE):
+        is_encodable = fits_budget(limits.encode_budget, num_tokens, longest)
+        is_single = group.num_rows == 1 and group.request.task is Task.GENERATE
+        if not (is_fitting and is_encodable and is_single):
             break
         found.append(group)
     return tuple(found)

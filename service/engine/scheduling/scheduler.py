@@ -46,7 +46,7 @@ class Waiting(Protocol):
 W = TypeVar("W", bound=Waiting)
 
 
-class Batch(NamedTuple, Generic[W]):
+class Batch(NamedTuple, Generic[W]):  # mypyc refuses generic dataclasses
     """Sequences that join at one step, in order of arrival.
 
     num_deferred: consecutive steps, this one included, in which free rows stayed empty to be filled together later.
@@ -88,12 +88,13 @@ def schedule(
         tokens -= sequence.num_prefill_tokens
         source_tokens += sequence.source_len
         longest = max(longest, sequence.source_len)
-        is_over = tokens < 0 or not _may_encode(limits.encode_budget, source_tokens, longest)
+        is_over = tokens < 0 or not fits_budget(limits.encode_budget, source_tokens, longest)
         if rows < 0 or blocks < 0 or (is_over and joining):
             break
         joining.append(sequence)
     return Batch(joining=tuple(joining))
 
 
-def _may_encode(budget: EncodeBudget | None, num_tokens: int, longest: int) -> bool:
+def fits_budget(budget: EncodeBudget | None, num_tokens: int, longest: int) -> bool:
+    """Return whether sources of num_tokens tokens together, the longest of `longest`, may be encoded in one run."""
     return budget is None or budget.fits(num_tokens, longest)

@@ -60,7 +60,10 @@ class NullRunner:
         raise NotImplementedError
 
     def decode(self, batch: DecodeBatch) -> Samples:
-        """Return the end token for rows at their last position, else a word; candidates are words in falling order."""
+        """Return the end token for rows at their last position, else the same word for every row.
+
+        The candidates of a row are successive ids; the end token is the first one at the last position.
+        """
         self.num_steps, self.thread_s = self.num_steps + 1, time.thread_time()
         is_last = batch.positions >= self._last
         width = batch.max_num_logprobs

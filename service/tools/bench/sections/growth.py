@@ -6,9 +6,8 @@ All requests are queued at the start. Divisions that use fewer threads show what
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
-from antiphon.service.runtime.lanes import open_lanes
-from antiphon.service.runtime.warm_up import warm_up
 from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.report import Finding
 from antiphon.service.tools.bench.sections.decode import ROWS, num_requests
@@ -19,7 +18,7 @@ from antiphon.service.tools.bench.timing import timed
 def growth(setup: Setup) -> list[Finding]:
     """Measure every model with every division of 1, 2, 4 and so on threads, up to all of them."""
     return [
-        _at_rows(subject, rows, num_lanes, threads, setup.repeat)
+        _at_rows(subject, rows, replace(setup, lanes=num_lanes, threads=threads))
         for subject in setup.subjects()
         for num_lanes, threads in divisions(setup.threads)
         for rows in setup.rows or ROWS
@@ -33,19 +32,17 @@ def divisions(threads: int) -> list[tuple[int, int]]:
     return [(lanes, total) for total in totals for lanes in totals if lanes <= total and total % lanes == 0]
 
 
-def _at_rows(subject: Subject, rows: int, num_lanes: int, threads: int, num_runs: int) -> Finding:
-    runners = open_lanes(subject.bundle, num_lanes=num_lanes, max_rows=rows, threads=threads)
-    for runner in runners:
-        warm_up(runner)
+def _at_rows(subject: Subject, rows: int, setup: Setup) -> Finding:
+    runners = setup.runners(subject, rows)
     sources, limit = subject.sources(num_requests(subject, rows)), subject.max_new_tokens
     rates = []
     with Offline(*runners, rows=rows) as offline:
-        for _ in range(1 + num_runs):
+        for _ in range(1 + setup.repeat):
             speed = timed(lambda: offline.translate(sources, concurrency=len(sources), max_new_tokens=limit))
             rates.append(speed.num_tokens / speed.seconds)
     return Finding(
         name="growth",
-        case=f"{subject.name}, {num_lanes} x {threads // num_lanes} threads",
+        case=f"{subject.name}, {len(runners)} x {setup.threads // len(runners)} threads",
         rows=rows,
         antiphon=round(statistics.median(rates[1:]), 1),  # the first run is not measured
         unit="tokens/s",
