@@ -214,10 +214,11 @@ async def _serve_calls(
         await probes.ready()
         async with _admin(config, access, control, shared, telemetry) as admin_port:
             ports = _Ports(port=port, metrics=metrics_port, admin=admin_port, probe=probe_port)
-            print(_ready_line(config, served, ports), flush=True)
             running = Running(control=control, calls=calls, probes=probes)
             grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
             async with _monitored(config, control, probes, shared):
+                # Last of all: whoever reads this line may scrape the metrics at once and finds all of them.
+                print(_ready_line(config, served, ports), flush=True)
                 return await running.until_stopped(stop, grace), server
 
 

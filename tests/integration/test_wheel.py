@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_wheel_contains_stubs_types_licence_and_native_library(wheel: Path) -> N
         assert {f"antiphon/{package}/{name}" for name in ("inference.proto", *stubs)} <= names
     assert {"antiphon/py.typed", "antiphon/model/ops/_native.so"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.skipif(not (Path(sysconfig.get_path("include")) / "Python.h").exists(), reason="no headers of Python")
+def test_wheel_contains_the_compiled_engine_and_is_of_one_version_of_python(wheel: Path) -> None:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"antiphon_engine__mypyc{suffix}", f"antiphon/service/engine/engine{suffix}"} <= names
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{version}-{version}-" in wheel.name
 
 
 def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
