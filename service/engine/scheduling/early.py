@@ -17,10 +17,11 @@ from antiphon.service.runtime.runner import Runner
 # Source tokens of a run up to which it takes early groups; all rows of the lane wait for the run. Shipped model, one
 # thread of a Zen 5: 9 ms.
 EARLY_TOKENS = 512
-# A run takes at most one early group for each two rows of the lane: early groups have left the queue, so its order and
-# limits no longer apply to them.
+# A run takes at most one early group for each two rows of the lane, and searches of at most as many beams as it has
+# rows: early groups have left the queue, so its order and limits no longer apply to them.
 EARLY_ROW_SHARE = 2
-# One block in this number stays free for the rows.
+# One block in this number stays free for the rows. An early group starts with no more than these, so that early groups
+# together never keep one of them from starting.
 BLOCK_RESERVE = 4
 
 
@@ -49,15 +50,23 @@ def early_groups(
     num_tokens = sum(group.num_prefill_tokens for group in joining)
     longest = max(group.source_len for group in joining)
     max_tokens = min(EARLY_TOKENS, limits.max_num_batched_tokens)
+    num_reserved = num_blocks // BLOCK_RESERVE
+    num_rows_left = limits.max_num_seqs // num_lanes
     found: list[SequenceGroup] = []
     for group in queue.peek(limits.max_num_seqs // (EARLY_ROW_SHARE * num_lanes)):
         num_tokens += group.source_len
         longest = max(longest, group.source_len)
         num_free_blocks -= group.num_cross_blocks
-        is_fitting = num_tokens <= max_tokens and num_free_blocks >= num_blocks // BLOCK_RESERVE
+        num_rows_left -= group.num_first_rows
+        is_fitting = num_tokens <= max_tokens and num_free_blocks >= num_reserved and num_rows_left >= 0
         is_encodable = fits_budget(limits.encode_budget, num_tokens, longest)
-        is_single = group.num_rows == 1 and group.request.task is Task.GENERATE
-        if not (is_fitting and is_encodable and is_single):
+        if not (is_fitting and is_encodable and _starts_at_once(group, num_reserved)):
             break
         found.append(group)
     return tuple(found)
+
+
+def _starts_at_once(group: SequenceGroup, num_reserved: int) -> bool:
+    """Return whether a group starts all its rows together, with at most num_reserved blocks for them."""
+    is_whole = group.num_rows == group.num_first_rows and group.request.task is Task.GENERATE
+    return is_whole and group.num_first_rows * group.num_first_blocks <= num_reserved

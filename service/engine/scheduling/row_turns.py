@@ -47,7 +47,8 @@ class RowTurns:
 
     lanes: the turns of all lanes, in order; this one adds itself.
     has_taken: rows were taken at this step, so groups that want them should join at once.
-    is_blocked: an output of a running group found a free row, but too few blocks or tokens left in this step.
+    is_blocked: an output of a running group found a free row, but too few blocks or tokens left in this step; or a
+        search found fewer free rows than it has beams.
     """
 
     def __init__(
@@ -133,30 +134,43 @@ class RowTurns:
         self._known = None  # other lanes may have changed what they hold while the source was encoded
         self.wait(group)
 
-    def start_pending(self, bos_id: int) -> None:
-        """Give free rows to outputs of running groups, the oldest first, within this step's budget of tokens."""
+    def start_pending(self, bos_id: int) -> list[SequenceGroup]:
+        """Give free rows to outputs of running groups, the oldest first, within this step's budget of tokens.
+
+        Returns the beam searches that started: their beams start together.
+        """
         self.is_blocked = False
+        searches: list[SequenceGroup] = []
         for group in sorted(self._pending.values(), key=_age):
-            while group.pending and self.num_free and self._may_start_one(group):
-                self.is_blocked = not self._can_start(group.pending[0])
+            while group.pending and self.num_free and self._may_start(group):
+                self.is_blocked = not self._can_start(group)
                 if self.is_blocked:
-                    return
-                sequence = group.pending.pop(0)
-                self._reservations.take_output(sequence)
-                self._rows.append((sequence,), bos_id)
-                self._note(group, 1, group.num_first_blocks)
+                    return searches
+                self._start_first(group, bos_id)
+                if group.is_beam_search:
+                    searches.append(group)
             if not group.pending:
                 self.forget(group)
+        return searches
 
-    def _can_start(self, sequence: Sequence) -> bool:
-        """Return whether an output can start: its blocks are free, and its tokens fit this step's remaining budget.
+    def _start_first(self, group: SequenceGroup, bos_id: int) -> None:
+        """Give a row to the first pending output of a group, or rows to all beams of a search."""
+        starting, group.pending = group.pending[: group.num_first_rows], group.pending[group.num_first_rows :]
+        for sequence in starting:
+            self._reservations.take_output(sequence)
+        self._rows.append(starting, bos_id)
+        self._note(group, len(starting), len(starting) * group.num_first_blocks)
 
-        Takes the tokens from the budget. The first output may take more than the whole budget.
+    def _can_start(self, group: SequenceGroup) -> bool:
+        """Return whether a group's next rows can start: rows and blocks are free, and the step's budget is enough.
+
+        Takes the fed tokens from the budget. The first output may take more than the whole budget.
         """
-        group = sequence.group
-        if group.num_first_blocks > self._reservations.num_admissible_blocks:
+        num_rows, sequence = group.num_first_rows, group.pending[0]
+        num_blocks = num_rows * group.num_first_blocks
+        if num_rows > self.num_free or num_blocks > self._reservations.num_admissible_blocks:
             return False
-        num_fed = 1 + len(group.request.prefix_ids) + len(sequence.produced)
+        num_fed = num_rows + len(group.request.prefix_ids) + len(sequence.produced)  # one beam feeds the prefix
         is_first = self._budget == self._limits.max_num_batched_tokens
         if num_fed > self._budget and not is_first:
             return False
@@ -182,18 +196,22 @@ class RowTurns:
         return min(num_free, max(0, num_own))
 
     def _num_next_rows(self) -> int:
-        """Return the rows that the next waiting group needs to start."""
-        return max((group.num_first_rows for group in self._queue.peek(1)), default=0)
+        """Return the rows that the next waiting group, or one that is pending in this lane, needs to start."""
+        return max((group.num_first_rows for group in (*self._queue.peek(1), *self._pending.values())), default=0)
 
     @property
     def _may_spare(self) -> bool:
         """Return whether rows may be given to callers that already hold their share."""
         return not self._favoured
 
-    def _may_start_one(self, group: SequenceGroup) -> bool:
-        if not self._shares.is_contended or self._shares.has_room(group, 1, group.num_first_blocks):
+    def _may_start(self, group: SequenceGroup) -> bool:
+        """Return whether a group's next rows may start: its caller stays within its share, or no other wants rows."""
+        shares, num_rows = self._shares, group.num_first_rows
+        if not shares.may_start(group):
+            return False
+        if not shares.is_contended or shares.has_room(group, num_rows, num_rows * group.num_first_blocks):
             return True
-        return self._may_spare and not self._queue.peek(1, self._shares.turn(is_within=True))
+        return self._may_spare and not self._queue.peek(1, shares.turn(is_within=True))
 
     def _note(self, group: SequenceGroup, num_rows: int, num_blocks: int) -> None:
         self._num_unserved = 0

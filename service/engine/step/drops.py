@@ -65,7 +65,7 @@ class Drops:
             deadline_s = group.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
                 self._miss_deadline(group)
-            elif group.is_beam_search and group.state is SequenceState.RUNNING:
+            elif group.is_beam_search and group.num_running_rows:
                 self._endings.end_search(group, FinishReason.TIME_LIMIT)
             else:
                 self._endings.close(group, FinishReason.TIME_LIMIT, time_limit_events(group))

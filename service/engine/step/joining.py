@@ -30,17 +30,20 @@ class Joining:
 
     def fill_rows(self) -> None:
         """Give free rows to outputs of running groups, to joining groups, and to the further outputs of these."""
-        turns, bos_id = self._state.turns, self._parts.runner.bos_id
-        turns.start_pending(bos_id)
-        if not turns.is_blocked:
+        self._start_pending()
+        if not self._state.turns.is_blocked:
             self._admit()
-            turns.start_pending(bos_id)
+            self._start_pending()
 
     def wait_again(self, group: SequenceGroup) -> None:
         """Put a preempted group back into the queue before all new ones."""
         group.state, group.lane = SequenceState.WAITING, None
         self._state.num_groups -= 1
         self._parts.queue.put_back(group)
+
+    def _start_pending(self) -> None:
+        for group in self._state.turns.start_pending(self._parts.runner.bos_id):
+            self._state.beams.add(group)
 
     def _admit(self) -> None:
         parts, state = self._parts, self._state
@@ -140,5 +143,5 @@ class Joining:
         state.rows.append((one for group in joining for one in group.starting), self._parts.runner.bos_id)
         for group in joining:
             state.turns.started(group)
-            if group.is_beam_search:
+            if group.is_beam_search and group.starting:
                 state.beams.add(group)

@@ -27,6 +27,7 @@ from antiphon.service.domain.request import (
     TokenEvent,
 )
 from antiphon.service.domain.tasks import Embed, Generate
+from antiphon.service.engine.sequences.sequence import SequenceState
 from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import Reference, generate
 from tests.unit.engine.step_bench import Bench
@@ -105,7 +106,7 @@ def test_searches_in_a_crowd_find_the_hypotheses_of_transformers_alone(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
 ) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
-    asked = [data.draw(beam_requests(str(index))) for index in range(data.draw(st.integers(1, 4)))]
+    asked = [data.draw(beam_requests(str(index))) for index in range(data.draw(st.integers(1, 9)))]
     groups = []
     for request in asked:
         groups.append(bench.ask(request))
@@ -120,6 +121,30 @@ def test_searches_in_a_crowd_find_the_hypotheses_of_transformers_alone(
         expected = [(ids, score) for ids, score in reference(bench, request) if score is not None and score > -1e6]
         assert [ids for ids, _ in found] == [ids for ids, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+
+
+def test_sources_of_searches_are_encoded_early_and_their_beams_start_together(bench: Bench) -> None:
+    params = SamplingParams(beam_width=4, max_new_tokens=4, ignore_eos=True)
+    runs: list[int] = []
+    bench.runner.before_encode = lambda sources: runs.append(len(sources))
+    limited = dataclasses.replace(params, time_limit_s=5.0)
+    asked = [params, limited, params, *[params] * 6]
+    groups = [bench.add(str(i), source_of(target_len=9, length=2, variant=i), one) for i, one in enumerate(asked)]
+    bench.step()
+    assert runs == [3]  # one search of four rows, and two early ones
+    assert [group.num_running_rows for group in groups[:4]] == [4, 0, 0, 0]
+    assert [group.state for group in groups[:4]] == [*[SequenceState.RUNNING] * 3, SequenceState.WAITING]
+    bench.clock.advance(5.0)
+    bench.step("2")
+    assert [event.finish_reason for event in bench.outputs(groups[1])] == [FinishReason.TIME_LIMIT]
+    assert groups[2].state is SequenceState.FINISHED
+    while bench.stepper.has_work:
+        bench.step()
+        assert {group.num_running_rows for group in groups} <= {0, 4}
+    assert sum(runs) == len(groups)
+    for group in (groups[0], *groups[3:]):
+        expected = reference(bench, group.request)
+        assert [list(event.token_ids) for event in bench.outputs(group)] == [ids for ids, _ in expected[:1]]
 
 
 def params_of(data: st.DataObject) -> SamplingParams:
@@ -150,7 +175,7 @@ def test_blocks_and_rows_are_consistent_after_any_mix_of_requests_cancels_and_fa
 
     names: list[str] = []
     for _ in range(data.draw(st.integers(1, 12))):
-        if data.draw(st.booleans()):
+        for _ in range(data.draw(st.sampled_from([0, 1, 1, 6]))):
             names.append(str(len(names)))
             source = source_of(target_len=data.draw(st.integers(1, 9)), length=data.draw(st.integers(2, 9)))
             bench.add(names[-1], source, params_of(data))
