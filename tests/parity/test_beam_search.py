@@ -35,6 +35,7 @@ class Driver:
 
     def __init__(self, width: int, num_candidates: int, max_len: int) -> None:
         self.searches = BeamSearches(width, num_candidates, max_len)
+        self._num_candidates = num_candidates
         self.histories: dict[Search, list[tuple[int, ...]]] = {}
         self.models: dict[Search, LogitsOf] = {}
         self.streamed: dict[Search, list[int]] = {}
@@ -48,16 +49,19 @@ class Driver:
 
     def step(self) -> None:
         running = list(self.searches.searches)
-        rows = [self._candidates(search, history) for search in running for history in self.histories[search]]
-        shape = (len(running), self.searches.width, -1)
-        ids, scores = (np.stack(column).reshape(shape) for column in zip(*rows, strict=True))
-        moves = self.searches.advance(ids, scores, scores.copy())
-        for slot, search in enumerate(running):
+        found = [self._candidates(search, history) for search in running for history in self.histories[search]]
+        ids, scores = (np.stack(column) for column in zip(*found, strict=True))
+        # The engine's rows are in any order: here, the last beam of the last search has the first row.
+        rows = np.arange(len(ids))[::-1].reshape(len(running), self.searches.width).copy()
+        ended = self.searches.advance((ids[::-1].copy(), scores[::-1].copy(), scores[::-1].copy()), rows)
+        for search in running:
             before = self.histories[search]
-            pairs = zip(moves.parents[slot].tolist(), moves.token_ids[slot].tolist(), strict=True)
+            pairs = zip(*self.searches.moves(search), strict=True)
             self.histories[search] = [(*before[parent], token_id) for parent, token_id in pairs]
-            self.streamed[search] += self.searches.common_prefix(search, len(self.streamed[search]))
-        for search in moves.ended:
+        for search in self.searches.take_agreed():
+            self.streamed[search] += self.searches.take_common_prefix(search)
+        for search in ended:
+            assert self.searches.num_streamed(search) == len(self.streamed[search])
             self.over[search] = self.searches.hypotheses(search, search.settings.width)
             self.searches.remove(search)
 
@@ -69,7 +73,7 @@ class Driver:
         logits = self.models[search](history)
         logprobs = logits - logits.max()
         logprobs -= np.log(np.exp(logprobs).sum())
-        ids = np.argsort(-logprobs, kind="stable")[: self.searches.num_candidates]
+        ids = np.argsort(-logprobs, kind="stable")[: self._num_candidates]
         return ids.astype(np.int64), logprobs[ids]
 
 
@@ -82,13 +86,13 @@ def words(hypothesis: Hypothesis) -> list[int]:
 def searches(draw: st.DrawFn, width: int, num_stop_ids: int) -> BeamSettings:
     return BeamSettings(
         width=width,
-        num_candidates=width * (2 + num_stop_ids),
         max_new_tokens=draw(st.integers(1, 14)),
         eos_id=EOS_ID,
         stop_ids=tuple(range(10, 10 + num_stop_ids)),
         forced_first_id=draw(st.sampled_from([None, None, 7])),
         length_penalty=draw(st.sampled_from([1.0, 0.0, -1.0, 0.6, 2.0])),
         early_stopping=draw(st.sampled_from(EarlyStopping)),
+        is_streamed=True,
     )
 
 

@@ -148,7 +148,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 6; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 7; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {

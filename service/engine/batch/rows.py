@@ -35,6 +35,7 @@ class RunningRows:
     end_positions: position at which a row feeds its last token.
     is_beam: rows whose next token a beam search chooses; num_beams: number of these rows.
     checked: sequences that are not beams and whose every token needs a check.
+    num_changes: how often rows were added or removed.
     """
 
     def __init__(self, max_rows: int, *, self_width: int, cross_width: int, history_width: int = 0) -> None:
@@ -45,6 +46,7 @@ class RunningRows:
         self.is_beam: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.num_beams = 0
         self.checked: list[Sequence] = []
+        self.num_changes = 0
         self.tables = BlockTables(max_rows, self_width=self_width, cross_width=cross_width)
         self.expiries = RowExpiries(max_rows)
         self._history = TokenHistory(max_rows, history_width)
@@ -99,6 +101,7 @@ class RunningRows:
             self._fill(sequence.row, sequence, bos_id)
             self.sequences.append(sequence)
         self._sinks = None
+        self.num_changes += 1
         self._builder.rows_changed()
 
     def batch(self) -> DecodeBatch:
@@ -130,6 +133,7 @@ class RunningRows:
         if removed in self.checked:
             self.checked.remove(removed)
         self._sinks = None
+        self.num_changes += 1
         source = len(self.sequences)
         self._builder.move_row(source, row)
         if source == row:
