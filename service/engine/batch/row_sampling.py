@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.counter_random import seed_of_output
-from antiphon.model.ops.sampling import FLOAT_PARAMS, neutral_sampling
+from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
 from antiphon.service.engine.batch.first_input import forced_id
 from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 from antiphon.service.runtime.runner import SamplingArrays
@@ -36,17 +36,20 @@ class RowSampling:
         """Write the parameters of a sequence that starts in a row."""
         group, held = sequence.group, self.held
         params, num_logprobs = group.request.params, group.request.num_logprobs
+        if group.is_beam_search:
+            num_logprobs = num_candidates(group)
+        ints = {
+            "top_k": params.top_k,
+            "seed": _as_int64(seed_of_output(params.seed, sequence.index)),
+            "forced_id": forced_id(sequence),
+            "num_logprobs": -1 if num_logprobs is None else num_logprobs,
+            "is_normalized": group.is_beam_search,
+            "is_exclusive": sequence.processors is not None and sequence.processors.is_exclusive,
+        }
         held.float_params[row] = [_as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
-        held.ints("top_k")[row] = params.top_k
-        held.seeds[row] = seed_of_output(params.seed, sequence.index)
-        held.ints("forced_id")[row] = forced_id(sequence)
-        held.ints("num_logprobs")[row] = -1 if num_logprobs is None else num_logprobs
-        held.ints("is_normalized")[row] = group.is_beam_search
-        held.ints("is_exclusive")[row] = sequence.processors is not None and sequence.processors.is_exclusive
+        held.int_params[row] = [ints[name] for name in INT_PARAMS]
         if sequence.processors is not None:
             self._processed.append(sequence)
-        if group.is_beam_search:
-            held.ints("num_logprobs")[row] = num_candidates(group)
 
     def is_forced(self, row: int) -> bool:
         """Return whether the row's first token is forced and not sampled."""
@@ -111,6 +114,11 @@ def with_scored(sampling: SamplingArrays, rows: list[int], picks: list[int], tok
 def _as_float32(value: float) -> float:
     """Return the value, or the least float32 above 0 where it would be rounded to 0, which has another meaning."""
     return max(value, _TINY) if value else 0.0
+
+
+def _as_int64(seed: int) -> int:
+    """Return the signed number with the same 64 bits as an unsigned one."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def num_candidates(group: SequenceGroup) -> int:

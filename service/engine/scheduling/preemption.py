@@ -51,7 +51,7 @@ class Preemption:
         """Put a running group with one row back into the queue, and free all its blocks."""
         (sequence,) = (one for one in group.sequences if one.row is not None)
         self._set_aside(sequence)
-        self._turns.forget(group)
+        self._turns.left(group)
         self._reservations.give_back_preempted(group)
         self._wait(group)
 

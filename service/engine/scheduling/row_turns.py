@@ -65,6 +65,8 @@ class RowTurns:
         self._reservations = reservations
         self._queue = queue
         self._limits = limits
+        self._admitted: dict[str, SequenceGroup] = {}  # groups that hold rows or blocks
+        self._callers: Counter[str] = Counter()  # number of these groups, by caller
         self._pending: dict[str, SequenceGroup] = {}  # running groups with outputs that wait for rows
         self._encoding: dict[str, SequenceGroup] = {}  # admitted groups that have no rows yet
         self._step = 0
@@ -78,15 +80,26 @@ class RowTurns:
         """Return whether outputs of running groups wait for rows."""
         return bool(self._pending)
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of this lane that hold rows or blocks."""
+        return len(self._admitted)
+
     def wait(self, group: SequenceGroup) -> None:
         """Add a running group whose pending outputs wait for rows."""
         if group.pending:
             self._pending[group.request_id] = group
 
-    def forget(self, group: SequenceGroup) -> None:
-        """Forget a group that stops running."""
+    def left(self, group: SequenceGroup) -> None:
+        """Forget a group that has ended or waits in the queue again; nothing if it never joined."""
         self._encoding.pop(group.request_id, None)
         self._pending.pop(group.request_id, None)
+        if self._admitted.pop(group.request_id, None) is None:
+            return
+        client = group.request.client
+        self._callers[client] -= 1
+        if not self._callers[client]:
+            del self._callers[client]
 
     def expired(self, now_s: float) -> list[SequenceGroup]:
         """Return the groups with pending outputs whose deadline or time limit has come."""
@@ -125,7 +138,8 @@ class RowTurns:
 
     def joined(self, group: SequenceGroup) -> None:
         """Record that a group received its first rows and blocks. Its rows start once its source is encoded."""
-        self._encoding[group.request_id] = group
+        self._encoding[group.request_id] = self._admitted[group.request_id] = group
+        self._callers[group.request.client] += 1
         self._note(group, len(group.starting), len(group.blocks))
 
     def started(self, group: SequenceGroup) -> None:
@@ -137,12 +151,18 @@ class RowTurns:
     def start_pending(self, bos_id: int) -> list[SequenceGroup]:
         """Give free rows to outputs of running groups, the oldest first, within this step's budget of tokens.
 
-        Returns the beam searches that started: their beams start together.
+        Returns the beam searches that started: their beams start together. Where a caller's group may not start, its
+        younger ones of the same kind do not overtake it.
         """
         self.is_blocked = False
         searches: list[SequenceGroup] = []
+        refused: set[tuple[str, bool]] = set()  # caller, and whether its groups can pause
         for group in sorted(self._pending.values(), key=_age):
-            while group.pending and self.num_free and self._may_start(group):
+            kind = (group.request.client, group.can_pause)
+            while group.pending and kind not in refused and self.num_free:
+                if not self._may_start(group):
+                    refused.add(kind)
+                    break
                 self.is_blocked = not self._can_start(group)
                 if self.is_blocked:
                     return searches
@@ -150,7 +170,7 @@ class RowTurns:
                 if group.is_beam_search:
                     searches.append(group)
             if not group.pending:
-                self.forget(group)
+                del self._pending[group.request_id]
         return searches
 
     def _start_first(self, group: SequenceGroup, bos_id: int) -> None:
@@ -222,7 +242,7 @@ class RowTurns:
         """Return the rows and blocks that callers hold at this step."""
         if self._known is None:
             self._known = Shares(
-                dict.fromkeys(group for lane in self._lanes for group in lane._groups()),
+                (group for lane in self._lanes for group in lane._admitted.values()),
                 self._queue.clients | self._favoured.keys(),
                 num_rows=self._limits.max_num_seqs,
                 num_blocks=self._reservations.num_blocks,
@@ -233,14 +253,7 @@ class RowTurns:
     def is_contended(self) -> bool:
         """True if more than one caller holds or wants rows: the answer of `_shares`, which costs more."""
         callers = self._queue.clients | self._favoured.keys()
-        held = {group.request.client for lane in self._lanes for group in lane._groups()}
-        return len(callers | held) > 1
-
-    def _groups(self) -> Iterator[SequenceGroup]:
-        """Return the groups that hold rows or blocks; a group can come several times."""
-        yield from (sequence.group for sequence in self._rows.sequences)
-        yield from self._pending.values()
-        yield from self._encoding.values()
+        return len(callers.union(*(lane._callers for lane in self._lanes))) > 1
 
     def _wants(self) -> list[_WantedRows]:
         """Return the rows wanted by callers within their shares, in the order in which they are served."""

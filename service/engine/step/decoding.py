@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceABC
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
 from antiphon.service.engine.sequences.stream import Item, TokenSink
@@ -49,11 +50,12 @@ class Decoding:
             self._endings.fail([one.group for one in rows.sequences], "decode", fault)
             return StepTokens()
         token_ids = samples.token_ids[: len(rows)]
-        has_decoded = bool((token_ids != NOT_FINITE).any())
+        is_invalid: NDArray[np.bool_] = token_ids == NOT_FINITE
+        has_decoded = not is_invalid.all()
         rows.advance(token_ids)
         self._token_times.note(num_before)
         if rows.num_beams:
-            return self._commit_beams(samples, finished)._replace(has_decoded=has_decoded)
+            return self._commit_beams(samples, finished, is_invalid)._replace(has_decoded=has_decoded)
         return StepTokens(*self._commit(samples), has_decoded)
 
     def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], list[Item]]:
@@ -64,13 +66,15 @@ class Decoding:
             self._endings.end_output(ended)
         return committed.sinks, committed.items
 
-    def _commit_beams(self, samples: Samples, finished: list[SequenceGroup]) -> StepTokens:
+    def _commit_beams(
+        self, samples: Samples, finished: list[SequenceGroup], is_invalid: NDArray[np.bool_]
+    ) -> StepTokens:
         """End outputs and searches that are finished, where some rows are beams; returns the tokens to stream."""
         rows = self._rows
-        is_invalid = rows.is_beam[: len(rows)] & (samples.token_ids[: len(rows)] == NOT_FINITE)
-        invalid = list(dict.fromkeys(rows.sequences[row].group for row in np.flatnonzero(is_invalid).tolist()))
+        failed = np.flatnonzero(is_invalid & rows.is_beam[: len(rows)]).tolist() if is_invalid.any() else []
+        invalid = dict.fromkeys(rows.sequences[row].group for row in failed)
         beam_sinks, beam_items = self._beams.common_tokens()
-        sinks, items = self._commit(samples)
+        sinks, items = self._commit(samples) if rows.num_beams < len(rows) else ((), [])
         for group in invalid:
             self._endings.end_invalid(group)
         for group in finished:

@@ -44,7 +44,6 @@ class Endings:
         if not group.is_beam_search:
             group.num_generated = sum(sequence.num_generated for sequence in group.sequences)
         if stage is not SequenceState.WAITING:
-            self._state.num_groups -= 1
             self._state.reservations.give_back(group)
         del self._parts.live[group.request_id]
         self._report(group, reason, stage, events)
@@ -108,7 +107,7 @@ class Endings:
 
     def _release(self, group: SequenceGroup) -> None:
         self._parts.queue.remove(group.request_id)
-        self._state.turns.forget(group)
+        self._state.turns.left(group)
         self._state.beams.remove(group)
         # From the last row down, so that the row that moves into a freed one is never one of these.
         for sequence in sorted(group.sequences, key=lambda one: -1 if one.row is None else -one.row):

@@ -38,7 +38,6 @@ class Joining:
     def wait_again(self, group: SequenceGroup) -> None:
         """Put a preempted group back into the queue before all new ones."""
         group.state, group.lane = SequenceState.WAITING, None
-        self._state.num_groups -= 1
         self._parts.queue.put_back(group)
 
     def _start_pending(self) -> None:
@@ -86,7 +85,6 @@ class Joining:
         parts, state = self._parts, self._state
         parts.queue.take(group.request_id, now_s)
         group.state, group.lane = SequenceState.ENCODING, state.index
-        state.num_groups += 1
         if group.admitted_s is None:
             group.ticket, group.admitted_s = next(parts.tickets), now_s
             group.sequences = sequences_of(group, parts.runner.bos_id, parts.runner.eos_id)

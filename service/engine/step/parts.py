@@ -57,7 +57,7 @@ class StepParts:
 class RunningState:
     """Rows, blocks, turns and beam searches of the groups that one lane has admitted.
 
-    index: index of the lane. num_groups: groups that hold rows or blocks.
+    index: index of the lane.
     cancellations: requests of this lane that its next step ends first.
     """
 
@@ -66,7 +66,6 @@ class RunningState:
     reservations: Reservations
     turns: RowTurns
     beams: BeamRows
-    num_groups: int = 0
     cancellations: Cancellations = field(default_factory=Cancellations)
 
     @classmethod
@@ -85,6 +84,11 @@ class RunningState:
         )
         lanes.states.append(state)
         return state
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that hold rows or blocks."""
+        return self.turns.num_groups
 
     @property
     def has_work(self) -> bool:
