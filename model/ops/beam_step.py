@@ -20,6 +20,7 @@ from antiphon.model.ops.workspace import native_library
 NONE = -1
 """Stands for no forced token, and for the streamed tokens of a search that streams nothing before its end."""
 _ENDED = np.dtype([("slot", "i8"), ("parent", "i8"), ("token_id", "i8"), ("total", "f4"), ("logprob", "f4")])
+_AGREED = np.dtype([("slot", "i8"), ("beam", "i8"), ("count", "i8")])
 _SIZES = ("width", "num_candidates", "max_len", "num_end_ids")
 _STATE = ("scores", "token_ids", "logprobs", "end_ids", "lengths", "max_lengths", "forced_ids", "num_streamed")
 _CHOSEN = ("parents", "next_ids", "next_logprobs", "is_over", "agreed", "ended")
@@ -105,7 +106,7 @@ class SearchArrays:
         self.next_ids: NDArray[np.int64] = np.zeros((0, width), np.int64)
         self.next_logprobs: NDArray[np.float32] = np.zeros((0, width), np.float32)
         self.is_over: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.agreed: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.agreed: NDArray[Any] = np.zeros(0, _AGREED)
         self.ended: NDArray[Any] = np.zeros((0, width), _ENDED)
         self._sizes = (width, num_candidates, max_len, num_end_ids)
         self._native: Any = None
@@ -145,10 +146,11 @@ class SearchArrays:
         )
         return [Ended(*one) for one in self.ended.reshape(-1)[:num_ended].tolist()] if num_ended else []
 
-    def remember(self, num_searches: int, *, keeps_logprobs: bool) -> list[int]:
+    def remember(self, num_searches: int, *, keeps_logprobs: bool) -> list[tuple[int, int, int]]:
         """Append the chosen tokens to the histories, and their log-probabilities if any search keeps them.
 
-        Returns the slots whose beams agree on the next token of their client: only these can stream anything.
+        Returns slot, a beam and a count for each search whose beams agree on tokens that its client does not have:
+        the beam's `count` tokens after those that were streamed. Beams without a text do not count.
         """
         num_agreed = _library().antiphon_beams_remember(ctypes.byref(self._native), num_searches, keeps_logprobs)
         return self.agreed[:num_agreed].tolist() if num_agreed else []

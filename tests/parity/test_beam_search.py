@@ -58,8 +58,8 @@ class Driver:
             before = self.histories[search]
             pairs = zip(*self.searches.moves(search), strict=True)
             self.histories[search] = [(*before[parent], token_id) for parent, token_id in pairs]
-        for search in self.searches.take_agreed():
-            self.streamed[search] += self.searches.take_common_prefix(search)
+        for search, token_ids in self.searches.take_agreed():
+            self.streamed[search] += token_ids
         for search in ended:
             assert self.searches.num_streamed(search) == len(self.streamed[search])
             self.over[search] = self.searches.hypotheses(search, search.settings.width)

@@ -21,6 +21,11 @@ struct Ended {
   float total, logprob;
 };
 
+// A search whose beams agree on further tokens: a beam that has a text, and their number. Mirrors _AGREED there.
+struct Agreed {
+  int64_t slot, beam, count;
+};
+
 }  // namespace
 
 // The searches of one shape; row-major arrays, the slot first. Mirrors _NativeSearches in beam_step.py.
@@ -38,7 +43,7 @@ struct Searches {
   int64_t* next_ids;            // [width], written by choosing
   float* next_logprobs;         // [width], written by choosing
   uint8_t* is_over;             // written by choosing
-  int64_t* agreed;              // slots
+  Agreed* agreed;
   Ended* ended;                 // written by choosing
 };
 
@@ -167,18 +172,25 @@ void Append(T* history, int64_t max_len, int64_t length, const int64_t* parents,
   for (int64_t beam = 0; beam < width; ++beam) history[beam * max_len + length] = added[beam];
 }
 
-// Whether all beams of a search that have a text agree on the next token that its client has not.
-bool Agrees(const Searches& searches, int64_t slot) {
+// Number of tokens after those that the client has on which all beams of a search with a text agree; `beam` becomes one
+// of these beams.
+int64_t NumAgreed(const Searches& searches, int64_t slot, int64_t* beam) {
   const int64_t known = searches.num_streamed[slot];
-  if (known < 0 || known >= searches.lengths[slot]) return false;
-  int64_t shared = -1;
-  for (int64_t beam = slot * searches.width; beam < (slot + 1) * searches.width; ++beam) {
-    if (!(searches.scores[beam] > kLeastAlive)) continue;
-    const int64_t id = searches.token_ids[beam * searches.max_len + known];
-    if (shared >= 0 && id != shared) return false;
-    shared = id;
+  if (known < 0) return 0;
+  int64_t count = searches.lengths[slot] - known;
+  const int64_t* shared = nullptr;
+  for (int64_t i = 0; i < searches.width; ++i) {
+    const int64_t at = slot * searches.width + i;
+    if (!(searches.scores[at] > kLeastAlive)) continue;
+    const int64_t* own = searches.token_ids + at * searches.max_len + known;
+    if (shared == nullptr) {
+      shared = own;
+      *beam = i;
+    } else {
+      count = std::mismatch(own, own + count, shared).first - own;
+    }
   }
-  return shared >= 0;
+  return shared == nullptr ? 0 : count;
 }
 
 // The block tables of one search's rows, while beams begin to continue other beams.
@@ -240,12 +252,12 @@ ANTIPHON_EXPORT int64_t antiphon_beams_choose(const antiphon::Searches* searches
 }
 
 // Appends the chosen tokens to the histories of the beams, and their log-probabilities if they are kept. Returns the
-// number of searches whose beams agree on the next token of their client.
-ANTIPHON_EXPORT int64_t antiphon_beams_remember(const antiphon::Searches* searches, int64_t count,
+// number of searches whose beams agree on tokens that their clients do not have.
+ANTIPHON_EXPORT int64_t antiphon_beams_remember(const antiphon::Searches* searches, int64_t num_searches,
                                                 int32_t keeps_logprobs) {
   const antiphon::Searches& all = *searches;
   int64_t num_agreed = 0;
-  for (int64_t slot = 0; slot < count; ++slot) {
+  for (int64_t slot = 0; slot < num_searches; ++slot) {
     const int64_t first = slot * all.width, length = all.lengths[slot];
     const int64_t* parents = all.parents + first;
     antiphon::Append(all.token_ids + first * all.max_len, all.max_len, length, parents, all.next_ids + first,
@@ -255,7 +267,9 @@ ANTIPHON_EXPORT int64_t antiphon_beams_remember(const antiphon::Searches* search
                        all.width);
     }
     ++all.lengths[slot];
-    if (antiphon::Agrees(all, slot)) all.agreed[num_agreed++] = slot;
+    int64_t beam = 0;
+    const int64_t count = antiphon::NumAgreed(all, slot, &beam);
+    if (count > 0) all.agreed[num_agreed++] = {slot, beam, count};
   }
   return num_agreed;
 }

@@ -114,7 +114,9 @@ class RunningRows:
         token_ids: [num_rows]; a value below 0 belongs to a row that is about to end, and does not advance it.
         """
         num_rows = len(self.sequences)
-        if self.num_beams:
+        if self.num_beams == num_rows:
+            pass  # all of them have advanced
+        elif self.num_beams:
             is_own = ~self.is_beam[:num_rows]
             np.copyto(self.token_ids[:num_rows], token_ids, where=is_own)
             self.positions[:num_rows] += is_own & (token_ids >= 0)

@@ -111,10 +111,9 @@ class BeamRows:
         sinks: list[TokenSink] = []
         items: list[Item] = []
         for shape in self._shapes.values():
-            for search in shape.searches.take_agreed():
-                prefix = shape.searches.take_common_prefix(search)
-                sinks += [shape.running[search.slot].group.stream] * len(prefix)
-                items += prefix
+            for search, token_ids in shape.searches.take_agreed():
+                sinks += [shape.running[search.slot].group.stream] * len(token_ids)
+                items += token_ids
         return sinks, items
 
     def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:

@@ -11,6 +11,7 @@ Axes: G searches, W beams, C candidates of each beam, and of each search.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +84,7 @@ class BeamSearches:
         """max_len: tokens of the longest hypothesis."""
         self.width = width
         self.searches: list[Search] = []
-        self._agreed: list[Search] = []  # at the last step, on a token that is not streamed yet
+        self._agreed: list[tuple[int, int, int]] = []  # of the last step; see SearchArrays.remember
         self._arrays = SearchArrays(width, num_candidates, max_len)
 
     def __len__(self) -> int:
@@ -122,7 +123,7 @@ class BeamSearches:
         for ended in arrays.choose(candidates, rows):
             self._finish(searches[ended.slot], ended)
         keeps_logprobs = any(search.settings.keeps_logprobs for search in searches)
-        self._agreed = [searches[slot] for slot in arrays.remember(len(searches), keeps_logprobs=keeps_logprobs)]
+        self._agreed = arrays.remember(len(searches), keeps_logprobs=keeps_logprobs)
         is_over: list[bool] = arrays.is_over[: len(searches)].tolist()
         return [search for search in searches if is_over[search.slot] or not self._may_improve(search)]
 
@@ -134,28 +135,24 @@ class BeamSearches:
         """Return, for each beam of a search, the beam that it followed at the last step, and its new token."""
         return self._arrays.parents[search.slot].tolist(), self._arrays.next_ids[search.slot].tolist()
 
-    def take_agreed(self) -> list[Search]:
-        """Return the searches whose beams agreed, at the last step, on a token that is not streamed yet."""
-        agreed, self._agreed = self._agreed, []
-        return agreed
+    def take_agreed(self) -> list[tuple[Search, list[int]]]:
+        """Return what each search can stream after the last step, and count it as streamed.
 
-    def take_common_prefix(self, search: Search) -> tuple[int, ...]:
-        """Return the tokens that all live beams and the best finished hypothesis share; counts them as streamed."""
-        slot, length = search.slot, self._length(search)
-        known = int(self._arrays.num_streamed[slot])
-        alive = self._arrays.token_ids[slot, self._arrays.scores[slot] > _DEAD / 2, :length]
-        # text_ids omits the token that ended the hypothesis; at the last step beams have end tokens too.
-        best = search.finished[0].text_ids if search.finished else None
-        agreed = []
-        for index in range(known, length):
-            token_id = int(alive[0, index]) if len(alive) else -1
-            if not len(alive) or (alive[:, index] != token_id).any():
-                break
-            if best is not None and (index >= len(best) or best[index] != token_id):
-                break
-            agreed.append(token_id)
-        self._arrays.num_streamed[slot] += len(agreed)
-        return tuple(agreed)
+        These are the tokens that all live beams and the best finished hypothesis share.
+        """
+        found = []
+        for slot, beam, count in self._agreed:
+            search = self.searches[slot]
+            known = int(self._arrays.num_streamed[slot])
+            tokens = self._arrays.token_ids[slot, beam, known : known + count].tolist()
+            if search.finished:
+                # text_ids omits the token that ended the hypothesis; at the last step beams have end tokens too.
+                best = search.finished[0].text_ids[known:]
+                tokens = [one for one, _ in itertools.takewhile(_is_same, zip(tokens, best, strict=False))]
+            self._arrays.num_streamed[slot] = known + len(tokens)
+            found.append((search, tokens))
+        self._agreed = []
+        return found
 
     def num_streamed(self, search: Search) -> int:
         """Return the number of tokens of its first output that were streamed."""
@@ -207,6 +204,10 @@ class BeamSearches:
     def _length(self, search: Search) -> int:
         """Return the number of tokens of each of its beams."""
         return int(self._arrays.lengths[search.slot])
+
+
+def _is_same(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _by_score(hypothesis: Hypothesis) -> float:
