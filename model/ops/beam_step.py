@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.ops.workspace import native_library
+from antiphon.model.ops.workspace import LIBRARY, native_library
 
 NONE = -1
 """Stands for no forced token, and for the streamed tokens of a search that streams nothing before its end."""
@@ -173,7 +173,9 @@ def _address(array: NDArray[Any]) -> int:
 @cache
 def _library() -> Any:
     """Return the native library, its functions declared. Raises WorkspaceError if it cannot be used."""
-    native = native_library()
+    native_library()
+    # These functions take a few microseconds: they keep the interpreter lock, which would otherwise change hands.
+    native = ctypes.PyDLL(str(LIBRARY))
     native.antiphon_beams_choose.argtypes = (_Pointer, _Pointer, _Pointer, _Size)
     native.antiphon_beams_choose.restype = _Size
     native.antiphon_beams_remember.argtypes = (_Pointer, _Size, ctypes.c_int32)

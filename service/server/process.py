@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
 from antiphon.service.domain.errors import OverBudget
+from antiphon.service.engine.interpreter import interpreter_for_steps
 from antiphon.service.observability.logs.formats import configure_logging
 from antiphon.service.observability.logs.log_handler import is_log_behind
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
@@ -70,10 +70,6 @@ from antiphon.service.server.settings import ConfigError, ServerConfig, add_conf
 from antiphon.service.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 
-# Longest time for which the event loop may hold the interpreter lock. The default, 5 ms, is several engine steps.
-_SWITCH_INTERVAL_S = 0.001
-# New objects after which the garbage collector runs. One step creates more than the default of 700.
-_COLLECT_AFTER = 10_000
 # Memory for incomplete requests of the largest size, and the smallest limit on their number.
 _MAX_INCOMPLETE_BYTES = 256 << 20
 _MIN_INCOMPLETE_REQUESTS = 16
@@ -105,8 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         handler.report_drops(shared.families.log_lines_dropped.inc)
         access = Access(config, FileMetrics(shared.families))
         access.warn()
-        with _metrics_port(config, access, registry) as metrics_port:
-            _collect_rarely()
+        with _metrics_port(config, access, registry) as metrics_port, interpreter_for_steps():
             uvloop.run(_serve(config, access, shared, metrics_port))
     except (ConfigError, StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
@@ -126,15 +121,6 @@ def _within_files(config: ServerConfig) -> ServerConfig:
     room = allow_files(max(num_requests, config.max_connections or 0), num_ports * OTHER_PORT_CONNECTIONS)
     limits = [limit for limit in (config.max_connections, room) if limit is not None]
     return config.model_copy(update={"max_connections": min(limits, default=None)})
-
-
-def _collect_rarely() -> None:
-    """Exclude imported objects from garbage collection, and run it less often: it stops the engine and the event loop.
-
-    Models are loaded later, so that an unloaded model is still collected.
-    """
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
 
 
 def _check_ports(config: ServerConfig) -> None:
@@ -208,7 +194,6 @@ async def _serve_calls(
         served = await stop.unless_asked(in_background(lambda: [load(plan, shared) for plan in config.plans], "load"))
         if served is None:
             return 0, server
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         for one in served:
             await control.publish(one)
         await probes.ready()

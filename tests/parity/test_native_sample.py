@@ -124,6 +124,21 @@ def values_of(logits: Floats, held: SamplingArrays, row: int) -> Floats:
     return values
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-7, 1e-5, 1.0])
+def test_candidates_of_a_beam_are_the_same_with_a_neutral_edit(spread: float) -> None:
+    """Without edits no row of log-probabilities is made, but tokens whose log-probabilities are equal must still tie."""
+    random = np.random.default_rng(5)
+    logits = np.float32(3) + (spread * random.permutation(4000)).astype(np.float32)
+    beam = SampleSettings(num_logprobs=8, is_normalized=True)
+    neutral = replace(beam, edits=[(3650, 0.0, 1.0, 0.0)])
+    hidden = np.ones((1, 1), np.float32)
+    drawn = run_sample(hidden, logits[:, None], np.zeros(1, np.int32), sampling_of([0, 0], [beam, neutral]))
+    for field in fields(drawn):
+        without, with_edit = getattr(drawn, field.name)
+        assert without.tobytes() == with_edit.tobytes(), field.name
+    assert len(set(drawn.top_ids[0].tolist())) == 8
+
+
 @EXAMPLES
 @given(steps(), st.booleans())
 def test_sample_gives_the_tokens_of_numpy(

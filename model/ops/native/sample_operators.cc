@@ -159,6 +159,7 @@ class Samples {
       return;
     }
     const ValueRow own = logits.Row(i, best);
+    if (sampling.is_plain_beam(i)) return MakeBeam(kernels, sampling, i, own, best.log_sum);
     const EditedRow edited(kernels, sampling, i, own, best.log_sum);
     token_ids_[i] = TokenOf(kernels, sampling, i, edited.row());
     if (token_ids_[i] >= 0) WriteLogprob(sampling, i, own.values[token_ids_[i]], best.log_sum);
@@ -180,6 +181,16 @@ class Samples {
     if (logprobs_ != nullptr && sampling.num_logprobs(i) >= 0) logprobs_[i] = static_cast<float>(logit - log_sum);
   }
 
+  // Computes a beam without edits: only its candidates are normalised.
+  void MakeBeam(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& own,
+                double log_sum) const {
+    const Shortlist list(kernels, own, std::min(sampling.num_logprobs(i), own.vocab), log_sum);
+    std::sort(list.begin(), list.end(), IsLikelier);
+    token_ids_[i] = list.begin()->id;
+    WriteLogprob(sampling, i, own.values[token_ids_[i]], log_sum);
+    Write(list, i, own, log_sum, 0.0);
+  }
+
   static int64_t TokenOf(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& row) {
     if (sampling.forced_id(i) >= 0) return sampling.forced_id(i);
     if (row.largest == -kInfinity) return kNoneAllowed;
@@ -193,10 +204,14 @@ class Samples {
     if (sampling.num_logprobs(i) <= 0) return;
     const Shortlist list(kernels, row, std::min(sampling.num_logprobs(i), row.vocab));
     std::sort(list.begin(), list.end(), IsLikelier);
+    Write(list, i, own, log_sum, sampling.is_normalized(i) ? 0.0 : log_sum);
+  }
+
+  // Writes the candidates of sample i; a score is the value without `taken`.
+  void Write(const Shortlist& list, int64_t i, const ValueRow& own, double log_sum, double taken) const {
     int64_t place = i * width_;
     for (const Candidate* candidate = list.begin(); candidate < list.end(); ++candidate, ++place) {
       if (candidate->value == -kInfinity) return;
-      const double taken = sampling.is_normalized(i) ? 0.0 : log_sum;
       if (top_ids_ != nullptr) top_ids_[place] = candidate->id;
       if (top_logprobs_ != nullptr) top_logprobs_[place] = static_cast<float>(own.values[candidate->id] - log_sum);
       if (top_scores_ != nullptr) top_scores_[place] = static_cast<float>(candidate->value - taken);

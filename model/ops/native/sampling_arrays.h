@@ -38,6 +38,11 @@ class SamplingArrays {
   bool is_exclusive(int64_t i) const { return integer(i, kIsExclusive) != 0; }
   bool is_sampled(int64_t i) const { return real(i, kTemperature) > 0.0f; }
   bool is_edited(int64_t i) const { return is_exclusive(i) || is_normalized(i) || end_of_edits(i) > first_edit(i); }
+  // Returns true for a beam whose candidates are wanted and whose values need no edit but the normalisation.
+  bool is_plain_beam(int64_t i) const {
+    const bool is_plain = is_normalized(i) && !is_exclusive(i) && end_of_edits(i) == first_edit(i);
+    return is_plain && !is_sampled(i) && forced_id(i) < 0 && num_logprobs(i) > 0;
+  }
   // Returns true for a sample that needs more than the largest logit, the forced token's logit and the sum.
   bool needs_row(int64_t i) const {
     return num_logprobs(i) > 0 || (forced_id(i) < 0 && (is_sampled(i) || is_edited(i)));

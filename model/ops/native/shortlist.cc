@@ -1,6 +1,7 @@
 #include "shortlist.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 
@@ -8,25 +9,44 @@ namespace antiphon {
 
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 // A value that at least `count` values reach: the count-th largest of the chunks' maxima.
 float Threshold(const ValueRow& row, int64_t count) {
   const int64_t chunks = ChunksOf(row.vocab);
-  if (count > chunks) return -std::numeric_limits<float>::infinity();
+  if (count > chunks) return -kInfinity;
   const Scratch<float> maxima(static_cast<size_t>(chunks));
   std::copy(row.chunk_largest, row.chunk_largest + chunks, maxima.data());
   std::nth_element(maxima.data(), maxima.data() + count - 1, maxima.data() + chunks, std::greater<float>());
   return maxima[static_cast<size_t>(count - 1)];
 }
 
+float Without(float value, double taken) { return static_cast<float>(static_cast<double>(value) - taken); }
+
+// A bound below every value that can become as large as `threshold` becomes once `taken` is subtracted: two units in
+// the last place of the result are more than rounding can hide.
+float BelowEquals(float threshold, double taken) {
+  if (taken == 0.0 || std::isinf(threshold)) return threshold;
+  const float result = std::fabs(Without(threshold, taken));
+  const double unit = static_cast<double>(std::nextafter(result, kInfinity)) - static_cast<double>(result);
+  return std::nextafter(Without(threshold, 2.0 * unit), -kInfinity);
+}
+
 }  // namespace
 
-Shortlist::Shortlist(const Kernels& kernels, const ValueRow& row, int64_t count)
+Shortlist::Shortlist(const Kernels& kernels, const ValueRow& row, int64_t count, double taken)
     : entries_(static_cast<size_t>(row.vocab)) {
-  const Scratch<int32_t> ids(static_cast<size_t>(row.vocab));
-  const int64_t found = kernels.at_least(row.values, row.vocab, Threshold(row, count), ids.data(), row.vocab);
-  for (int64_t index = 0; index < found; ++index) {
-    const int32_t id = ids[static_cast<size_t>(index)];
-    entries_[static_cast<size_t>(index)] = {row.values[id], id};
+  const float threshold = BelowEquals(Threshold(row, count), taken);
+  const Scratch<int32_t> ids(static_cast<size_t>(kChunk));
+  int64_t found = 0;
+  for (int64_t chunk = 0; chunk < ChunksOf(row.vocab); ++chunk) {
+    if (row.chunk_largest[chunk] < threshold) continue;
+    const int64_t first = chunk * kChunk, columns = std::min(kChunk, row.vocab - first);
+    const int64_t passed = kernels.at_least(row.values + first, columns, threshold, ids.data(), columns);
+    for (int64_t index = 0; index < passed; ++index) {
+      const auto id = static_cast<int32_t>(first) + ids[static_cast<size_t>(index)];
+      entries_[static_cast<size_t>(found++)] = {Without(row.values[id], taken), id};
+    }
   }
   size_ = std::min(count, found);
   if (size_ < found) std::nth_element(begin(), begin() + size_, begin() + found, IsLikelier);

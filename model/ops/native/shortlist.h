@@ -36,8 +36,9 @@ inline bool HasLowerId(const Candidate& a, const Candidate& b) { return a.id < b
 // The `count` likeliest tokens of a row, in no order; of equal values the lowest ids.
 class Shortlist {
  public:
-  // Throws std::runtime_error when the workspace refuses memory.
-  Shortlist(const Kernels& kernels, const ValueRow& row, int64_t count);
+  // taken: subtracted from each value, in double precision, before values are compared: they are rounded to floats
+  // again, so that some become equal. Throws std::runtime_error when the workspace refuses memory.
+  Shortlist(const Kernels& kernels, const ValueRow& row, int64_t count, double taken = 0.0);
 
   Candidate* begin() const { return entries_.data(); }
   Candidate* end() const { return begin() + size_; }

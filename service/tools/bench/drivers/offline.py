@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -16,13 +15,11 @@ from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
 from antiphon.service.domain.tasks import Generate
 from antiphon.service.engine.engine import Engine
+from antiphon.service.engine.interpreter import interpreter_for_steps
 from antiphon.service.engine.sequences.stream import OutputStream
 from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.runtime.runner import Runner
-
-# Same value as in the server: the event loop must not hold the interpreter lock for several steps of the engine.
-_SWITCH_INTERVAL_S = 0.001
 
 A = TypeVar("A")
 
@@ -132,8 +129,8 @@ class Offline:
         return [*event.token_ids, self._eos_id] if has_stopped else list(event.token_ids)
 
     def __enter__(self) -> Self:
-        self._switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._settings = interpreter_for_steps()  # as in the server
+        self._settings.__enter__()
         self._engine.start()
         return self
 
@@ -142,7 +139,7 @@ class Offline:
     ) -> None:
         self._engine.stop()
         self._loop.close()
-        sys.setswitchinterval(self._switch_interval_s)
+        self._settings.__exit__(kind, error, traceback)
 
 
 def _raise_error(event: TokenEvent) -> None:
