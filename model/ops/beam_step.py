@@ -173,7 +173,7 @@ def _address(array: NDArray[Any]) -> int:
 @cache
 def _library() -> Any:
     """Return the native library, its functions declared. Raises WorkspaceError if it cannot be used."""
-    native_library()
+    native_library(LIBRARY)
     # These functions take a few microseconds: they keep the interpreter lock, which would otherwise change hands.
     native = ctypes.PyDLL(str(LIBRARY))
     native.antiphon_beams_choose.argtypes = (_Pointer, _Pointer, _Pointer, _Size)

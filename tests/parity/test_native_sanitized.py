@@ -1,4 +1,5 @@
-"""Random calls of every native operator, in a library with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Random calls of every native operator, and random steps of beam searches, with AddressSanitizer and
+UndefinedBehaviorSanitizer.
 
 ANTIPHON_SANITIZE_ROUNDS is the number of calls of each operator with each instruction set of this processor; `make
 sanitize` makes many. Leaks are not checked, because Python and ONNX Runtime keep memory until the process ends.
@@ -78,6 +79,12 @@ def test_random_calls_read_and_write_only_valid_memory(
     assert done.returncode == 0, f"{last}{done.stderr[:6000]}"
     assert not done.stderr
     assert last == f"seed 0: {list(CALLS)[-1]} {ROUNDS - 1}\n"
+
+
+def test_steps_of_beam_searches_read_and_write_only_valid_memory(library: Path, environment: dict[str, str]) -> None:
+    done = run(environment, "-m", "tests.parity.beam_steps", str(library), f"--rounds={ROUNDS}")
+    assert done.returncode == 0, done.stderr[:6000]
+    assert not done.stderr
 
 
 def test_sanitizer_detects_a_write_behind_an_array(library: Path, environment: dict[str, str]) -> None:
