@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,8 +92,12 @@ class SearchArrays:
     is_over bool [S]: a search has its longest target, or no beam left.
     """
 
-    def __init__(self, width: int, num_candidates: int, max_len: int) -> None:
-        """num_candidates: W (1 + E), so that enough candidates continue even if all end tokens are among them."""
+    def __init__(self, width: int, num_candidates: int, max_len: int, *, library: Path = LIBRARY) -> None:
+        """num_candidates: W (1 + E), so that enough candidates continue even if all end tokens are among them.
+
+        Raises WorkspaceError if the native library cannot be used.
+        """
+        self._functions = _functions(library)
         num_end_ids = num_candidates // width - 1
         self.scores: NDArray[np.float32] = np.zeros((0, width), np.float32)
         self.token_ids: NDArray[np.int64] = np.zeros((0, width, max_len), np.int64)
@@ -141,7 +146,7 @@ class SearchArrays:
         if list(map(id, candidates)) != list(map(id, self._candidates)):
             self._candidates = candidates
             self._tops = _NativeTops(*(_address(array) for array in candidates), candidates[0].shape[1])
-        num_ended = _library().antiphon_beams_choose(
+        num_ended = self._functions.antiphon_beams_choose(
             ctypes.byref(self._native), ctypes.byref(self._tops), _address(rows), len(rows)
         )
         return [Ended(*one) for one in self.ended.reshape(-1)[:num_ended].tolist()] if num_ended else []
@@ -152,13 +157,13 @@ class SearchArrays:
         Returns slot, a beam and a count for each search whose beams agree on tokens that its client does not have:
         the beam's `count` tokens after those that were streamed. Beams without a text do not count.
         """
-        num_agreed = _library().antiphon_beams_remember(ctypes.byref(self._native), num_searches, keeps_logprobs)
+        num_agreed = self._functions.antiphon_beams_remember(ctypes.byref(self._native), num_searches, keeps_logprobs)
         return self.agreed[:num_agreed].tolist() if num_agreed else []
 
     def share(self, engine: EngineRows, rows: NDArray[np.int64]) -> Shared:
         """Let every row feed the chosen token next, read its parent's blocks, and write to a block of its own."""
         native = engine.shared
-        _library().antiphon_beams_share(
+        self._functions.antiphon_beams_share(
             ctypes.byref(self._native), ctypes.byref(engine.native), _address(rows), len(rows), ctypes.byref(native)
         )
         sources, targets = engine.copies[:, : native.num_copies]
@@ -171,11 +176,11 @@ def _address(array: NDArray[Any]) -> int:
 
 
 @cache
-def _library() -> Any:
+def _functions(library: Path) -> Any:
     """Return the native library, its functions declared. Raises WorkspaceError if it cannot be used."""
-    native_library(LIBRARY)
+    native_library(library)
     # These functions take a few microseconds: they keep the interpreter lock, which would otherwise change hands.
-    native = ctypes.PyDLL(str(LIBRARY))
+    native = ctypes.PyDLL(str(library))
     native.antiphon_beams_choose.argtypes = (_Pointer, _Pointer, _Pointer, _Size)
     native.antiphon_beams_choose.restype = _Size
     native.antiphon_beams_remember.argtypes = (_Pointer, _Size, ctypes.c_int32)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.ops import beam_step
 from antiphon.model.ops.beam_step import NONE, Ended, EngineRows, SearchArrays
+from antiphon.model.ops.workspace import LIBRARY
 
 DEAD = np.float32(-1e9)
 WORDS = 40
@@ -22,12 +22,12 @@ WORDS = 40
 class Steps:
     """Searches of one shape over rows in random order. Every row writes the tokens that it feeds into its blocks."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, library: Path) -> None:
         self.dice = dice = np.random.default_rng(seed)
         self.width, self.num_searches, self.max_len = int(dice.integers(2, 7)), int(dice.integers(1, 5)), 20
         num_end_ids, self.block_size = int(dice.integers(1, 4)), int(dice.integers(2, 6))
         self.num_candidates = self.width * (1 + num_end_ids)
-        self.arrays = SearchArrays(self.width, self.num_candidates, self.max_len)
+        self.arrays = SearchArrays(self.width, self.num_candidates, self.max_len, library=library)
         self.arrays.reserve(self.num_searches)
         num_rows, num_columns = self.num_searches * self.width + 2, self.max_len // self.block_size + 2
         self.rows = dice.permutation(num_rows)[:-2].reshape(self.num_searches, self.width)
@@ -142,9 +142,9 @@ class Steps:
                 assert self.cache[self.tables[row]].ravel()[: len(history) - 1].tolist() == history[:-1]
 
 
-def check(seed: int) -> int:
+def check(seed: int, library: Path = LIBRARY) -> int:
     """Run searches until one of them is over; returns the number of steps."""
-    steps, count = Steps(seed), 1
+    steps, count = Steps(seed, library), 1
     while steps.step():
         count += 1
     return count
@@ -155,5 +155,4 @@ if __name__ == "__main__":
     parser.add_argument("library", type=Path)
     parser.add_argument("--rounds", type=int, default=24)
     chosen = parser.parse_args()
-    beam_step.LIBRARY = chosen.library
-    print(sum(map(check, range(chosen.rounds))), "steps")
+    print(sum(check(seed, chosen.library) for seed in range(chosen.rounds)), "steps")

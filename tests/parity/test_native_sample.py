@@ -126,7 +126,7 @@ def values_of(logits: Floats, held: SamplingArrays, row: int) -> Floats:
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-7, 1e-5, 1.0])
 def test_candidates_of_a_beam_are_the_same_with_a_neutral_edit(spread: float) -> None:
-    """Without edits no row of log-probabilities is made, but tokens whose log-probabilities are equal must still tie."""
+    """Without edits no row of log-probabilities is made, but tokens of equal log-probability must still tie."""
     random = np.random.default_rng(5)
     logits = np.float32(3) + (spread * random.permutation(4000)).astype(np.float32)
     beam = SampleSettings(num_logprobs=8, is_normalized=True)

@@ -3,8 +3,8 @@
 Each request follows the rules of transformers' `_beam_search` (5.x). For each beam, 1 + (number of end ids) candidates
 are kept. Of the best beam_width candidates, those that end become hypotheses. Of those that do not end, the best
 beam_width continue. What happens at every step is native (`model/ops/beam_step.py`), for all searches of one shape
-together; rare cases (an end, a finished search) are handled here, one by one. Knows ids and scores; no blocks, models or
-clocks.
+together; rare cases (an end, a finished search) are handled here, one by one. Knows ids and scores; no blocks, models
+or clocks.
 
 Axes: G searches, W beams, C candidates of each beam, and of each search.
 """

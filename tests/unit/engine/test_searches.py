@@ -143,6 +143,7 @@ def test_sources_of_searches_are_encoded_early_and_their_beams_start_together(be
         assert {group.num_running_rows for group in groups} <= {0, 4}
     assert sum(runs) == len(groups)
     for group in (groups[0], *groups[3:]):
+        assert isinstance(group.request, Generate)
         expected = reference(bench, group.request)
         assert [list(event.token_ids) for event in bench.outputs(group)] == [ids for ids, _ in expected[:1]]
 
