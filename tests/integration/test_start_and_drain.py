@@ -141,7 +141,7 @@ async def test_requests_are_served_during_the_drain_delay_after_probes_report_no
 
 
 async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Path) -> None:
-    """No admitted request is lost: there are two rows, and ten requests wait when the signal arrives."""
+    """No accepted request is lost: two have rows, and one may be encoded early, when the signal arrives."""
     options = Options(max_new_tokens=20)
     with (
         held_engine(tmp_path) as engine,
@@ -150,7 +150,7 @@ async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Pat
         async with AsyncClient(server.target) as client, channel_to(server.target) as channel:
             calls = [asyncio.ensure_future(client.generate_text(text, options)) for text in SENTENCES[:12]]
             now = await asyncio.to_thread(server.wait_for_metrics, lambda now: num_submitted(now) == len(calls))
-            assert now["antiphon_num_requests_waiting"] >= len(calls) - 2
+            assert now["antiphon_num_requests_waiting"] >= len(calls) - 3
             stub: Any = health_pb2_grpc.HealthStub(channel)
             watch = stub.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == SERVING

@@ -1,10 +1,15 @@
-"""Exported models for several parity tests; tracing takes seconds, so each model is exported once."""
+"""Exported models for several parity tests. An export takes ten seconds, so all processes of a run share them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import pytest
 
-from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
@@ -37,10 +42,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Export `checkpoint` at both precisions and in all lowerings."""
-    return export_random(tmp_path_factory.mktemp("paper"), ("native", "contrib", "eager"))
+    return _exported(tmp_path_factory, "paper", ("native", "contrib", "eager"))
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
-    return export_random(tmp_path_factory.mktemp(request.param), ("native", "contrib"), VARIANTS[request.param])
+    return _exported(tmp_path_factory, request.param, ("native", "contrib"), VARIANTS[request.param])
+
+
+def _exported(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    lowerings: Sequence[Lowering],
+    overrides: Mapping[str, object] | None = None,
+) -> Bundle:
+    """Return a random model that the first process of the run to need it exports."""
+    shared = _folder_of_run(tmp_path_factory) / f"exported-{name}"
+    if not shared.exists():
+        made = tmp_path_factory.mktemp(name)
+        export_random(made, lowerings, overrides)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(shared)
+    return load_bundle(shared / "bundle")
+
+
+def _folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the temporary folder that the worker processes of a run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
