@@ -43,7 +43,7 @@ async def serving_bundle(path: Path, **settings: Any) -> AsyncIterator[ServedBun
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    calls = Calls(models, Telemetry(shared.families), shared.pacing.waits)
+    calls = Calls(models, Telemetry(shared.families), shared.pacing)
     server = build_server(config, calls, health.aio.HealthServicer(), shared.pacing)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()

@@ -165,7 +165,7 @@ async def serving(
     ended: list[Call] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
-    calls = Calls(models, telemetry, waits, call_limits(config), Resets(families.connections_closed.inc))
+    calls = Calls(models, telemetry, pacing, call_limits(config), Resets(families.connections_closed.inc))
     health_servicer = health.aio.HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))

@@ -67,6 +67,18 @@ class Telemetry:
             trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )
 
+    def begin_request(self, call: Call, method: str, request_id: str) -> Call:
+        """Begin the record of one request of a call, with the call's client and trace. Ends as a call."""
+        self._metrics.begun()
+        return Call(
+            method=method,
+            request_id=request_id,
+            arrival_s=self._clock(),
+            caller=call.caller,
+            connection=call.connection,
+            trace=call.trace,
+        )
+
     def end(self, call: Call) -> None:
         """Count a finished call, and send it to the sinks once its requests have ended."""
         self._metrics.handled(call.method, call.code)

@@ -179,7 +179,7 @@ async def _serve_calls(
     calls = Calls(
         control.models,
         telemetry,
-        shared.pacing.waits,
+        shared.pacing,
         call_limits(config),
         Resets(shared.families.connections_closed.inc),
     )

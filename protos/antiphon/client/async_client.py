@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+import math
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
 from types import TracebackType
 from typing import Self
 
+from antiphon.client.async_many import Call, Conversation, is_offered
 from antiphon.client.connection import Connection
+from antiphon.client.many import DEFAULT_CONCURRENCY, ManyRequests
 from antiphon.client.messages import (
     Delta,
     Generation,
@@ -57,6 +60,9 @@ class AsyncClient(AsyncReadingCalls):
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
+        self._retry = how.retry
+        self._spreads_calls = how.load_balancing != "pick_first"
+        self._is_many_offered: bool | None = None
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
@@ -98,22 +104,55 @@ class AsyncClient(AsyncReadingCalls):
         sources: Iterable[Source] | AsyncIterable[Source],
         options: Options | None = None,
         *,
-        concurrency: int = 64,
+        concurrency: int = DEFAULT_CONCURRENCY,
     ) -> AsyncIterator[Generation | ServerError]:
         """Yield the target of each source, in order, with at most `concurrency` requests at a time.
 
-        A source that the server refuses yields its ServerError, and the iteration continues. Sources are read lazily; a
-        synchronous iterable must not block.
+        All requests share one call. An older server, and one with several addresses (load_balancing), gets a call for
+        each of them. A source that the server refuses yields its ServerError, and the iteration continues. Sources are
+        read lazily; a synchronous iterable must not block.
         """
+        async for outcome in self.generate_outputs_many(sources, options, concurrency=concurrency):
+            yield outcome if isinstance(outcome, ServerError) else outcome[0]
 
-        async def attempt(source: Source) -> Generation | ServerError:
+    async def generate_outputs_many(
+        self,
+        sources: Iterable[Source] | AsyncIterable[Source],
+        options: Options | None = None,
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+    ) -> AsyncIterator[list[Generation] | ServerError]:
+        """Yield every target of each source, in order, as generate_many does."""
+        if not await self._has_many():
+            async for outcome in ordered_map(_as_async(sources), self._attempt(options), concurrency=concurrency):
+                yield outcome
+            return
+        requests = ManyRequests(
+            lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages)),
+            concurrency=concurrency,
+            retry=self._retry,
+            timeout_s=self._terms.timeout_s,
+        )
+        async for outcome in Conversation(self._open_many, _as_async(sources), requests).outcomes():
+            yield outcome
+
+    def _attempt(self, options: Options | None) -> Callable[[Source], Awaitable[list[Generation] | ServerError]]:
+        async def attempt(source: Source) -> list[Generation] | ServerError:
             try:
-                return await self.generate_text(source, options)
+                return await self.generate_outputs(source, options)
             except ServerError as error:
                 return error
 
-        async for result in ordered_map(_as_async(sources), attempt, concurrency=concurrency):
-            yield result
+        return attempt
+
+    def _open_many(self) -> Call:
+        return self._stub.GenerateMany(**self._terms.call(math.inf))
+
+    async def _has_many(self) -> bool:
+        """Return whether many requests can share a call to this server, which it is asked once."""
+        if self._is_many_offered is None:
+            self._is_many_offered = not self._spreads_calls and await is_offered(self._open_many())
+        return self._is_many_offered
 
     async def score(
         self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None

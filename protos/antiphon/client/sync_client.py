@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import copy
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
 from antiphon.client.connection import Connection
+from antiphon.client.many import DEFAULT_CONCURRENCY, ManyRequests
 from antiphon.client.messages import (
     Delta,
     Generation,
@@ -30,6 +32,7 @@ from antiphon.client.messages import (
 )
 from antiphon.client.options import Options
 from antiphon.client.reading_calls import ReadingCalls
+from antiphon.client.sync_many import is_offered, outcomes
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
@@ -60,6 +63,9 @@ class Client(ReadingCalls):
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
+        self._retry = how.retry
+        self._spreads_calls = how.load_balancing != "pick_first"
+        self._is_many_offered: bool | None = None
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
@@ -97,12 +103,38 @@ class Client(ReadingCalls):
             return as_generations(self._stub.GenerateUnary(request, **self._terms.call(timeout_s)))
 
     def generate_many(
-        self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = 64
+        self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = DEFAULT_CONCURRENCY
     ) -> Iterator[Generation | ServerError]:
         """Yield the target of each source, in order, with at most `concurrency` requests at a time.
 
-        A source that the server refuses yields its ServerError, and the iteration continues.
+        All requests share one call. An older server, and one with several addresses (load_balancing), gets a call for
+        each of them. A source that the server refuses yields its ServerError, and the iteration continues.
         """
+        if not self._has_many():
+            yield from self._generate_each(sources, options, concurrency)
+            return
+        requests = ManyRequests(
+            lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages)),
+            concurrency=concurrency,
+            retry=self._retry,
+            timeout_s=self._terms.timeout_s,
+        )
+        for outcome in outcomes(self._open_many, sources, requests):
+            yield outcome if isinstance(outcome, ServerError) else outcome[0]
+
+    def _open_many(self, messages: Iterator[inference_pb2.GenerateManyRequest]) -> Any:
+        return self._stub.GenerateMany(messages, **self._terms.call(math.inf))
+
+    def _has_many(self) -> bool:
+        """Return whether many requests can share a call to this server, which it is asked once."""
+        if self._is_many_offered is None:
+            self._is_many_offered = not self._spreads_calls and is_offered(self._open_many)
+        return self._is_many_offered
+
+    def _generate_each(
+        self, sources: Iterable[Source], options: Options | None, concurrency: int
+    ) -> Iterator[Generation | ServerError]:
+        """Yield the targets as generate_many does, with a call for each source."""
         under_way: deque[grpc.Future[inference_pb2.GenerateUnaryResponse]] = deque()
         try:
             for source in sources:

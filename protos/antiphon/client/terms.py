@@ -50,6 +50,11 @@ class Terms:
         self._metadata = tuple(connection.metadata.items())
         self._token = _TokenFile(connection.token_file) if connection.token_file is not None else connection.token
 
+    @property
+    def timeout_s(self) -> float | None:
+        """Default time limit of a request; None is none."""
+        return None if self._timeout_s == math.inf else self._timeout_s
+
     def ask(self, request: M) -> M:
         """Set the priority of the request, if there is one, and return the request."""
         if self._priority is not None:

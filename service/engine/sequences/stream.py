@@ -42,6 +42,8 @@ class OutputStream:
     at once. Unread tokens are kept; the request's limit on new tokens bounds their number.
 
     end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
+    A reader that is no coroutine calls `listen` and `take` instead of iterating or collecting.
+
     on_end: called with every terminal event when it arrives, read or not; None after the last.
     cancel_cause: reason of the cancellation; None where the request was not cancelled.
     """
@@ -65,6 +67,8 @@ class OutputStream:
         self._is_due = True  # the coalescing window is over: the reader may receive a token
         self._wants_tokens = False
         self._reader: asyncio.Future[None] | None = None
+        self._on_readable: Callable[[], None] | None = None
+        self._is_announced = False  # on_readable was called since the last `take`
         self._window: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> OutputStream:
@@ -93,6 +97,33 @@ class OutputStream:
             self._finals = deque((self._finals[-1],))
         return tuple(sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index))
 
+    def listen(self, on_readable: Callable[[], None], *, wants_tokens: bool) -> None:
+        """Call on_readable once `take` has something to return; after each `take`, once more.
+
+        wants_tokens: False calls it only when the last event has arrived.
+        """
+        self._on_readable = on_readable
+        self._wants_tokens = wants_tokens
+
+    def take(self) -> list[TokenEvent]:
+        """Return the terminal events with all tokens not yet read, by index, or the event of an error alone.
+
+        Before them come unread tokens of other outputs, merged.
+        """
+        if self._is_ended and self._finals[-1].error is not None:
+            self._finals = deque((self._finals[-1],))
+        finals = sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index)
+        tokens = []
+        while self._wants_tokens and not self._is_exhausted and self._has_pending():
+            tokens.append(self._take_tokens())
+        self._is_announced = False
+        return [*tokens, *finals]
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True once the last event has been read."""
+        return self._is_exhausted
+
     def output(self, index: int) -> TokenSink:
         """Return the sink of an output."""
         return self if index == 0 else _Output(self, index)
@@ -100,13 +131,13 @@ class OutputStream:
     def push(self, item: Item) -> None:
         """Add a token of the first output; in the stream's event loop only."""
         self._first.append(item)
-        if self._reader is not None and self._wants_tokens and self._is_due:
+        if self._wants_tokens and self._is_due:
             self._wake()
 
     def push_to(self, output_index: int, item: Item) -> None:
         """Add a token of any output; in the stream's event loop only."""
         self._pending.setdefault(output_index, []).append(item)
-        if self._reader is not None and self._wants_tokens and self._is_due:
+        if self._wants_tokens and self._is_due:
             self._wake()
 
     def finish(self, event: TokenEvent) -> None:
@@ -133,8 +164,12 @@ class OutputStream:
             self._reader = None
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if self._reader is not None:
+            if not self._reader.done():
+                self._reader.set_result(None)
+        elif self._on_readable is not None and not self._is_announced:
+            self._is_announced = True
+            self._on_readable()
 
     def _take_final(self) -> TokenEvent:
         event = self._finals.popleft()

@@ -161,6 +161,20 @@ class InFlight:
             self._telemetry.end(call)
             self._leave()
 
+    def begin_request(self, call: Call, name: str, request_id: str) -> Call:
+        """Count one request of a call as an RPC, without a task of its own, and begin its record; see end_request."""
+        self._take()
+        return self._telemetry.begin_request(call, name, request_id)
+
+    def end_request(self, call: Call) -> None:
+        """Report a request that `begin_request` began. The caller has set its code."""
+        self._telemetry.end(call)
+        self._leave()
+
+    async def turn(self, call: Call) -> None:
+        """Wait until one more request of a call may start: callers take turns on the event loop."""
+        await self._turns.take(call.caller)
+
     def _begin(self, name: str, context: Context) -> Call:
         """Begin the record of a call. Not a context manager: that would double the cost for each call."""
         call = self._telemetry.begin(name, context)

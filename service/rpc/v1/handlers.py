@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,13 +12,15 @@ from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method
-from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
+from antiphon.service.rpc.v1.answers.pacing import Pacing
+from antiphon.service.rpc.v1.many.conversation import Conversation
 from antiphon.service.rpc.v1.models import Models
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE_NAME = SERVICE.full_name
+_REQUEST_OF_MANY = f"{SERVICE_NAME}/GenerateMany:request"
 
 # Every RPC whose request names a model.
 _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]] = {
@@ -43,13 +45,14 @@ class Calls:
         self,
         models: Models,
         telemetry: Telemetry,
-        waits: ClientWaits,
+        pacing: Pacing,
         limits: CallLimits = NO_LIMITS,
         resets: Resets | None = None,
     ) -> None:
         """resets: closes connections that reset their calls; None closes none."""
         self.models = models
-        self.in_flight = InFlight(telemetry, waits, limits, resets)
+        self._pacing = pacing
+        self.in_flight = InFlight(telemetry, pacing.waits, limits, resets)
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
@@ -58,7 +61,9 @@ class Calls:
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of every method of the service, for `add_generic_rpc_handlers`."""
         methods = {name: self._routed(method) for name, method in _METHODS.items()}
-        return handlers_of(SERVICE, {**methods, "ListModels": self._list_models}, self.in_flight)
+        self.in_flight.expect(_REQUEST_OF_MANY)
+        own: dict[str, Method] = {"GenerateMany": self._generate_many, "ListModels": self._list_models}
+        return handlers_of(SERVICE, methods | own, self.in_flight)
 
     def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
         async def routed(request: Any, context: Context) -> Any:
@@ -68,6 +73,10 @@ class Calls:
             return await method(served.servicer, request, context)
 
         return routed
+
+    async def _generate_many(self, messages: AsyncIterator[pb.GenerateManyRequest], context: Context) -> None:
+        """Answer the requests of a call, each by the model that it names."""
+        await Conversation(_REQUEST_OF_MANY, self.models, self.in_flight, self._pacing, context).run(messages)
 
     async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Describe every model, the default first."""

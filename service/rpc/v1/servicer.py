@@ -18,7 +18,7 @@ from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.requests.request_reader import RequestReader
 from antiphon.service.rpc.v1.served.served_model import ServedModel
-from antiphon.service.rpc.v1.submission import Submission
+from antiphon.service.rpc.v1.submission import Submission, Submitted
 from antiphon.v1 import inference_pb2 as pb
 
 
@@ -39,7 +39,7 @@ class InferenceServicer:
 
     async def generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs in deltas."""
-        request, detokenizer = await self._requests.generate(message, context)
+        request, detokenizer = await self._requests.generate(message, context, is_streamed=True)
         answer = Answer(request, detokenizer)
         writer = self._pacing.writer(context)
         with self._submission.stream(message, request) as stream:
@@ -50,8 +50,13 @@ class InferenceServicer:
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Return the complete outputs."""
-        request, detokenizer = await self._requests.generate(message, context)
+        request, detokenizer = await self._requests.generate(message, context, is_streamed=False)
         return Answer(request, detokenizer).whole(await self._submission.collect(message, request))
+
+    async def ask(self, message: pb.GenerateRequest, context: Context, *, is_streamed: bool) -> Submitted:
+        """Pass one request of a call of many to the engine. is_streamed: False if its answer is read once."""
+        request, detokenizer = await self._requests.generate(message, context, is_streamed=is_streamed)
+        return self._submission.open(message, request, Answer(request, detokenizer))
 
     async def score(self, message: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Return the log-probability of each token of a given target."""

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import Request, TokenEvent
 from antiphon.service.engine.engine import Engine
 from antiphon.service.engine.sequences.stream import OutputStream
+from antiphon.service.observability.call import current_call
+from antiphon.service.rpc.v1.answers.answers import Answer
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.answers.reading import reading
 from antiphon.service.rpc.v1.requests.arrivals import EngineMessage
 from antiphon.service.rpc.v1.requests.options import as_option
 from antiphon.v1 import inference_pb2 as pb
+
+
+@dataclass(slots=True, eq=False)
+class Submitted:
+    """Request that an engine has accepted: its stream, and the writer of its messages."""
+
+    request: Request
+    engine: Engine
+    stream: OutputStream
+    answer: Answer
 
 
 class Submission:
@@ -39,8 +52,19 @@ class Submission:
         with reading(self._engine, request, stream):
             return await stream.collect()
 
-    def _submit(self, message: EngineMessage, request: Request) -> OutputStream:
-        stream = OutputStream(request.request_id, coalesce_s=self._pacing.window_s)
+    def open(self, message: EngineMessage, request: Request, answer: Answer) -> Submitted:
+        """Submit a request of a call that reads its stream by `listen` and `take`, and cancels it itself.
+
+        Raises AntiphonError if the engine refuses the request.
+        """
+        stream = self._submit(message, request, coalesce_s=0.0)
+        if (call := current_call()) is not None:
+            call.admitted(request, stream)
+        return Submitted(request, self._engine, stream, answer)
+
+    def _submit(self, message: EngineMessage, request: Request, coalesce_s: float | None = None) -> OutputStream:
+        window_s = self._pacing.window_s if coalesce_s is None else coalesce_s
+        stream = OutputStream(request.request_id, coalesce_s=window_s)
         try:
             self._engine.submit(request, stream)
         except InvalidArgument as error:

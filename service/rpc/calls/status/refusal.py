@@ -28,13 +28,13 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
         status.details.add().Pack(detail)
     metadata: Metadata = (("grpc-status-details-bin", status.SerializeToString()),)
     if isinstance(error, QueueFull):
-        metadata += (("grpc-retry-pushback-ms", str(_pushback_ms(error))),)
+        metadata += (("grpc-retry-pushback-ms", str(pushback_ms(error))),)
     if isinstance(error, Unauthenticated):
         metadata += (("www-authenticate", error.challenge),)
     return code, str(error), metadata
 
 
-def _pushback_ms(error: QueueFull) -> int:
+def pushback_ms(error: QueueFull) -> int:
     """Return the retry delay, at least 1: after a 0, gRPC clients hang until their deadline (grpc/grpc#41036)."""
     return max(1, math.ceil(error.retry_after_s * 1000))
 
@@ -46,6 +46,6 @@ def _details(error: AntiphonError) -> list[Message]:
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, QueueFull):
         delay = Duration(nanos=0)
-        delay.FromMilliseconds(_pushback_ms(error))
+        delay.FromMilliseconds(pushback_ms(error))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return details

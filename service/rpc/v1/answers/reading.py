@@ -40,12 +40,16 @@ def reading(engine: Engine, request: Request, stream: OutputStream) -> Iterator[
     except AntiphonError:
         raise
     except (asyncio.CancelledError, grpc.aio.BaseError):  # BaseError: nothing can be sent any more
-        is_late = _has_run_out(request, engine.clock())
-        engine.give_up(stream, CancelCause.DEADLINE if is_late else CancelCause.CLIENT)
+        engine.give_up(stream, cause_of_leaving(request, engine.clock()))
         raise
     except Exception:
         engine.give_up(stream, CancelCause.FAULT)
         raise
+
+
+def cause_of_leaving(request: Request, now_s: float) -> CancelCause:
+    """Return why a client ended the call of a request now: its deadline, or its own wish."""
+    return CancelCause.DEADLINE if _has_run_out(request, now_s) else CancelCause.CLIENT
 
 
 def _has_run_out(request: Request, now_s: float) -> bool:

@@ -65,6 +65,11 @@ class _Side:
     min_tokens: Callable[[str], int]
 
 
+def is_short(message: pb.GenerateRequest) -> bool:
+    """Return whether the texts of a request are read at once, without waiting for a thread."""
+    return max(len(message.text), len(message.options.prefix_text)) <= MAX_INLINE_LEN
+
+
 class Inputs:
     """Reads sources, targets and prefixes with one model's tokenizer, text format and limits."""
 

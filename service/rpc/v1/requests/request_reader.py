@@ -62,7 +62,9 @@ class RequestReader:
         self._inputs = inputs
         self._arrivals = arrivals
 
-    async def generate(self, message: GenerateMessage, context: Context) -> tuple[Generate, Detokenizer]:
+    async def generate(
+        self, message: GenerateMessage, context: Context, *, is_streamed: bool
+    ) -> tuple[Generate, Detokenizer]:
         """Read a request to generate, and the detokenizer of its answer. Raises AntiphonError."""
         self._engine.check_ability(Task.GENERATE)
         arrival = self._arrivals.next(message, context)
@@ -80,7 +82,7 @@ class RequestReader:
             num_prompt_ids=start.num_prompt_ids,
             params=languages.params(controls.params, prefix_ids),
             stop_matcher=detokenizer.matcher if controls.stop_strings else None,
-            is_streamed=isinstance(message, pb.GenerateRequest),
+            is_streamed=is_streamed,
         )
         return request, detokenizer
 

@@ -1,0 +1,122 @@
+"""Carries many requests over GenerateMany calls, for an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from antiphon.client.many import LOST, Delayed, ManyRequests, Outcome, together
+from antiphon.client.messages import Source, as_server_error
+from antiphon.v1 import inference_pb2
+
+Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateManyRequest, inference_pb2.GenerateManyResponse]
+
+
+class Conversation:
+    """Sources on their way to a server, and their outcomes, in order. For one event loop; iterate once.
+
+    open_call: opens a GenerateMany call.
+    """
+
+    def __init__(self, open_call: Callable[[], Call], sources: AsyncIterator[Source], requests: ManyRequests) -> None:
+        self._open_call = open_call
+        self._sources = sources
+        self._requests = requests
+        self._unsent: list[inference_pb2.ManyRequest] = []
+        self._is_fed = False
+        self._loop = asyncio.get_running_loop()
+        self._timers: list[asyncio.TimerHandle] = []  # of requests that are sent again
+        self._has_room = asyncio.Event()
+        self._has_unsent = asyncio.Event()
+        self._has_news = asyncio.Event()
+
+    async def outcomes(self) -> AsyncIterator[Outcome]:
+        """Yield the outcome of each source. Leaving the iteration cancels what is unanswered.
+
+        Raises the errors of the sources.
+        """
+        tasks = [asyncio.create_task(self._feed()), asyncio.create_task(self._talk())]
+        for task in tasks:
+            task.add_done_callback(lambda _: self._has_news.set())
+        try:
+            while True:
+                await self._has_news.wait()
+                self._has_news.clear()
+                for outcome in self._requests.take():
+                    yield outcome
+                self._has_room.set()
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                if self._is_fed and self._requests.is_finished:
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._forget_unsent()
+
+    async def _feed(self) -> None:
+        """Read sources as far as there is room."""
+        async for source in self._sources:
+            while not self._requests.has_room:
+                self._has_room.clear()
+                await self._has_room.wait()
+            self._send(self._requests.add(source))
+        self._is_fed = True
+
+    def _send(self, message: inference_pb2.ManyRequest) -> None:
+        self._unsent.append(message)
+        self._has_unsent.set()
+
+    def _send_later(self, delayed: list[Delayed]) -> None:
+        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
+        self._timers += [self._loop.call_later(delay_s, self._send, message) for delay_s, message in delayed]
+
+    def _forget_unsent(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers = []
+        self._unsent = []
+        self._has_unsent.clear()
+
+    async def _talk(self) -> None:
+        """Send requests and read answers, over a new call if the last one broke."""
+        while True:
+            await self._has_unsent.wait()
+            call = self._open_call()
+            writing = asyncio.create_task(self._write(call))
+            error = LOST
+            try:
+                async for response in call:
+                    self._send_later(self._requests.read(response))
+                    self._has_news.set()
+            except grpc.RpcError as broken:
+                error = as_server_error(broken)
+            finally:
+                writing.cancel()
+                call.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+            self._forget_unsent()
+            self._send_later(self._requests.broken(error))
+            self._has_news.set()
+
+    async def _write(self, call: Call) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader learns why the call ended
+            while True:
+                await self._has_unsent.wait()
+                unsent, self._unsent = self._unsent, []
+                self._has_unsent.clear()
+                for message in together(unsent):
+                    await call.write(message)
+
+
+async def is_offered(call: Call) -> bool:
+    """Return whether the server of a new call knows GenerateMany. If it cannot be reached, the requests will say so."""
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        await call.done_writing()
+    return await call.code() is not grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,1 @@
+"""GenerateMany: many requests over one call."""

@@ -1,0 +1,80 @@
+"""Answers of a GenerateMany call on their way to the client: everything that is ready goes into one message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from antiphon.service.rpc.v1.answers.pacing import Writer
+from antiphon.service.rpc.v1.many.open_request import OpenRequest
+from antiphon.v1 import inference_pb2 as pb
+
+# Size of a message above which further answers go into the next one; many clients accept at most 4 MiB.
+_FULL_BYTES = 1 << 20
+
+
+class Outbox:
+    """Writes the answers of one call, one message at a time. For the event loop.
+
+    window_s: time from one message to the next, in which answers are collected. on_answered: called with each request
+    whose last answer was written.
+    """
+
+    def __init__(
+        self, writer: Writer, window_s: Callable[[], float], on_answered: Callable[[OpenRequest], None]
+    ) -> None:
+        self._writer = writer
+        self._window_s = window_s
+        self._on_answered = on_answered
+        self._ready: deque[OpenRequest] = deque()
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def put(self, one: OpenRequest) -> None:
+        """Note that a request has answers to be written."""
+        self._ready.append(one)
+        self._changed.set()
+
+    def close(self) -> None:
+        """End `run` once everything is written."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Write answers until `close`. Raises SlowReader if the client does not read them."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._ready:
+                next_s = loop.time() + self._window_s()
+                await self._write_some()
+                if not self._is_closed:
+                    await asyncio.sleep(max(0.0, next_s - loop.time()))
+            if self._is_closed:
+                return
+
+    async def _write_some(self) -> None:
+        """Write one message."""
+        response, answered = pb.GenerateManyResponse(), []
+        num_bytes = 0
+        while self._ready and num_bytes < _FULL_BYTES:
+            one = self._ready.popleft()
+            num_before = len(response.answers)
+            if one.write_to(response):
+                answered.append(one)
+            num_bytes += sum(answer.ByteSize() for answer in response.answers[num_before:])
+        if response.answers:
+            await self._write(response)
+        for one in answered:
+            self._on_answered(one)
+
+    async def _write(self, response: pb.GenerateManyResponse) -> None:
+        writing = asyncio.ensure_future(self._writer.write(response))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # An error ends the call. Its status can only be sent after the headers: wait for this write.
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
