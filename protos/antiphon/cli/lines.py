@@ -8,9 +8,10 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
 
 from antiphon.cli.progress import Progress, remaining_bytes
 from antiphon.client.ordered import ordered_map
@@ -18,6 +19,7 @@ from antiphon.client.ordered import ordered_map
 EXIT_SOME_FAILED = 1
 EXIT_USER_ERROR = 2
 STDIN = 0
+_BLOCK_BYTES = 1 << 16
 
 # All characters that a program may interpret as the end of a line.
 _LINE_ENDS = dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
@@ -50,6 +52,51 @@ class Answered(Protocol):
 A = TypeVar("A", bound=Answered)
 
 
+class Answers(Generic[A]):
+    """Writes the answers of a command's lines in order, and shows progress. A context: it ends the display.
+
+    write: writes one answer to standard output, which is flushed once a batch of answers is written.
+    """
+
+    def __init__(self, command: str, write: Callable[[A], None]) -> None:
+        self._command = command
+        self._write = write
+        self._progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
+        self._num_failed = 0
+        self._is_flush_due = False
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command once all lines are answered."""
+        return EXIT_SOME_FAILED if self._num_failed else 0
+
+    def add(self, answered: A) -> None:
+        """Write the next answer; its error goes to standard error with the line number."""
+        if sys.stdout.isatty() or answered.problem is not None:
+            self._progress.clear()
+        if answered.problem is not None:
+            self._num_failed += 1
+            print(f"antiphon {self._command}: line {answered.line.number}: {answered.problem}", file=sys.stderr)
+        self._write(answered)
+        self._progress.advance(len(answered.line.raw) + 1)
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        sys.stdout.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.finish()
+        sys.stdout.flush()
+
+
 async def answer_lines(
     command: str, answer: Callable[[Line], Awaitable[A]], write: Callable[[A], None], *, concurrency: int
 ) -> int:
@@ -58,41 +105,30 @@ async def answer_lines(
     Returns the exit code. Errors of lines are printed to standard error with the line number. Raises the exceptions
     of `answer`.
     """
-    progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
-    num_failed = 0
-    try:
+    with Answers(command, write) as answers:
         async for answered in ordered_map(lines_of(STDIN), answer, concurrency=concurrency):
-            if sys.stdout.isatty() or answered.problem is not None:
-                progress.clear()
-            if answered.problem is not None:
-                num_failed += 1
-                print(f"antiphon {command}: line {answered.line.number}: {answered.problem}", file=sys.stderr)
-            write(answered)
-            progress.advance(len(answered.line.raw) + 1)
-    finally:
-        progress.finish()
-    return EXIT_SOME_FAILED if num_failed else 0
+            answers.add(answered)
+    return answers.exit_code
 
 
 async def lines_of(descriptor: int) -> AsyncIterator[Line]:
-    """Yield the lines of a file descriptor. A thread reads at most one line ahead.
+    """Yield the lines of a file descriptor. A thread reads at most one block ahead.
 
     It is a daemon thread, because a read from a terminal cannot be interrupted and must not keep the process alive.
     """
     loop = asyncio.get_running_loop()
     wanted = threading.Semaphore(0)
-    arrived: asyncio.Queue[bytes | OSError | None] = asyncio.Queue()
+    arrived: asyncio.Queue[list[bytes] | OSError | None] = asyncio.Queue()
 
-    def send_to_loop(item: bytes | OSError | None) -> None:
+    def send_to_loop(item: list[bytes] | OSError | None) -> None:
         wanted.acquire()
         with contextlib.suppress(RuntimeError):  # the loop is closed: the lines are not read any more
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
     def read() -> None:
         try:
-            with os.fdopen(descriptor, "rb", closefd=False) as stream:
-                for raw in stream:
-                    send_to_loop(raw)
+            for lines in _blocks_of_lines(descriptor):
+                send_to_loop(lines)
         except OSError as error:
             send_to_loop(error)
         else:
@@ -102,13 +138,27 @@ async def lines_of(descriptor: int) -> AsyncIterator[Line]:
     number = 0
     while True:
         wanted.release()
-        raw = await arrived.get()
-        if raw is None:
+        lines = await arrived.get()
+        if lines is None:
             return
-        if isinstance(raw, OSError):
-            raise Stopped(f"standard input cannot be read: {raw.strerror}")
-        number += 1
-        yield Line(number=number, raw=raw.removesuffix(b"\n").removesuffix(b"\r"))
+        if isinstance(lines, OSError):
+            raise Stopped(f"standard input cannot be read: {lines.strerror}")
+        for raw in lines:
+            number += 1
+            yield Line(number=number, raw=raw.removesuffix(b"\r"))
+
+
+def _blocks_of_lines(descriptor: int) -> Iterator[list[bytes]]:
+    """Yield the lines that arrive together, without their newlines."""
+    begun: list[bytes] = []  # parts of a line whose end has not arrived
+    while block := os.read(descriptor, _BLOCK_BYTES):
+        first, *others = block.split(b"\n")
+        begun.append(first)
+        if others:
+            yield [b"".join(begun), *others[:-1]]
+            begun = [others[-1]]
+    if any(begun):
+        yield [b"".join(begun)]
 
 
 def one_line(text: str) -> str:

@@ -6,7 +6,8 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 
 import grpc
@@ -15,14 +16,17 @@ from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, 
 from antiphon.cli.interrupt import run_interruptible
 from antiphon.cli.lines import (
     EXIT_USER_ERROR,
+    STDIN,
+    Answers,
     Line,
     Stopped,
-    answer_lines,
+    lines_of,
     one_line,
     positive,
 )
 from antiphon.cli.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 from antiphon.client import DEFAULT_TARGET, AsyncClient, Generation, Options, ServerError
+from antiphon.client.many import DEFAULT_CONCURRENCY
 
 # Statuses with which every other line would fail too.
 _HOPELESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
@@ -51,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--json", action="store_true", help="print each answer as one JSON object with all fields")
     parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="N", help="concurrent lines (default: %(default)s)"
+        "--concurrency",
+        type=positive,
+        default=DEFAULT_CONCURRENCY,
+        metavar="N",
+        help="concurrent lines (default: %(default)s)",
     )
     add_call_flags(parser)
     add_connection_flags(parser)
@@ -90,6 +98,7 @@ async def _translate_texts(client: AsyncClient, arguments: argparse.Namespace, o
             else:
                 outputs = await client.generate_outputs(text, options)
                 _print_lines(outputs, options, is_json=arguments.json)
+                sys.stdout.flush()
         except ServerError as error:
             raise Stopped(_explain(error, arguments.target)) from None
         except ValueError as error:
@@ -112,30 +121,68 @@ async def _translate_lines(client: AsyncClient, arguments: argparse.Namespace, o
     except ServerError as error:
         raise Stopped(_explain(error, arguments.target)) from None
 
-    async def answer(line: Line) -> Answer:
-        return await _answer(client, arguments.target, options, line)
-
     def write(answered: Answer) -> None:
         _print_lines(answered.outputs, options, is_json=arguments.json)
 
-    return await answer_lines("generate", answer, write, concurrency=arguments.concurrency)
+    with Answers("generate", write) as answers:
+        try:
+            await _Lines(client, arguments, options, answers).answer()
+        except ValueError as error:
+            raise Stopped(in_terms_of_flags(str(error))) from None
+    return answers.exit_code
 
 
-async def _answer(client: AsyncClient, target: str, options: Options, line: Line) -> Answer:
+class _Lines:
+    """Lines of standard input: all share a call to the server, and blank ones are answered here."""
+
+    def __init__(
+        self, client: AsyncClient, arguments: argparse.Namespace, options: Options, answers: Answers[Answer]
+    ) -> None:
+        self._client = client
+        self._arguments = arguments
+        self._options = options
+        self._answers = answers
+        self._waiting: deque[Line | Answer] = deque()  # lines whose answers are not written, or those answers
+
+    async def answer(self) -> None:
+        """Answer every line. Raises Stopped if no further line can succeed, ValueError for a wrong option."""
+        concurrency = self._arguments.concurrency
+        async for outcome in self._client.generate_outputs_many(self._texts(), self._options, concurrency=concurrency):
+            line = self._waiting.popleft()
+            assert isinstance(line, Line)
+            self._answers.add(self._answered(line, outcome))
+            self._write_known()
+
+    async def _texts(self) -> AsyncIterator[str]:
+        async for line in lines_of(STDIN):
+            text, problem = _text_of(line)
+            is_asked = problem is None and text.strip()
+            self._waiting.append(line if is_asked else Answer(line=line, problem=problem))
+            if is_asked:
+                yield text
+            else:
+                self._write_known()
+
+    def _write_known(self) -> None:
+        """Write the answers before the next one that the server gives."""
+        while self._waiting and isinstance(known := self._waiting[0], Answer):
+            self._waiting.popleft()
+            self._answers.add(known)
+
+    def _answered(self, line: Line, outcome: list[Generation] | ServerError) -> Answer:
+        if not isinstance(outcome, ServerError):
+            return Answer(line=line, outputs=tuple(outcome))
+        if outcome.code in _HOPELESS or is_about_option(outcome.message):
+            raise Stopped(f"line {line.number}: {_explain(outcome, self._arguments.target)}")
+        return Answer(line=line, problem=outcome.message)
+
+
+def _text_of(line: Line) -> tuple[str, str | None]:
+    """Return the text of a line, and why it has none."""
     try:
-        text = line.raw.decode("utf-8")
+        return line.raw.decode("utf-8"), None
     except UnicodeDecodeError as error:
-        return Answer(line=line, problem=f"not UTF-8: byte 0x{line.raw[error.start]:02x} at offset {error.start}")
-    if not text.strip():
-        return Answer(line=line)
-    try:
-        return Answer(line=line, outputs=tuple(await client.generate_outputs(text, options)))
-    except ServerError as error:
-        if error.code in _HOPELESS or is_about_option(error.message):
-            raise Stopped(f"line {line.number}: {_explain(error, target)}") from None
-        return Answer(line=line, problem=error.message)
-    except ValueError as error:
-        raise Stopped(in_terms_of_flags(str(error))) from None
+        return "", f"not UTF-8: byte 0x{line.raw[error.start]:02x} at offset {error.start}"
 
 
 def _explain(error: ServerError, target: str) -> str:
@@ -156,4 +203,3 @@ def _print_lines(outputs: Sequence[Generation], options: Options, *, is_json: bo
             print(json.dumps(output and asdict(output), ensure_ascii=False))
         else:
             print(one_line(output.text) if output else "")
-    sys.stdout.flush()
