@@ -106,7 +106,7 @@ class Conversation:
             self._has_news.set()
 
     async def _write(self, call: Call) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader learns why the call ended
+        with _ended_call():  # the reader learns why it has ended
             while True:
                 await self._has_unsent.wait()
                 unsent, self._unsent = self._unsent, []
@@ -117,6 +117,11 @@ class Conversation:
 
 async def is_offered(call: Call) -> bool:
     """Return whether the server of a new call knows GenerateMany. If it cannot be reached, the requests will say so."""
-    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+    with _ended_call():
         await call.done_writing()
     return await call.code() is not grpc.StatusCode.UNIMPLEMENTED
+
+
+def _ended_call() -> contextlib.AbstractContextManager[None]:
+    """Suppress what grpc.aio raises when something is written to a call that has ended."""
+    return contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)

@@ -83,4 +83,7 @@ async def test_every_rpc_that_names_a_model_refuses_an_unknown_one() -> None:
                 error = await refusal(getattr(stub, method.name)(kind(model="nobody")))
                 assert (error.code(), details_of(error).reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
                 asked.append(method.name)
-    assert {method.name for method in SERVICE.methods} - set(asked) == {"ListModels", "GenerateMany"}  # a request of many names it
+    assert {method.name for method in SERVICE.methods} - set(asked) == {
+        "ListModels",
+        "GenerateMany",
+    }  # a request of many names it

@@ -12,13 +12,15 @@ from antiphon.v1 import inference_pb2 as pb
 
 # Size of a message above which further answers go into the next one; many clients accept at most 4 MiB.
 _FULL_BYTES = 1 << 20
+# Least time between messages that hold whole answers only: nobody reads along. Ten steps of a small model.
+_WHOLE_WINDOW_S = 0.01
 
 
 class Outbox:
     """Writes the answers of one call, one message at a time. For the event loop.
 
-    window_s: time from one message to the next, in which answers are collected. on_answered: called with each request
-    whose last answer was written.
+    window_s: time from one message with deltas to the next, in which answers are collected. on_answered: called with
+    each request whose last answer was written.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class Outbox:
             await self._changed.wait()
             self._changed.clear()
             while self._ready:
-                next_s = loop.time() + self._window_s()
+                is_urgent = any(not one.is_whole for one in self._ready)
+                next_s = loop.time() + max(self._window_s(), 0.0 if is_urgent else _WHOLE_WINDOW_S)
                 await self._write_some()
                 if not self._is_closed:
                     await asyncio.sleep(max(0.0, next_s - loop.time()))

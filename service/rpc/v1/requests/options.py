@@ -23,6 +23,9 @@ from antiphon.service.rpc.v1.served.model_defaults import NO_DEFAULTS, own_defau
 from antiphon.v1 import inference_pb2 as pb
 
 _SEEDS_AT_ONCE = 512
+# Options that an OptionReader keeps, and the size of the largest ones: clients send few different ones.
+_MAX_KNOWN = 64
+_MAX_KNOWN_BYTES = 256
 
 _NAMES = {control.field: control.name for control in CONTROLS}
 
@@ -38,6 +41,30 @@ def read_options(
         return _read(options, vocab_size, generation)
     except InvalidArgument as error:
         raise as_option(error) from None
+
+
+class OptionReader:
+    """Reads the options of requests to one model. Greedy requests with the same options share one result.
+
+    Such requests share the seed too, which does not matter for them.
+    """
+
+    def __init__(self, vocab_size: int, generation: GenerationDefaults = NO_DEFAULTS) -> None:
+        self._vocab_size = vocab_size
+        self._generation = generation
+        self._known: dict[bytes, Controls] = {}
+
+    def read(self, options: pb.GenerateOptions) -> Controls:
+        """Return the controls of a request, as read_options does. Raises InvalidArgument."""
+        key = options.SerializeToString(deterministic=True)
+        known = self._known.get(key)
+        if known is None:
+            known = read_options(options, self._vocab_size, self._generation)
+            if not known.params.temperature and len(key) <= _MAX_KNOWN_BYTES:
+                if len(self._known) == _MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        return known
 
 
 def as_option(error: InvalidArgument) -> InvalidArgument:

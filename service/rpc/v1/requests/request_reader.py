@@ -17,7 +17,7 @@ from antiphon.service.rpc.v1.answers.answers import Detokenizer
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
 from antiphon.service.rpc.v1.requests.languages import languages_of, source_languages
-from antiphon.service.rpc.v1.requests.options import read_options
+from antiphon.service.rpc.v1.requests.options import OptionReader
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
@@ -58,6 +58,7 @@ class RequestReader:
 
     def __init__(self, model: ServedModel, engine: Engine, inputs: Inputs, arrivals: Arrivals) -> None:
         self._model = model
+        self._options = OptionReader(model.config.vocab_size, model.generation)
         self._engine = engine
         self._inputs = inputs
         self._arrivals = arrivals
@@ -69,7 +70,7 @@ class RequestReader:
         self._engine.check_ability(Task.GENERATE)
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
-        controls = read_options(message.options, self._model.config.vocab_size, self._model.generation)
+        controls = self._options.read(message.options)
         prefix_ids = await self._inputs.prefix_ids(controls, languages)
         source_ids = (await self._inputs.source(message, languages)).ids
         detokenizer = self._detokenizer(message, controls, source_ids, prefix_ids)
