@@ -20,6 +20,10 @@ REFUSALS = {
 }
 
 
+# Those of a request among others: it may be cancelled, and may have a time limit.
+_FAILURES = {code.value[0] for code in (*REFUSALS, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)}
+
+
 def check_refusal(error: Any, asked: Descriptor) -> None:
     """Check that a refusal has a known status and details, and for invalid input the name of a field of the message."""
     assert error.code() in REFUSALS, f"{error.code()}: {error.details()}"
@@ -61,6 +65,28 @@ def check_stream(responses: Iterable[pb.GenerateResponse]) -> None:
     assert last is not None, "a stream without a message"
     assert all(last.HasField(name) for name in ("usage", "timing", "seed"))
     assert seen == ended == set(range(len(ended))), f"outputs {seen}, of which {ended} ended"
+
+
+def check_many(asked: pb.GenerateManyRequest, responses: Iterable[pb.GenerateManyResponse]) -> None:
+    """Check that every request of a call gets its answers and one end, and that no other id is answered."""
+    by_id: dict[int, list[pb.ManyAnswer]] = {request.id: [] for request in asked.requests}
+    for response in responses:
+        for answer in response.answers:
+            by_id[answer.id].append(answer)
+    for request in asked.requests:
+        *before, last = by_id[request.id]
+        assert all(answer.HasField("delta") for answer in before)
+        if last.HasField("failure"):
+            assert last.failure.code in _FAILURES, last.failure.message
+            assert last.failure.reason
+            if last.failure.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+                is_of_request = last.failure.field not in pb.ManyRequest.DESCRIPTOR.fields_by_name
+                check_field(last.failure.field, (pb.GenerateRequest if is_of_request else pb.ManyRequest).DESCRIPTOR)
+        elif request.is_whole:
+            assert not before
+            assert last.whole.outputs
+        else:
+            check_stream(answer.delta for answer in by_id[request.id])
 
 
 def violation_of(error: Any) -> str:

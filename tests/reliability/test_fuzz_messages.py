@@ -16,7 +16,7 @@ from antiphon.service.engine.engine import Engine
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
-from tests.reliability.answers import check_refusal, check_stream
+from tests.reliability.answers import check_many, check_refusal, check_stream
 from tests.reliability.background import Background
 from tests.reliability.sizes import size
 from tests.reliability.wire import messages
@@ -65,11 +65,16 @@ def call(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> None:
     """Send bytes to a method and check that the result is a valid answer or refusal."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     parse = GetMessageClass(method.output_type).FromString
-    make = channel.unary_stream if method.server_streaming else channel.unary_unary
-    ask: Any = make(path, response_deserializer=parse)
+    make: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
+    if method.client_streaming:
+        make = channel.stream_stream
+    ask = make(path, response_deserializer=parse)
     try:
-        answer = ask(data, timeout=PATIENCE_S)
-        if method.server_streaming:
+        answer = ask(iter([data]) if method.client_streaming else data, timeout=PATIENCE_S)
+        if method.client_streaming:
+            responses = list(answer)  # the data may be no message
+            check_many(pb.GenerateManyRequest.FromString(data), responses)
+        elif method.server_streaming:
             check_stream(list(answer))
     except grpc.RpcError as error:
         check_refusal(error, method.input_type)

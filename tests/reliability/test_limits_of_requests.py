@@ -12,6 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.bundle_serving import serving_bundle
 from tests.reliability.answers import violation_of
 from tests.reliability.background import Background
@@ -27,7 +28,12 @@ from tests.reliability.limits import (
     text_of,
 )
 
-METHODS = {method.input_type.name: method for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods}
+# Requests of GenerateMany are those of Generate.
+METHODS = {
+    method.input_type.name: method
+    for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods
+    if not method.client_streaming
+}
 # The shipped model has no head for these; test_limits_of_encoders.py tests them.
 ENCODER = {"ClassifyRequest", "TagRequest", "FillMaskRequest"}
 FIELDS = [(name, field) for name, ask in REQUESTS.items() for field in ask.fields]
@@ -96,6 +102,35 @@ def test_fields_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc
     for value in limit.refused:
         blamed = outcome(channel, kind, {**without_rivals(kind, ask.base, name), name: value})
         assert blamed in (name, f"{name}.ids"), str(value)[:80]
+
+
+def outcome_among_many(channel: grpc.Channel, fields: dict[str, Any]) -> str | None:
+    """Return the outcome of a request to generate that shares its call with another one, which must be answered."""
+    given = pb.ManyRequest(id=1, request=pb.GenerateRequest(**fields), is_whole=True)
+    other = pb.ManyRequest(id=2, request=pb.GenerateRequest(**REQUESTS["GenerateRequest"].base), is_whole=True)
+    call = InferenceServiceStub(channel).GenerateMany(
+        iter([pb.GenerateManyRequest(requests=[given, other])]), timeout=PATIENCE_S
+    )
+    answers = {answer.id: answer for response in call for answer in response.answers}
+    assert answers[2].HasField("whole")
+    if answers[1].HasField("whole"):
+        return None
+    return answers[1].failure.field or codes_by_number()[answers[1].failure.code]
+
+
+def codes_by_number() -> dict[int, str]:
+    return {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+@pytest.mark.parametrize("name", REQUESTS["GenerateRequest"].fields)
+def test_fields_of_a_request_among_many_have_the_same_limits(channel: grpc.Channel, name: str) -> None:
+    ask = REQUESTS["GenerateRequest"]
+    for value in ask.fields[name].taken:
+        fields = {**without_rivals("GenerateRequest", ask.base, name), name: value}
+        assert outcome_among_many(channel, fields) is None, str(value)[:80]
+    for value in ask.fields[name].refused:
+        fields = {**without_rivals("GenerateRequest", ask.base, name), name: value}
+        assert outcome_among_many(channel, fields) in (name, f"{name}.ids"), str(value)[:80]
 
 
 @pytest.mark.parametrize("kind", sorted(set(METHODS) - {"ListModelsRequest"}))
