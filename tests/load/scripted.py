@@ -48,9 +48,28 @@ class Scripted:
             yield message
 
     async def generate_unary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
-        messages = await self._take(request, context)
-        text = "".join(message.text_delta for message in messages)
-        return pb.GenerateUnaryResponse(outputs=[pb.Output(text=text)], usage=messages[-1].usage)
+        return _whole(await self._take(request, context))
+
+    async def generate_many(
+        self, messages: AsyncIterator[pb.GenerateManyRequest], context: Context
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        async for message in messages:
+            for one in message.requests:
+                self.asked.append((one.request, context.peer(), one.timeout_millis / 1000))
+                self.first_asked.set()
+                yield pb.GenerateManyResponse(answers=[answer async for answer in self._among_many(one)])
+
+    async def _among_many(self, one: pb.ManyRequest) -> AsyncIterator[pb.ManyAnswer]:
+        if self._refusal is not None:
+            failure = pb.Failure(code=self._refusal.value[0], message="not now")
+            yield pb.ManyAnswer(id=one.id, failure=failure)
+            return
+        messages = await self._answer(one.request)
+        if one.is_whole:
+            yield pb.ManyAnswer(id=one.id, whole=_whole(messages))
+            return
+        for message in messages:
+            yield pb.ManyAnswer(id=one.id, delta=message)
 
     async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         return pb.GetModelResponse(model=self.model)
@@ -64,6 +83,9 @@ class Scripted:
             "GenerateUnary": grpc.unary_unary_rpc_method_handler(
                 self.generate_unary, pb.GenerateUnaryRequest.FromString, pb.GenerateUnaryResponse.SerializeToString
             ),
+            "GenerateMany": grpc.stream_stream_rpc_method_handler(
+                self.generate_many, pb.GenerateManyRequest.FromString, pb.GenerateManyResponse.SerializeToString
+            ),
             "GetModel": grpc.unary_unary_rpc_method_handler(
                 self.get_model, pb.GetModelRequest.FromString, pb.GetModelResponse.SerializeToString
             ),
@@ -76,6 +98,11 @@ class Scripted:
         if self._refusal is not None:
             await context.abort(self._refusal, "not now")
         return await self._answer(request)
+
+
+def _whole(messages: list[pb.GenerateResponse]) -> pb.GenerateUnaryResponse:
+    text = "".join(message.text_delta for message in messages)
+    return pb.GenerateUnaryResponse(outputs=[pb.Output(text=text)], usage=messages[-1].usage)
 
 
 @contextlib.asynccontextmanager

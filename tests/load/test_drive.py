@@ -126,13 +126,14 @@ async def test_fault_of_the_client_is_not_counted_as_an_answer() -> None:
     assert caught.group_contains(RuntimeError, match="broken")
 
 
+@pytest.mark.parametrize("is_multiplexed", [False, True])
 @pytest.mark.parametrize("is_streaming", [True, False])
-async def test_every_request_has_the_options_of_the_plan(is_streaming: bool) -> None:
+async def test_every_request_has_the_options_of_the_plan(is_streaming: bool, is_multiplexed: bool) -> None:
     scripted = Scripted()
     async with served(scripted) as target:
         plan = plan_of(
             target, model="m", priority="batch", ignore_eos=True, timeout_s=20.0, connections=2, check=True,
-            is_streaming=is_streaming,
+            is_streaming=is_streaming, is_multiplexed=is_multiplexed,
         )  # fmt: skip
         result = await drive(plan)
     assert result.num_ok == result.num_sent == len(scripted.asked) == len(list(arrivals_of(plan)))
@@ -188,11 +189,12 @@ class CountingCaller(Caller):
         return reply
 
 
-async def test_refusals_are_counted_by_status_reason_and_pushback() -> None:
+@pytest.mark.parametrize("is_multiplexed", [False, True])
+async def test_refusals_are_counted_by_status_reason_and_pushback(is_multiplexed: bool) -> None:
     gates: list[Gate] = []
     config = EngineLimits(max_num_seqs=1, max_queued_requests=2)
     async with serving(config, prepare=lambda runner: gates.append(Gate(runner))) as server:
-        plan = plan_of(server.target)
+        plan = plan_of(server.target, is_multiplexed=is_multiplexed)
         async with CountingCaller(plan, gates[0], 7) as caller:
             await caller.connect()
             arrivals = ((0.0, 0) for _ in range(10))
@@ -206,11 +208,12 @@ async def test_refusals_are_counted_by_status_reason_and_pushback() -> None:
         assert sum(map(len, server.runner.encoded)) == result.num_ok
 
 
+@pytest.mark.parametrize("is_multiplexed", [False, True])
 @pytest.mark.parametrize("is_streaming", [True, False])
-async def test_refused_call_is_not_retried(is_streaming: bool) -> None:
+async def test_refused_request_is_not_retried(is_streaming: bool, is_multiplexed: bool) -> None:
     scripted = Scripted(refusal=grpc.StatusCode.UNAVAILABLE)
     async with served(scripted) as target:
-        result = await drive(plan_of(target, is_streaming=is_streaming))
+        result = await drive(plan_of(target, is_streaming=is_streaming, is_multiplexed=is_multiplexed))
     assert result.errors == {"UNAVAILABLE": len(scripted.asked)}
     assert len(scripted.asked) == result.num_sent == result.num_scheduled
 
@@ -240,3 +243,18 @@ async def test_processes_together_send_the_whole_plan() -> None:
 def test_absent_server_is_reported() -> None:
     with pytest.raises(DriveError, match=r"no connection to 127\.0\.0\.1:1 within 0\.2 s"):
         run(plan_of("127.0.0.1:1", timeout_s=0.2))
+
+
+async def test_requests_of_a_call_that_breaks_end_with_its_status_and_the_next_opens_another() -> None:
+    class Breaking(Scripted):
+        async def generate_many(self, messages: Any, context: Any) -> Any:
+            async for message in messages:
+                self.asked += [(one.request, context.peer(), None) for one in message.requests]
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+                yield
+
+    scripted = Breaking()
+    async with served(scripted) as target:
+        result = await drive(plan_of(target, is_multiplexed=True))
+    assert result.errors == {"UNAVAILABLE": result.num_sent}
+    assert len(scripted.asked) > 1

@@ -55,6 +55,7 @@ class Plan:
     connections: connections of each process. max_outstanding: maximum concurrent calls of all processes; further
     arrivals are dropped and counted. timeout_s: deadline of every call. priority: None takes the server's default.
     connection: settings of the connection. Its retries are ignored; its token must be a string or in a file.
+    is_multiplexed: the requests of a connection share one call.
     ignore_eos: answers have exactly max_new_tokens tokens. check: compare the answers to equal asks.
     """
 
@@ -73,6 +74,7 @@ class Plan:
     priority: Priority | None = None
     connection: Connection = field(default_factory=Connection)
     is_streaming: bool = True
+    is_multiplexed: bool = False
     ignore_eos: bool = False
     check: bool = False
     objective: Objective = field(default_factory=Objective)

@@ -125,6 +125,7 @@ def _plan_fields(plan: Plan) -> dict[str, Any]:
         "processes": plan.processes,
         "connections": plan.connections,
         "streaming": plan.is_streaming,
+        "multiplexed": plan.is_multiplexed,
         "priority": plan.priority,
     }
 

@@ -18,7 +18,9 @@ from antiphon.client import RetryPolicy
 from antiphon.client.messages import Languages, as_server_error, stream_request, unary_request
 from antiphon.client.options import Options
 from antiphon.client.terms import SERVICE_NAME, Terms
-from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
+from antiphon.load.calls.multiplexed import Multiplexed
+from antiphon.load.calls.reading import Reading
+from antiphon.load.calls.record import UNFINISHED, Outcome, Reply
 from antiphon.load.plan import Ask, Plan
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1 import inference_pb2_grpc
@@ -26,9 +28,7 @@ from antiphon.v1 import inference_pb2_grpc
 if TYPE_CHECKING:
     from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
-_OK = Outcome(OK)
 _UNFINISHED = Outcome(UNFINISHED)
-_INCOMPLETE = Outcome(INCOMPLETE)
 _PUSHBACK = "grpc-retry-pushback-ms"
 
 
@@ -46,8 +46,14 @@ class Caller:
         self._stubs: list[InferenceServiceAsyncStub] = [
             inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels
         ]
-        self._streamed = [self._terms.ask(_streamed(plan, ask)) for ask in plan.asks] if plan.is_streaming else []
-        self._whole = [] if plan.is_streaming else [self._terms.ask(_whole(plan, ask)) for ask in plan.asks]
+        is_streamed = plan.is_streaming or plan.is_multiplexed
+        self._streamed = [self._terms.ask(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
+        self._whole = [] if is_streamed else [self._terms.ask(_whole(plan, ask)) for ask in plan.asks]
+        self._multiplexed = (
+            [Multiplexed(stub, self._terms, plan, self._streamed) for stub in self._stubs]
+            if plan.is_multiplexed
+            else []
+        )
         self._turn = 0
 
     async def connect(self) -> None:
@@ -67,11 +73,15 @@ class Caller:
         reply = Reply(scheduled_s=scheduled_s, sent_s=sent_s, last_s=sent_s, outcome=_UNFINISHED)
         self._turn = (self._turn + 1) % len(self._stubs)
         stub = self._stubs[self._turn]
+        reading = Reading(reply, start_s, on_first, keeps_text=self._plan.check)
         try:
-            if self._plan.is_streaming:
-                await self._stream(stub, ask, reply, start_s, on_first)
+            if self._multiplexed:
+                await self._multiplexed[self._turn].ask(ask, reading)
+            elif self._plan.is_streaming:
+                await self._stream(stub, ask, reading)
             else:
-                await self._ask(stub, ask, reply)
+                reading.whole(await stub.GenerateUnary(self._whole[ask], **self._terms.call()))
+            reading.end()
         except grpc.aio.AioRpcError as error:
             reply.outcome, reply.message = _outcome(error), error.details() or "no message"
         except asyncio.CancelledError:
@@ -79,38 +89,17 @@ class Caller:
         reply.last_s = time.monotonic() - start_s
         return reply
 
-    async def _stream(
-        self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply, start_s: float, on_first: Callable[[], None]
-    ) -> None:
+    async def _stream(self, stub: InferenceServiceAsyncStub, ask: int, reading: Reading) -> None:
         call = stub.Generate(self._streamed[ask], **self._terms.call())
-        ended, texts, previous_s = 0, [], 0.0
         try:
             async for message in call:
-                now_s = time.monotonic() - start_s
-                if reply.first_s is None:
-                    reply.first_s = now_s
-                    on_first()
-                else:
-                    reply.gaps_s.append(now_s - previous_s)
-                previous_s = now_s
-                ended += message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
-                if self._plan.check:
-                    texts.append(message.text_delta)
-                if message.HasField("usage"):
-                    reply.num_tokens = message.usage.generated_tokens
+                reading.delta(message, time.monotonic())
         finally:
             call.cancel()
-        _set_outcome(reply, ended)
-        reply.text = "".join(texts)
-
-    async def _ask(self, stub: InferenceServiceAsyncStub, ask: int, reply: Reply) -> None:
-        response = await stub.GenerateUnary(self._whole[ask], **self._terms.call())
-        _set_outcome(reply, len(response.outputs))
-        reply.num_tokens = response.usage.generated_tokens
-        reply.text = "".join(output.text for output in response.outputs)
 
     async def close(self) -> None:
         """Close the connections, which ends running calls."""
+        await asyncio.gather(*(calls.close() for calls in self._multiplexed))
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def __aenter__(self) -> Self:
@@ -118,14 +107,6 @@ class Caller:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _set_outcome(reply: Reply, num_ends: int) -> None:
-    """Set the outcome of a call without an error: its only output must end exactly once."""
-    if num_ends == 1:
-        reply.outcome = _OK
-    else:
-        reply.outcome, reply.message = _INCOMPLETE, f"{num_ends} ends of one output"
 
 
 def _streamed(plan: Plan, ask: Ask) -> pb.GenerateRequest:

@@ -61,6 +61,7 @@ def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_client_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--unary", action="store_true", help="request complete answers instead of streams")
+    group.add_argument("--multiplexed", action="store_true", help="send all requests of a connection over one call")
     group.add_argument(
         "--timeout-s", type=float, default=30.0, metavar="S", help="deadline of every call (default: %(default)g)"
     )
@@ -158,6 +159,7 @@ def _common(arguments: argparse.Namespace) -> dict[str, Any]:
         priority=arguments.priority,
         connection=read_connection(arguments),
         is_streaming=not arguments.unary,
+        is_multiplexed=arguments.multiplexed,
         ignore_eos=arguments.ignore_eos,
         check=arguments.check,
         objective=Objective(ttft_s=_seconds(arguments.objective_ttft_ms), e2e_s=_seconds(arguments.objective_p99_ms)),
