@@ -69,14 +69,16 @@ class BenchServer:
             self._process.communicate()
 
 
-def run_client(target: str, sources: Sequence[Source], *, streams: int, max_new_tokens: int) -> tuple[Speed, list[str]]:
-    """Translate sources over `streams` concurrent streams in a child process. Return the speed and the translations.
+def run_client(
+    target: str, sources: Sequence[Source], *, concurrency: int, max_new_tokens: int, kind: str = "streams"
+) -> tuple[Speed, list[str]]:
+    """Translate sources in a child process, `concurrency` at a time. Return the speed and the translations.
 
-    Raises BenchFailure when the client fails.
+    kind: as in `client.py`. Raises BenchFailure when the client fails.
     """
     module = "antiphon.service.tools.bench.processes.client"
     ended = subprocess.run(
-        (sys.executable, "-m", module, target, str(streams), str(max_new_tokens)),
+        (sys.executable, "-m", module, target, kind, str(concurrency), str(max_new_tokens)),
         input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
         env=_environment(),
     )  # fmt: skip

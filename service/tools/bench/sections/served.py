@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from antiphon.client import Source
+from antiphon.client.many import DEFAULT_CONCURRENCY
 from antiphon.service.runtime.runner import Runner
 from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.drivers.static import translate_static
 from antiphon.service.tools.bench.processes.server import BenchServer, run_client
-from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, compare
+from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, Speed, compare
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
 from antiphon.service.tools.bench.timing import alternate, timed
@@ -20,6 +21,12 @@ ENGINE_ROWS = (32,)
 # Number of static batches in one run of the engine section; each has `rows` sources.
 _NUM_BATCHES = 12
 STREAMS = 64
+# What a client does: the name of the case, and its requests at a time.
+_WAYS = {
+    "streams": (f"{STREAMS} streams", STREAMS),
+    "unary": (f"{STREAMS} unary calls", STREAMS),
+    "many": (f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY),
+}
 _RANDOM_FILLS = 4
 
 
@@ -62,7 +69,7 @@ def _against_static(
 
 
 def grpc_overhead(setup: Setup) -> list[Finding]:
-    """Measure a client with concurrent streams against the engine alone with the same number of requests."""
+    """Measure a client against the engine alone with the same number of requests at a time."""
     return [found for subject in setup.subjects() for found in _over_grpc(subject, setup)]
 
 
@@ -75,15 +82,21 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
         Offline(*setup.runners(subject, STREAMS), rows=STREAMS) as offline,
         BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server,
     ):
-        alone = partial(offline.translate, sources, concurrency=STREAMS, max_new_tokens=limit)
-        over_grpc = partial(run_client, server.target, asked, streams=STREAMS, max_new_tokens=limit)
-        expected = [subject.tokenizer.decode(target) for target in alone()]
-        if over_grpc()[1] != expected:
-            raise BenchFailure(f"grpc_overhead, {subject.name}: the client's texts differ from the engine's")
-        pairs = alternate(lambda: over_grpc()[0], lambda: timed(alone), setup.repeat)
-    kind = f"{limit} tokens each" if subject.is_endless else "sentences"
-    case = Case(name="grpc_overhead", case=f"{subject.name}, {kind}", rows=STREAMS, against="the engine alone")
-    return compare(case, pairs)
+        findings = []
+        for kind, (name, concurrency) in _WAYS.items():
+            alone = partial(offline.translate, sources, concurrency=concurrency, max_new_tokens=limit)
+            ask = partial(run_client, server.target, asked, kind=kind, concurrency=concurrency, max_new_tokens=limit)
+            expected = [subject.tokenizer.decode(target) for target in alone()]
+            if ask()[1] != expected:
+                raise BenchFailure(f"grpc_overhead, {subject.name}, {name}: texts differ from the engine's")
+            pairs = alternate(partial(_speed, ask), partial(timed, alone), setup.repeat)
+            case = Case(name="grpc_overhead", case=f"{subject.name}, {name}", rows=STREAMS, against="the engine alone")
+            findings += compare(case, pairs)
+    return findings
+
+
+def _speed(ask: Callable[[], tuple[Speed, list[str]]]) -> Speed:
+    return ask()[0]
 
 
 def startup(setup: Setup) -> list[Finding]:
@@ -95,7 +108,7 @@ def startup(setup: Setup) -> list[Finding]:
         with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server:
             ready_s.append(server.ready_s)
             figures = [("ready", server.memory_mb("VmRSS"))]
-            run_client(server.target, texts, streams=STREAMS, max_new_tokens=limit)
+            run_client(server.target, texts, concurrency=STREAMS, max_new_tokens=limit)
             figures += [("after load", server.memory_mb("VmRSS")), ("at its peak", server.memory_mb("VmHWM"))]
     return [_figure("until ready", statistics.median(ready_s), "s")] + [
         _figure(f"resident {when}", megabytes, "MB") for when, megabytes in figures
