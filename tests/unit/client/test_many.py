@@ -187,6 +187,26 @@ async def test_unanswered_requests_of_a_broken_call_are_sent_over_another(
     assert all(server.received[text] == 1 for text in TEXTS[:3])  # answered long before: at most four are unanswered
 
 
+async def test_request_that_waits_for_another_attempt_is_sent_once_over_the_next_call(ask: Ask) -> None:
+    ids: list[list[int]] = []
+
+    async def refuse_and_break(server: Scripted, context: Any) -> None:
+        ids.append([])
+        async for request in server.requests(context):
+            ids[-1].append(request.id)
+            if len(ids) > 2:  # the first call asks whether the server knows the method
+                await context.write(answered(request))
+            elif request.id == 0:
+                await context.write(refused(request, grpc.StatusCode.UNAVAILABLE))
+            else:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+
+    async with scripted(refuse_and_break) as (target, _):
+        assert texts_of(await ask(target)) == EXPECTED
+    for of_call in ids:
+        assert len(set(of_call)) == len(of_call)
+
+
 async def test_call_that_always_breaks_yields_the_error_of_every_request(ask: Ask) -> None:
     async def break_always(server: Scripted, context: Any) -> None:
         async for _ in server.requests(context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, cast
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 
 from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.rpc.v1.many import conversation
+from antiphon.service.rpc.v1.many import conversation, outbox
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock, FakeRunner, limits_for
@@ -176,15 +177,32 @@ async def test_requests_are_cancelled_by_id_before_during_and_after_their_work()
     assert talk.text(3)[1]
 
 
-async def test_long_text_is_cancelled_while_it_is_read() -> None:
-    async with serving(max_text_bytes=1 << 20) as served:
+async def test_long_text_is_cancelled_while_it_waits_to_be_read() -> None:
+    reading = threading.Event()
+    async with serving() as served:
         talk = Talk(served)
-        long = pb.GenerateRequest(text="a" * 500_000)
-        await talk.call.write(pb.GenerateManyRequest(requests=[pb.ManyRequest(id=1, request=long), one(2)]))
+        busy = asyncio.ensure_future(served.long_texts.run(1, lambda: reading.wait(60)))
+        await talk.send(pb.ManyRequest(id=1, request=pb.GenerateRequest(text="a" * 5_000)), one(2))
         await talk.send(cancelled=[1])
+        await talk.until(1, 2)
+        reading.set()
+        await busy
         await talk.finish()
-    assert talk.failure(1).code in (grpc.StatusCode.CANCELLED.value[0], grpc.StatusCode.INVALID_ARGUMENT.value[0])
+    assert talk.failure(1).code == grpc.StatusCode.CANCELLED.value[0]
     assert talk.text(2)[1]
+
+
+async def test_message_is_not_filled_beyond_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "_FULL_BYTES", 1)
+    async with serving() as served:
+        talk = Talk(served)
+        requests = [one(i, max_new_tokens=2) for i in range(8)]
+        for request in requests:
+            request.is_whole = True
+        await talk.send(*requests)
+        await talk.call.done_writing()
+        sizes = [len(response.answers) async for response in talk.call]
+    assert sizes == [1] * 8
 
 
 async def test_every_request_of_thousands_is_answered_once() -> None:
