@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
+from tests.abuse.calls import Call
 from tests.abuse.raw_connection import CLOSED, OPEN, Address, RawConnection
 
 
@@ -68,12 +69,14 @@ async def on_each(size: Size, attack_one: Callable[[], Awaitable[Sent]]) -> Sent
     return total(await asyncio.gather(*(attack_one() for _ in range(size.connections))))
 
 
-async def ended(connection: RawConnection, method: str, size: Size) -> Sent:
+async def ended(connection: RawConnection, method: str, size: Size, call: Call | None = None) -> Sent:
     """Wait for the server to end every call of a connection, and report.
 
-    A call may not have reached the server if its connection ended before.
+    A call may not have reached the server if its connection ended before. call: what was sent, if it has requests that
+    are counted too, of which the server may have read some.
     """
     ends = await connection.ends(size.hold_s)
-    return Sent(
-        whole=Counter({method: ends.total() - ends[CLOSED]}), partial=Counter({method: ends[CLOSED]}), ends=ends
-    )
+    partial = Counter({method: ends[CLOSED]})
+    if call is not None:
+        partial += call.requests_of(ends.total())
+    return Sent(whole=Counter({method: ends.total() - ends[CLOSED]}), partial=partial, ends=ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from antiphon.v1 import inference_pb2 as pb
@@ -11,10 +12,15 @@ SERVICE = "antiphon.v1.InferenceService"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Method and a request that it answers."""
+    """Method and a message that it answers. num_requests: requests in the message that are counted as calls too."""
 
     method: str
     message: bytes
+    num_requests: int = 0
+
+    def requests_of(self, num_calls: int) -> Counter[str]:
+        """Return the most requests of this many calls that the server counts, by method."""
+        return Counter({f"{self.method}:request": num_calls * self.num_requests})
 
 
 UNARY = Call(method=f"{SERVICE}/Tokenize", message=pb.TokenizeRequest(text="How are you?").SerializeToString())
@@ -34,6 +40,17 @@ STREAM = Call(
     message=pb.GenerateRequest(
         text="Stop!", options=pb.GenerateOptions(max_new_tokens=8, ignore_eos=True)
     ).SerializeToString(),
+)
+_NUM_OF_MANY = 8
+MANY = Call(
+    method=f"{SERVICE}/GenerateMany",
+    message=pb.GenerateManyRequest(
+        requests=[
+            pb.ManyRequest(id=number, request=pb.GenerateRequest.FromString(STREAM.message))
+            for number in range(_NUM_OF_MANY)
+        ]
+    ).SerializeToString(),
+    num_requests=_NUM_OF_MANY,
 )
 HEALTH_METHOD = "grpc.health.v1.Health/Check"
 REFLECTION_METHOD = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -15,6 +15,7 @@ from tests.abuse.calls import (
     HEALTH_METHOD,
     HEAVY_UNARY,
     LONG_UNARY,
+    MANY,
     REFLECTION_METHOD,
     STREAM,
     UNARY,
@@ -51,7 +52,7 @@ def window_zero(call: Call) -> Attack:
                 for _ in range(size.calls):
                     connection.call(call.method, call.message)
                 await connection.flush()
-                return await ended(connection, call.method, size)
+                return await ended(connection, call.method, size, call)
 
         return await on_each(size, one)
 
@@ -66,7 +67,7 @@ def window_by_single_bytes(call: Call) -> Attack:
             async with await RawConnection.open(address, NO_WINDOW, gives_credit=False) as connection:
                 stream_ids = [connection.call(call.method, call.message) for _ in range(size.calls)]
                 granting = asyncio.ensure_future(_grant_bytes(connection, stream_ids, size))
-                sent = await ended(connection, call.method, size)
+                sent = await ended(connection, call.method, size, call)
                 granting.cancel()
                 await asyncio.wait({granting})
                 return sent
@@ -213,7 +214,10 @@ def rapid_reset(call: Call | None = None) -> Attack:
                 await connection.wait_closed(min(0.5, size.hold_s))
                 method = UNARY.method if call is None else call.method
                 ends = Counter({f"connection {connection.goaway or 'stands'}": 1})
-                return Sent(partial=Counter({method: len(connection.streams)}), ends=ends)
+                partial = Counter({method: len(connection.streams)})
+                if call is not None:
+                    partial += call.requests_of(len(connection.streams))
+                return Sent(partial=partial, ends=ends)
 
         return await on_each(size, one)
 
@@ -227,6 +231,7 @@ def _called(connection: RawConnection, call: Call) -> int:
 STREAM_ATTACKS: dict[str, Attack] = {
     "window 0, unary": window_zero(UNARY),
     "window 0, streams": window_zero(STREAM),
+    "window 0, many requests": window_zero(MANY),
     "window by single bytes, unary": window_by_single_bytes(LONG_UNARY),
     "window by single bytes, streams": window_by_single_bytes(STREAM),
     "connection window never grows": connection_window_never_grows,
@@ -244,4 +249,5 @@ STREAM_ATTACKS: dict[str, Attack] = {
     "rapid reset": rapid_reset(),
     "rapid reset of whole calls": rapid_reset(UNARY),
     "rapid reset of streams": rapid_reset(STREAM),
+    "rapid reset of many requests": rapid_reset(MANY),
 }
