@@ -16,25 +16,21 @@ from typing import Self
 from antiphon.client import Source
 from antiphon.service.tools.bench.report import BenchFailure, Speed
 
-_READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
+_READY = re.compile(r"(?:antiphon|echo): ready(?:: .*)? on (?P<target>127[^,\s]+)")
 # Much longer than any normal run: turns a hang into an error.
 PATIENCE_S = 600
 
 
-class BenchServer:
-    """Ready `antiphon serve` process on free loopback ports. Leaving the context ends it.
+class Served:
+    """Ready server process. Leaving the context ends it. module: what it runs, and its arguments.
 
     ready_s: seconds from the start of the process to its ready line. Raises BenchFailure if the line never appears.
     """
 
-    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
-        settings = {
-            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error",
-        }  # fmt: skip
-        flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
+    def __init__(self, *module: str) -> None:
         started_s = time.perf_counter()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "antiphon.cli", "serve", str(bundle), *flags],
+            [sys.executable, "-m", *module],
             stdout=subprocess.PIPE,
             text=True,
             env=_environment(),
@@ -46,6 +42,13 @@ class BenchServer:
             self._end()
             raise BenchFailure("the server did not start; its error message is above")
         self.target = match["target"]
+
+    @property
+    def loop_cpu_s(self) -> float:
+        """CPU time of its event loop, the main thread, to hundredths of a second."""
+        pid = self._process.pid
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self, field: str) -> float:
         """Return a field of /proc/PID/status of the server, VmRSS or VmHWM, in MB."""
@@ -67,6 +70,24 @@ class BenchServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
+
+
+class BenchServer(Served):
+    """Ready `antiphon serve` process on free loopback ports."""
+
+    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
+        settings = {
+            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error",
+        }  # fmt: skip
+        flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
+        super().__init__("antiphon.cli", "serve", str(bundle), *flags)
+
+
+class EchoServer(Served):
+    """Ready server that answers at once, without any work."""
+
+    def __init__(self) -> None:
+        super().__init__("antiphon.service.tools.bench.processes.echo")
 
 
 def run_client(

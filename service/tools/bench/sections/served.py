@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from antiphon.client import Source
@@ -11,7 +12,7 @@ from antiphon.client.many import DEFAULT_CONCURRENCY
 from antiphon.service.runtime.runner import Runner
 from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.drivers.static import translate_static
-from antiphon.service.tools.bench.processes.server import BenchServer, run_client
+from antiphon.service.tools.bench.processes.server import BenchServer, EchoServer, Served, run_client
 from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, Speed, compare
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
@@ -21,13 +22,40 @@ ENGINE_ROWS = (32,)
 # Number of static batches in one run of the engine section; each has `rows` sources.
 _NUM_BATCHES = 12
 STREAMS = 64
-# What a client does: the name of the case, and its requests at a time.
-_WAYS = {
-    "streams": (f"{STREAMS} streams", STREAMS),
-    "unary": (f"{STREAMS} unary calls", STREAMS),
-    "many": (f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY),
-}
 _RANDOM_FILLS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """Result of one client. loop_us: CPU time of the server's event loop for each request."""
+
+    speed: Speed
+    texts: list[str]
+    loop_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a client does: a kind of `client.py`, the name of the case, and the requests at a time."""
+
+    kind: str
+    name: str
+    concurrency: int
+
+    def ask(self, server: Served, asked: Sequence[Source], max_new_tokens: int) -> _Asking:
+        before_s = server.loop_cpu_s
+        speed, texts = run_client(
+            server.target, asked, kind=self.kind, concurrency=self.concurrency, max_new_tokens=max_new_tokens
+        )
+        return _Asking(speed, texts, (server.loop_cpu_s - before_s) / len(asked) * 1e6)
+
+
+_ECHOED = _Way("unary", f"{STREAMS} unary calls", STREAMS)
+_WAYS = (
+    _Way("streams", f"{STREAMS} streams", STREAMS),
+    _ECHOED,
+    _Way("many", f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY),
+)
 
 
 def engine(setup: Setup) -> list[Finding]:
@@ -81,22 +109,23 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
     with (
         Offline(*setup.runners(subject, STREAMS), rows=STREAMS) as offline,
         BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server,
+        EchoServer() as echo,
     ):
         findings = []
-        for kind, (name, concurrency) in _WAYS.items():
-            alone = partial(offline.translate, sources, concurrency=concurrency, max_new_tokens=limit)
-            ask = partial(run_client, server.target, asked, kind=kind, concurrency=concurrency, max_new_tokens=limit)
+        for way in _WAYS:
+            alone = partial(offline.translate, sources, concurrency=way.concurrency, max_new_tokens=limit)
             expected = [subject.tokenizer.decode(target) for target in alone()]
-            if ask()[1] != expected:
-                raise BenchFailure(f"grpc_overhead, {subject.name}, {name}: texts differ from the engine's")
-            pairs = alternate(partial(_speed, ask), partial(timed, alone), setup.repeat)
-            case = Case(name="grpc_overhead", case=f"{subject.name}, {name}", rows=STREAMS, against="the engine alone")
-            findings += compare(case, pairs)
+            if way.ask(server, asked, limit).texts != expected:
+                raise BenchFailure(f"grpc_overhead, {subject.name}, {way.name}: texts differ from the engine's")
+            pairs = alternate(partial(way.ask, server, asked, limit), partial(timed, alone), setup.repeat)
+            case = Case(
+                name="grpc_overhead", case=f"{subject.name}, {way.name}", rows=STREAMS, against="the engine alone"
+            )
+            findings += compare(case, [(asking.speed, theirs) for asking, theirs in pairs])
+            on_loop = replace(case, case=f"{case.case}, event loop", against="a bare echo of a unary call")
+            loops = [(asking.loop_us, _ECHOED.ask(echo, asked, limit).loop_us) for asking, _ in pairs]
+            findings.append(on_loop.finding(loops, "us of CPU a request"))
     return findings
-
-
-def _speed(ask: Callable[[], tuple[Speed, list[str]]]) -> Speed:
-    return ask()[0]
 
 
 def startup(setup: Setup) -> list[Finding]:
