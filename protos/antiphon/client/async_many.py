@@ -10,10 +10,13 @@ import grpc
 import grpc.aio
 
 from antiphon.client.many import LOST, Delayed, ManyRequests, Outcome, together
-from antiphon.client.messages import Source, as_server_error
+from antiphon.client.messages import ServerError, Source, as_server_error
 from antiphon.v1 import inference_pb2
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateManyRequest, inference_pb2.GenerateManyResponse]
+
+
+_WRITTEN_TOO_LATE = "Internal error from Core"
 
 
 class Conversation:
@@ -95,8 +98,8 @@ class Conversation:
                 async for response in call:
                     self._send_later(self._requests.read(response))
                     self._has_news.set()
-            except grpc.RpcError as broken:
-                error = as_server_error(broken)
+            except grpc.aio.AioRpcError as broken:
+                error = end_of_call(broken)
             finally:
                 writing.cancel()
                 call.cancel()
@@ -120,6 +123,16 @@ async def is_offered(call: Call) -> bool:
     with _ended_call():
         await call.done_writing()
     return await call.code() is not grpc.StatusCode.UNIMPLEMENTED
+
+
+def end_of_call(error: grpc.aio.AioRpcError) -> ServerError:
+    """Return why a call ended.
+
+    If something is written while the server ends the call, grpc.aio reports INTERNAL and a text of its own instead of
+    the server's status.
+    """
+    is_own = error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITTEN_TOO_LATE
+    return LOST if is_own else as_server_error(error)
 
 
 def _ended_call() -> contextlib.AbstractContextManager[None]:

@@ -30,6 +30,8 @@ _MOST_TOGETHER = 64
 _WINDOW_PER_REQUEST = 4
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+# Servers end calls that are open while they stop with CANCELLED.
+_RETRYABLE_CALL = (*_RETRYABLE, grpc.StatusCode.CANCELLED)
 
 
 Delayed = tuple[float, inference_pb2.ManyRequest]
@@ -107,15 +109,17 @@ class ManyRequests:
             if answer.HasField("whole"):
                 self._end(asked, as_generations(answer.whole))
             elif answer.HasField("failure"):
-                again += self._failed(asked, _server_error(answer.failure))
+                error = _server_error(answer.failure)
+                again += self._failed(asked, error, error.code in _RETRYABLE)
         return again
 
     def broken(self, error: ServerError) -> list[Delayed]:
         """Note that the call has ended with an error. Return the requests for another call."""
-        return [one for asked in [*self._unanswered.values()] for one in self._failed(asked, error)]
+        is_retryable = error.code in _RETRYABLE_CALL
+        return [one for asked in [*self._unanswered.values()] for one in self._failed(asked, error, is_retryable)]
 
-    def _failed(self, asked: _Asked, error: ServerError) -> list[Delayed]:
-        if error.code not in _RETRYABLE or asked.num_attempts >= self._retry.attempts:
+    def _failed(self, asked: _Asked, error: ServerError, is_retryable: bool) -> list[Delayed]:  # noqa: FBT001
+        if not is_retryable or asked.num_attempts >= self._retry.attempts:
             self._end(asked, error)
             return []
         backoff_s = min(self._retry.max_backoff_s, self._retry.backoff_s * 2 ** (asked.num_attempts - 1))

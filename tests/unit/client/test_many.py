@@ -169,7 +169,7 @@ async def test_wrong_request_is_not_sent_again(ask: Ask) -> None:
     assert server.received[TEXTS[0]] == 1
 
 
-@pytest.mark.parametrize("ends_with", [grpc.StatusCode.UNAVAILABLE, None])
+@pytest.mark.parametrize("ends_with", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, None])
 async def test_unanswered_requests_of_a_broken_call_are_sent_over_another(
     ask: Ask, ends_with: grpc.StatusCode | None
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from antiphon.client.async_many import end_of_call
 from antiphon.client.many import together
 from antiphon.client.terms import Terms
 from antiphon.load.calls.reading import Reading
@@ -49,7 +50,7 @@ class Multiplexed:
         self._talk: asyncio.Task[None] | None = None
 
     async def ask(self, index: int, reading: Reading) -> None:
-        """Send a request and read its answers. Raises AioRpcError if the call ends before the last of them."""
+        """Send a request and read its answers."""
         request = pb.ManyRequest()
         request.CopyFrom(self._messages[index])
         request.id, self._next_id = self._next_id, self._next_id + 1
@@ -80,10 +81,12 @@ class Multiplexed:
                 now_s = time.monotonic()
                 for answer in response.answers:
                     self._take(answer, now_s)
-        except grpc.aio.AioRpcError as error:
-            for _, answered in self._open.values():
+        except grpc.aio.AioRpcError as broken:
+            error = end_of_call(broken)
+            for reading, answered in self._open.values():
+                reading.refused(Outcome(error.code.name, error.reason), error.message)
                 if not answered.done():
-                    answered.set_exception(error)
+                    answered.set_result(None)
         finally:
             writing.cancel()
             call.cancel()
