@@ -152,6 +152,8 @@ class OutputStream:
             self.on_end = None  # it refers to the call, which refers to this stream: a cycle would keep both in memory
         if self._wants_tokens or self._is_ended:
             self._wake()
+        if event.is_last:
+            self._on_readable = None  # it refers to the reader, which refers to this stream
 
     def _has_pending(self) -> bool:
         return bool(self._first) or (len(self._pending) > 1 and any(self._pending.values()))

@@ -98,7 +98,7 @@ class Conversation:
             one.submitted = submitted = await self._submitted(one, given)
             submitted.stream.listen(lambda: self._outbox.put(one), wants_tokens=not one.is_whole)
         except AntiphonError as error:
-            one.error = error
+            one.error = error.with_traceback(None)  # its frames refer to the request
             self._outbox.put(one)
         except asyncio.CancelledError:
             self._outbox.put(one)
@@ -139,6 +139,7 @@ class Conversation:
             one.call.code = "CANCELLED"
             self._in_flight.end_request(one.call)
         self._open.clear()
+        self._outbox.drop()
 
 
 class _Limited(TimeLimited):

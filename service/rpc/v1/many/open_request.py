@@ -65,7 +65,8 @@ class OpenRequest:
         return is_last
 
     def _fail(self, response: pb.GenerateManyResponse, error: AntiphonError) -> bool:
-        self.call.code, self.call.error = error.status.name, error
+        # Without its frames, which refer to this request.
+        self.call.code, self.call.error = error.status.name, error.with_traceback(None)
         response.answers.add(id=self.id, failure=_failure(error))
         return True
 

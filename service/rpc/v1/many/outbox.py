@@ -30,18 +30,24 @@ class Outbox:
         self._window_s = window_s
         self._on_answered = on_answered
         self._ready: deque[OpenRequest] = deque()
-        self._is_closed = False
+        self._is_closed = self._is_dropped = False
         self._changed = asyncio.Event()
 
     def put(self, one: OpenRequest) -> None:
         """Note that a request has answers to be written."""
-        self._ready.append(one)
-        self._changed.set()
+        if not self._is_dropped:
+            self._ready.append(one)
+            self._changed.set()
 
     def close(self) -> None:
         """End `run` once everything is written."""
         self._is_closed = True
         self._changed.set()
+
+    def drop(self) -> None:
+        """Forget what is not written, and what comes later: the call has ended."""
+        self._is_dropped = True
+        self._ready.clear()
 
     async def run(self) -> None:
         """Write answers until `close`. Raises SlowReader if the client does not read them."""
