@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from antiphon.cli.progress import Progress, remaining_bytes
 from antiphon.client.ordered import ordered_map
@@ -64,6 +64,8 @@ class Answers(Generic[A]):
         self._progress = Progress(sys.stderr, total_bytes=remaining_bytes(STDIN))
         self._num_failed = 0
         self._is_flush_due = False
+        self._broken: OSError | None = None  # error of standard output
+        self._task: asyncio.Task[Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -85,15 +87,24 @@ class Answers(Generic[A]):
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError as error:  # this is a callback of the event loop: the command must end with the error
+            self._broken = error
+            if self._task is not None:
+                self._task.cancel()
 
     def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._task = None
         self._progress.finish()
+        if self._broken is not None:
+            raise self._broken
         sys.stdout.flush()
 
 

@@ -36,7 +36,7 @@ class _Asking:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What a client does: a kind of `client.py`, the name of the case, and the requests at a time."""
+    """Work of a client: a kind of `client.py`, the name of the case, and the requests at a time."""
 
     kind: str
     name: str
