@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -15,7 +14,6 @@ import pytest
 
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.rpc.v1.many import conversation, outbox
-from antiphon.service.rpc.v1.many.open_request import OpenRequest
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock, FakeRunner, limits_for
@@ -382,37 +380,3 @@ async def test_priorities_are_those_of_single_calls() -> None:
     assert talk.failure(3).field == "priority"
     assert ended.index("2") < ended.index("1")
     assert Counter(ended) == Counter("0123")
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_answered_requests_are_freed_without_garbage_collection(is_cancelled: bool) -> None:
-    def left() -> list[object]:
-        return [found for found in gc.get_objects() if type(found) is OpenRequest]
-
-    gc.collect()
-    gc.disable()
-    try:
-        async with serving() as served:
-            talk = Talk(served)
-            await talk.send(*(one(i) for i in range(20)), one(20, **BAD))
-            await talk.until(*range(21))
-            gate = Gate(served.runner)
-            await talk.send(*(one(i, **ENDLESS) for i in range(20)))
-            await asyncio.to_thread(gate.reached.wait)
-            if is_cancelled:
-                await talk.send(cancelled=range(20))
-            else:
-                talk.call.cancel()
-            gate.open()
-            talk.ended.clear()
-            if is_cancelled:
-                await talk.until(*range(20))
-            await served.settled()
-            served.ended.clear()
-            async with asyncio.timeout(60):
-                while True:  # the engine's next step ends them
-                    if not served.engine.num_running and not left():
-                        break
-                    await asyncio.sleep(0.01)
-    finally:
-        gc.enable()
